@@ -1,0 +1,102 @@
+"""Everything Weft can raise on purpose.
+
+    WeftError
+    ├── ConfigError (ValueError)       a config file or override breaks a rule; carries every problem found
+    ├── PlanError (ValueError)         a plan cannot be parsed, or breaks a rule
+    ├── LayoutError (ValueError)       a layout does not fit the model
+    ├── ModelError (ValueError)        a model's name or shape cannot be used
+    ├── DataError (ValueError)         a source, record, column or tokenizer cannot be used
+    ├── CheckpointError                nothing valid to load, or a file is damaged
+    ├── CommError                      ranks cannot meet, or do not agree
+    ├── LaunchError                    ranks could not be started, or the machine lacks what was asked for
+    ├── TrainingHalted                 the run stopped itself: non-finite values, a limit
+    └── MissingExtra (ImportError)     an optional dependency is not installed
+
+One grammar for every text: `<field>=<value>: <rule with the limit>. <what to type instead>.`
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class WeftError(Exception):
+    """Base of all errors that Weft raises on purpose; the command line prints its text without a traceback."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake of the user: what it concerns, the sentence, and where it was typed.
+
+    field: dotted key, such as "optimizer.lr". origin: "train.toml:14", "command line", or "" where unknown.
+    """
+
+    field: str
+    message: str
+    origin: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.message}" if self.origin else self.message
+
+
+class ConfigError(WeftError, ValueError):
+    """A config breaks one rule or more. `problems` holds all of them; the text has one line for each."""
+
+    def __init__(self, problems: str | Iterable[Problem]):
+        if isinstance(problems, str):
+            problems = [Problem("", problems)]
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class PlanError(WeftError, ValueError):
+    """A plan cannot be parsed, or breaks a rule."""
+
+
+class LayoutError(WeftError, ValueError):
+    """A layout does not fit the model."""
+
+
+class ModelError(WeftError, ValueError):
+    """A model's name or shape cannot be used."""
+
+
+class DataError(WeftError, ValueError):
+    """A source, record, column or tokenizer cannot be used."""
+
+
+class CheckpointError(WeftError):
+    """Nothing valid to load, or a checkpoint file is damaged."""
+
+
+class CommError(WeftError):
+    """Ranks cannot meet, or do not agree with each other."""
+
+    exit_code = 1
+
+
+class LaunchError(WeftError):
+    """Ranks could not be started, or the machine lacks what was asked for."""
+
+
+class TrainingHalted(WeftError):
+    """The run stopped itself before its weights were spoilt; the text names the cause and how to go on."""
+
+    exit_code = 3
+
+
+class MissingExtra(WeftError, ImportError):
+    """An optional dependency is not installed; the text holds the pip command."""
+
+    def __init__(self, package: str, extra: str, purpose: str):
+        super().__init__(f'{package} is not installed: {purpose} needs it. Run: pip install "weft[{extra}]".')
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """' Did you mean 'x'?' for the nearest known name, or '' when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,206 @@
+"""RunConfig: one training run as typed data. Unknown keys are errors; every field says its unit and meaning.
+
+The defaults are a complete run: `weft train` with no arguments trains the `tiny` decoder on the sources of
+Python's standard library. Reading files and overrides lives in `config_file.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+
+#: The source that every machine already has: Python's standard library.
+STDLIB_SOURCE = "builtin:python-stdlib"
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about names, documented by attribute docstrings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class RunSection(Section):
+    name: Name = "quickstart"
+    """Name of the run; its folder is `<dir>/<name>`. The same name resumes."""
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+
+
+class ModelSection(Section):
+    """A named size, of which single fields may be changed."""
+
+    name: str = "tiny"
+    """A size that Weft knows, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
+    family: Literal["llama", "gpt2"] | None = None
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding; by default the size's own, or the tokenizer's where the size leaves it open."""
+    dim: PositiveInt | None = None
+    num_layers: PositiveInt | None = None
+    num_heads: PositiveInt | None = None
+    num_kv_heads: PositiveInt | None = None
+    ffn_dim: PositiveInt | None = None
+    max_seq_len: PositiveInt | None = None
+    """Longest sequence that the model can read, in tokens."""
+    tied: bool | None = None
+    """Whether the head shares the embedding's weight."""
+    rope_theta: PositiveFloat | None = None
+    norm_eps: PositiveFloat | None = None
+
+
+class TokenizerSection(Section):
+    kind: Literal["bpe", "file", "bytes"] = "bpe"
+    """bpe: a byte-level BPE trained on the run's own text; file: a saved tokenizer; bytes: one token per byte."""
+    vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
+    """Entries of a trained tokenizer, special tokens included."""
+    path: str = ""
+    """For kind="file": a tokenizer.json, or a folder that holds one."""
+    train_bytes: PositiveInt = 20_000_000
+    """At most this many bytes of text are read to train a tokenizer."""
+
+
+class SourceSection(Section):
+    """One source of training data: files, folders or globs of one schema."""
+
+    path: str
+    """A file, a folder, a glob, or "builtin:python-stdlib"."""
+    weight: PositiveFloat | None = None
+    """Share of the trained tokens; by default in proportion to the source's size."""
+    schema_: Annotated[Literal["auto", "text", "messages", "ids"], Field(alias="schema")] = "auto"
+    """What a record is; auto looks at the first records and prints what it found."""
+    columns: dict[str, str] = {}
+    """Names of the columns where they differ: {text = "body"}, {messages = "chat", role = "from", content = "value"},
+    {ids = "input_ids", mask = "loss_mask"}."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, populate_by_name=True
+    )
+
+
+class DataSection(Section):
+    train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1)
+    """Sources of training data, mixed by token weight."""
+    eval: tuple[SourceSection, ...] = ()
+    """Sources for evaluation; where none is given, `holdout` of the training documents is kept aside."""
+    holdout: Fraction = 0.02
+    """Share of training documents kept for evaluation when `eval` is empty, chosen by document content."""
+    packing: Literal["concat", "fit", "pad"] = "concat"
+    """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one each."""
+    borders: bool = True
+    """Positions restart at each document and attention does not cross from one document to another."""
+    max_record_bytes: PositiveInt = 64 * 2**20
+    """A record longer than this is quarantined (plain text files are read in pieces and have no limit)."""
+    max_bad_fraction: Fraction = 0.01
+    """More broken records than this share stops the run."""
+    cache_dir: str = ""
+    """Where tokenised data is kept; by default the user's cache folder (see `weft doctor`)."""
+
+
+class OptimizerSection(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of matrices; vectors (norms, biases) are not decayed."""
+    momentum: Fraction = 0.9
+    """Of SGD."""
+    nesterov: bool = False
+    """Of SGD."""
+    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Gradients are scaled down to this global norm; 0: no clipping."""
+
+
+class ScheduleSection(Section):
+    """Learning rate as a factor of optimizer.lr, by step."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """linear and cosine fall to `final` at the last step; wsd is warm-up, stable, decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    decay_steps: PositiveInt | None = None
+    """Of wsd: length of the decay at the end; by default a fifth of all steps."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Factor at the last step."""
+
+
+class EarlyStopSection(Section):
+    patience: PositiveInt | None = None
+    """Stop after this many evaluations without a better loss; absent: never."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """A loss counts as better when lower by more than this, in nats per token."""
+
+
+class TrainSection(Section):
+    steps: PositiveInt = 300
+    """Optimizer steps of the whole run."""
+    seq_len: PositiveInt = 256
+    """Tokens in one sequence."""
+    global_batch: PositiveInt = 16
+    """Sequences in one optimizer step, over all ranks and microbatches."""
+    max_bad_steps: Annotated[int, Field(ge=0)] = 5
+    """Steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
+    early_stop: EarlyStopSection = EarlyStopSection()
+
+
+class EvalSection(Section):
+    every: Annotated[int, Field(ge=0)] = 50
+    """Steps between evaluations; 0 evaluates only at the end."""
+    batches: PositiveInt = 8
+    """Global batches in one evaluation (fewer where the evaluation data is smaller)."""
+
+
+class CheckpointSection(Section):
+    every: Annotated[int, Field(ge=0)] = 50
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: PositiveInt = 2
+    """How many of the newest checkpoints stay."""
+    keep_best: bool = True
+    """The checkpoint with the lowest evaluation loss stays too."""
+
+
+class SampleSection(Section):
+    prompt: str = "def "
+    """Text that the sample at the end of the run continues; empty: no sample."""
+    max_tokens: PositiveInt = 120
+    temperature: Annotated[float, Field(ge=0)] = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: PositiveInt = 50
+
+
+class LogSection(Section):
+    every: PositiveInt = 10
+    """Steps between the lines that a log (not a terminal) shows; events.jsonl has every step."""
+
+
+class LaunchSection(Section):
+    ranks: Literal["all"] | PositiveInt = "all"
+    """Ranks that a '*' in the plan stands for on this machine; all: one per GPU, or two on a CPU with two cores."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs where there are any, else the CPU."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    plan: str = "dp_replicate=*"
+    """How the model is laid over the ranks, as text or as a table; '*' takes the ranks that the other axes leave."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides initial weights, order of data and sampling."""
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    sample: SampleSection = SampleSection()
+    log: LogSection = LogSection()
+    launch: LaunchSection = LaunchSection()

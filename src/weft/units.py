@@ -1,0 +1,91 @@
+"""Bytes, seconds and counts: read what people type, print what people read.
+
+GiB is 2**30 bytes and GB is 10**9; the two are never mixed, and a bare number of bytes has no suffix.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50,
+}  # fmt: skip
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*$")
+
+
+def _split(text: str, units: dict[str, int] | dict[str, float], example: str) -> tuple[float, float]:
+    match = _NUMBER.match(text)
+    unit = match.group(2).lower() if match else None
+    if match is None or unit not in units:
+        raise ValueError(f"{text!r} is not a size. Write a number and a unit, such as {example!r}")
+    return float(match.group(1).replace("_", "")), units[unit]
+
+
+def parse_bytes(text: str | int) -> int:
+    """'80GiB' -> 85899345920; '1.5 GB' -> 1500000000; 4096 -> 4096. ValueError on anything else."""
+    if isinstance(text, int):
+        return text
+    number, unit = _split(text, _BYTE_UNITS, "12GiB")
+    return round(number * unit)
+
+
+def parse_count(text: str | int) -> int:
+    """'4M' -> 4000000; '1_000' -> 1000; 7 -> 7. ValueError on anything else."""
+    if isinstance(text, int):
+        return text
+    number, unit = _split(text, _COUNT_UNITS, "4M")
+    return round(number * unit)
+
+
+def parse_seconds(text: str | float) -> float:
+    """'15min' -> 900.0; '2h' -> 7200.0; 3 -> 3.0. ValueError on anything else."""
+    if isinstance(text, int | float):
+        return float(text)
+    number, unit = _split(text, _SECOND_UNITS, "15min")
+    return number * unit
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Binary units, three digits: 13314398617 -> '12.4 GiB'."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{_three_digits(size)} {unit}"
+        size /= 1024
+    return f"{_three_digits(size)} PiB"
+
+
+def format_count(count: float) -> str:
+    """Decimal units, three digits: 8030261248 -> '8.03 B'; 512 -> '512'."""
+    size = float(count)
+    if abs(size) < 1000:
+        return f"{size:.0f}" if size == round(size) else _three_digits(size)
+    for unit in ("k", "M", "B"):
+        size /= 1000
+        if abs(size) < 999.5:
+            return f"{_three_digits(size)} {unit}"
+    return f"{_three_digits(size / 1000)} T"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0123 -> '12.3 ms'; 75 -> '1:15'; 7322 -> '2:02:02'."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 60:
+        for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+            if seconds * scale >= 1 or unit == "us":
+                return f"{_three_digits(seconds * scale)} {unit}"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _three_digits(number: float) -> str:
+    if abs(number) >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"
