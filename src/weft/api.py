@@ -1,0 +1,114 @@
+"""Adoption in an existing script: process group, mesh, model, data and step from one line that says the plan.
+
+run = weft.init("dp_replicate=*")
+model = run.parallelize(model)
+loader = run.shard(loader)
+step = run.train_step(model, torch.optim.AdamW, loss_fn, lr=3e-4)
+for batch in loader:
+    metrics = step(batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from weft import env
+from weft.comm import Ledger
+from weft.data import ShardedLoader
+from weft.errors import PlanError
+from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
+from weft.parallel import parallelize
+from weft.spec.plan import Plan
+from weft.spec.rules import Facts, check
+from weft.train.step import ForwardFn, LossFn, TrainStep
+
+
+class Run:
+    """What `init` gives: the plan, its mesh, and one call for each step of adoption."""
+
+    def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int):
+        self.plan = plan
+        self.mesh = mesh
+        self.ledger = ledger
+        self.seed = seed
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.mesh.device
+
+    @property
+    def is_first(self) -> bool:
+        """True on one rank only: the one to print and write."""
+        return self.mesh.rank == 0
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Lay the model over the mesh, in place. Call it before the optimizer is built."""
+        return parallelize(model, self.mesh)
+
+    def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
+        """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`."""
+        return ShardedLoader(loader, self.mesh.data.rank, self.mesh.data.size, self.seed)
+
+    def train_step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+        loss_fn: LossFn,
+        *,
+        forward: ForwardFn | None = None,
+        max_grad_norm: float = 0.0,
+        **optimizer_options: Any,
+    ) -> TrainStep:
+        """The step of this run: `metrics = step(batch)`.
+
+        optimizer: a class such as torch.optim.AdamW, built here with `optimizer_options`, or an optimizer built on
+        the parallelized model. loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
+        forward(model, batch) -> output, where calling the model takes more than its batch. max_grad_norm: 0 is no
+        clipping.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer([p for p in model.parameters() if p.requires_grad], **optimizer_options)
+        elif optimizer_options:
+            names = ", ".join(optimizer_options)
+            raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
+        return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, max_grad_norm=max_grad_norm)
+
+    def close(self) -> None:
+        """Part from the other ranks. Call it last, or use the run as a context manager."""
+        leave_ranks()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the others may never come to the parting barrier.
+        if error is None:
+            self.close()
+
+
+def init(plan: str | Plan = "dp_replicate=*", *, device: str = "auto", seed: int = 0) -> Run:
+    """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
+
+    plan: text such as "dp_replicate=4 accumulation=2", or a Plan. device: "auto", "cpu" or "cuda".
+    Raises PlanError when the plan breaks a rule or needs another number of ranks than were started.
+    """
+    place = env.rank_env()
+    world_size = place.world_size if place else 1
+    plan = Plan.parse(plan, world_size) if isinstance(plan, str) else plan
+    violations = check(plan, Facts(world_size=world_size))
+    if violations:
+        raise PlanError("\n".join(violation.message for violation in violations))
+    chosen = pick_device(device, place.local_rank if place else 0)
+    if place is not None:
+        join_ranks(place, chosen)
+    ledger = Ledger()
+    return Run(plan, build_mesh(plan, chosen, ledger.record), ledger, seed)

@@ -1,0 +1,182 @@
+"""The mesh: every rank's place on the plan's axes, and the group of ranks it shares each axis with.
+
+All axes always exist. An axis of size 1 has no group, and collectives over it are the identity. Groups are made
+only where an axis is a real part of the world, and each rank makes only its own, so start-up does not grow with
+the number of ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from weft import env
+from weft.errors import CommError, PlanError
+from weft.spec.plan import AXES, Plan
+
+#: Told of each collective: (axis name, operation, bytes on this rank, host seconds).
+Record = Callable[[str, str, int, float], None]
+
+
+def _ignore(axis: str, operation: str, num_bytes: int, seconds: float) -> None:
+    """The record of a mesh that nobody counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the mesh, or several joined, seen from this rank.
+
+    rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
+    group: torch's process group; None where size is 1.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    record: Record = field(default=_ignore, repr=False, compare=False)
+
+
+class Mesh:
+    """Axes by name: `mesh["tp"]`; several joined: `mesh["dp_replicate", "dp_shard"]`."""
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
+        self.plan = plan
+        self.rank = rank
+        self.world_size = plan.world_size
+        self.device = device
+        self._record = record
+        self._axes: dict[tuple[str, ...], Axis] = {}
+        for name in AXES:
+            self._axes[(name,)] = self._build((name,))
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
+        """The axis of that name, or the joined axis of several. Joining makes a group: call it on all ranks."""
+        wanted = (names,) if isinstance(names, str) else names
+        unknown = [name for name in wanted if name not in AXES]
+        if unknown:
+            raise PlanError(f"mesh axis {unknown[0]!r}: no such axis. Use one of {', '.join(AXES)}.")
+        key = tuple(name for name in AXES if name in wanted)
+        if key not in self._axes:
+            self._axes[key] = self._build(key)
+        return self._axes[key]
+
+    @property
+    def data(self) -> Axis:
+        """The ranks that read different samples: dp_replicate and dp_shard joined."""
+        return self["dp_replicate", "dp_shard"]
+
+    @property
+    def world(self) -> Axis:
+        """All ranks."""
+        return self[AXES]
+
+    def _build(self, names: tuple[str, ...]) -> Axis:
+        ranks = _members(self.plan, self.rank, names)
+        return Axis(
+            name="*".join(names) if len(names) < len(AXES) else "world",
+            size=len(ranks),
+            rank=ranks.index(self.rank),
+            ranks=ranks,
+            group=self._group(ranks),
+            record=self._record,
+        )
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.world_size:
+            return dist.group.WORLD
+        for axis in self._axes.values():
+            if axis.ranks == ranks:
+                return axis.group
+        # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
+    stride, strides, sizes = 1, {}, plan.axis_sizes()
+    for name in reversed(AXES):
+        strides[name] = stride
+        stride *= sizes[name]
+    base = rank
+    for name in names:
+        base -= (rank // strides[name] % sizes[name]) * strides[name]
+    members = [base]
+    for name in names:
+        members = [member + step * strides[name] for member in members for step in range(sizes[name])]
+    return tuple(members)
+
+
+def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
+    """The mesh of `plan` on this rank. Ranks must have joined before (`join_ranks`) unless the plan has one rank.
+
+    Raises PlanError when the number of started ranks is not the plan's.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if plan.world_size != world_size:
+        sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
+        raise PlanError(
+            f"plan={plan}: it asks for {plan.world_size} ranks ({sizes}), but {world_size} were started. "
+            f"Start {plan.world_size} ranks, or let one axis take what is there, such as dp_replicate=*."
+        )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Mesh(plan, rank, torch.device(device), record)
+
+
+def join_ranks(place: env.RankEnv, device: torch.device, timeout_s: float = 1800.0) -> None:
+    """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
+
+    Raises CommError when the ranks cannot meet.
+    """
+    if place.world_size == 1 and place.starter != "torchrun":
+        return
+    env.export_rank(place)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise CommError(
+            f"rank {place.rank} of {place.world_size} could not meet the others at "
+            f"{place.master_addr}:{place.master_port}: {error}. "
+            f"Check that every rank was started and can reach that host."
+        ) from error
+
+
+def leave_ranks() -> None:
+    """Part from the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
+    if not dist.is_initialized():
+        return
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def pick_device(kind: str, local_rank: int) -> torch.device:
+    """The device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda"."""
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        if not torch.cuda.is_available():
+            raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")
+        if local_rank >= torch.cuda.device_count():
+            raise PlanError(
+                f"launch.device={kind}: this is local rank {local_rank}, and there are "
+                f"{torch.cuda.device_count()} GPUs. "
+                f"Start at most {torch.cuda.device_count()} ranks on this machine."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

@@ -1,0 +1,20 @@
+"""One gradient norm over all gradients of a rank, and the factor that clips it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm over all tensors as one vector: a 0-d tensor, float64 for float64 gradients, else float32."""
+    if not grads:
+        return torch.zeros(())
+    norms = torch._foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Factor that brings a gradient of `norm` to at most `max_norm`; 1.0 when it is within, or max_norm is 0."""
+    return max_norm / norm if 0 < max_norm < norm else 1.0

@@ -1,0 +1,31 @@
+"""Learning rate over the steps of a run, as a pure function: nothing to save, nothing to resume."""
+
+from __future__ import annotations
+
+import math
+
+from weft.spec.config import ScheduleSection
+
+
+def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
+    """Factor on the peak learning rate at `step` (0-based) of `num_steps`.
+
+    Warm-up rises linearly and reaches 1 after `warmup_steps` steps. linear and cosine then fall to `final` at the
+    last step; wsd (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395) stays at 1 and falls linearly to `final`
+    over its last `decay_steps`.
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    start = schedule.warmup_steps
+    if schedule.kind == "wsd":
+        decay_steps = schedule.decay_steps or max(1, num_steps // 5)
+        start = max(start, num_steps - decay_steps)
+        if step < start:
+            return 1.0
+    # The last step, num_steps - 1, is at 1.
+    progress = min(1.0, (step - start + 1) / max(1, num_steps - start))
+    if schedule.kind == "cosine":
+        return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - (1 - schedule.final) * progress

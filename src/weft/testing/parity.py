@@ -1,0 +1,117 @@
+"""Train the same small model on the same data under any plan, and keep every number for comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.comm import Ledger
+from weft.mesh import build_mesh
+from weft.models import build_decoder, initialise
+from weft.parallel import parallelize
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan
+from weft.train.loss import IGNORE, model_forward, token_cross_entropy
+from weft.train.step import TrainStep
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderCase:
+    """A decoder, its data and its optimizer. masked: share of untrained positions, drawn unevenly over the samples."""
+
+    spec: DecoderSpec
+    num_steps: int = 5
+    global_batch: int = 8
+    seq_len: int = 16
+    masked: float = 0.3
+    documents: bool = False
+    max_grad_norm: float = 1.0
+    optimizer: str = "adamw"
+    seed: int = 0
+
+    def batch(self, step: int) -> Batch:
+        """The global batch of one step: a pure function of (seed, step)."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + step)
+        shape = (self.global_batch, self.seq_len)
+        ids = torch.randint(self.spec.vocab_size, shape, generator=generator)
+        labels = torch.randint(self.spec.vocab_size, shape, generator=generator)
+        # Sample k keeps a share of its labels that falls with k; the last sample has none at all.
+        keep = torch.linspace(1.0, 0.0, self.global_batch)[:, None] if self.masked else torch.ones(self.global_batch, 1)
+        labels[torch.rand(shape, generator=generator) > keep.clamp(max=1.0)] = IGNORE
+        if self.masked:
+            labels[-1] = IGNORE
+        positions = torch.arange(self.seq_len).repeat(self.global_batch, 1)
+        batch = {"input_ids": ids, "labels": labels, "positions": positions}
+        if self.documents:
+            border = self.seq_len // 3
+            batch["document_ids"] = (positions >= border).long()
+            batch["positions"] = torch.where(positions >= border, positions - border, positions)
+        return batch
+
+
+@dataclass(slots=True)
+class ParityResult:
+    """Numbers of one training: per step the losses and norms, at the end gradients and weights by name."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    reduced_bytes: int = 0
+
+    def largest_difference(self, other: ParityResult) -> float:
+        """Largest difference of any number, relative to the largest of its tensor or list.
+
+        A gradient that is nothing but rounding (of a key bias: softmax does not see it) has no scale of its own, nor
+        has a weight that started at zero and that only such a gradient moved, through Adam's division. The least
+        scale is therefore a millionth of the largest gradient, and a thousandth of the largest weight: less than one
+        update of the optimizer.
+        """
+        lists = [(self.losses, other.losses), (self.grad_norms, other.grad_norms)]
+        found = [_difference(torch.tensor(ours), torch.tensor(theirs), 0.0) for ours, theirs in lists]
+        for ours, theirs, share in ((self.grads, other.grads, 1e-6), (self.weights, other.weights, 1e-3)):
+            assert ours.keys() == theirs.keys()
+            least = share * max(float(tensor.abs().max()) for tensor in theirs.values())
+            found += [_difference(ours[name], theirs[name], least) for name in theirs]
+        return max(found)
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float:
+    return float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), least, 1e-300)
+
+
+def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
+    """Train `case` under a plan on the ranks that are joined (or on one process) and return what this rank has."""
+    plan = Plan.parse(plan_text)
+    ledger = Ledger()
+    mesh = build_mesh(plan, record=ledger.record)
+    model = build_decoder(case.spec, dtype=torch.float64)
+    initialise(model, case.seed)
+    parallelize(model, mesh)
+    if case.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
+    step = TrainStep(
+        model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=case.max_grad_norm
+    )
+    result = ParityResult()
+    for index in range(case.num_steps):
+        metrics = step(_local_microbatches(case.batch(index), plan, mesh.data.rank))
+        result.losses.append(metrics.loss)
+        result.grad_norms.append(metrics.grad_norm)
+    result.grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    result.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    result.reduced_bytes = sum(entry.num_bytes for _, operation, entry in ledger.rows() if operation == "all_reduce")
+    return result
+
+
+def _local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> list[Batch]:
+    """This rank's microbatches: microbatch a of rank r holds the samples (a * dp_size + r) * b + [0, b)."""
+    num_micro, dp_size = plan.microbatches_per_step, plan.dp_size
+    size = next(iter(batch.values())).shape[0] // (num_micro * dp_size)
+    starts = [(micro * dp_size + dp_rank) * size for micro in range(num_micro)]
+    return [{name: tensor[start : start + size] for name, tensor in batch.items()} for start in starts]

@@ -1,0 +1,117 @@
+"""Several gloo ranks on this machine, started once and given many cases."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.errors import CommError
+
+
+class RankPool:
+    """`num_ranks` processes joined in one gloo group; `run` calls a function on all of them.
+
+    Starting a rank costs seconds (it imports torch), so keep one pool for many cases:
+
+        with RankPool(2) as pool:
+            losses = pool.run(train_one_case, "dp_replicate=2")
+
+    The function must be importable from its module, and its arguments and results picklable.
+    """
+
+    def __init__(self, num_ranks: int, timeout_s: float = 120.0):
+        self.num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        context = multiprocessing.get_context("spawn")
+        store = Path(self._folder.name) / "store"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, num_ranks, str(store), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank; results in order of rank.
+
+        Raises CommError with the traceback of the first rank that failed, or when one does not answer in time.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            # Once one rank has failed the others may wait for it for ever: give them little time.
+            limit_s = 5.0 if failures else self._timeout_s
+            try:
+                answer = pipe.recv() if pipe.poll(limit_s) else ("late", f"no answer within {limit_s:.0f} s")
+            except EOFError:
+                answer = ("dead", "the process ended without an answer")
+            kind, value = answer
+            results.append(value)
+            if kind != "done":
+                failures.append((kind != "error", rank, value))
+        if failures:
+            # A rank that raised says more than one that waited in vain for it.
+            _, rank, text = min(failures)
+            raise CommError(f"rank {rank} of {self.num_ranks} failed in {function.__name__}:\n{text}")
+        return results
+
+    def close(self) -> None:
+        """End the ranks, in order where they still answer."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except (BrokenPipeError, OSError):
+                continue
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+    """One rank's life: join, answer calls until None comes, part."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            break
+        if call is None:
+            break
+        function, args, kwargs = call
+        try:
+            # Results leave before anything else can fail: gloo may abort a process that parts out of order.
+            pipe.send(("done", function(*args, **kwargs)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+        gc.collect()
+    if num_ranks > 1:
+        # No parting barrier: another rank may be gone already, and nothing is left to lose.
+        os._exit(0)

@@ -1,0 +1,224 @@
+"""The run folder: everything one run needs and leaves behind.
+
+runs/<name>/
+  config.toml      the resolved config        plan.txt    the resolved plan, one line
+  model.json       shape of the decoder       data.json   where the tokenised data lies
+  tokenizer/       a copy, so that the folder can be moved
+  events.jsonl     one line per step, evaluation, checkpoint
+  logs/rank_N.log  output of each rank        loss.png    samples/step_N.txt
+  checkpoints/     step_NNNNNNNN/ (safetensors + JSON)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from weft.checkpoint import list_checkpoints
+from weft.data import PreparedData, prepare_data
+from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, PlanError, Problem
+from weft.spec.config import RunConfig
+from weft.spec.config_file import format_config, load_config
+from weft.spec.model import DecoderSpec, resolve_decoder
+from weft.spec.plan import Plan
+from weft.spec.rules import Facts, check
+
+#: Settings that decide what the weights of a step are: another value is another run. The rest may change on resume.
+IDENTITY = ("seed", "model", "tokenizer", "data.train", "data.eval", "data.holdout", "data.packing", "data.borders",
+            "train.seq_len", "train.global_batch", "optimizer.name")  # fmt: skip
+
+#: (stage, done, total) while data is prepared.
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and contents of one run's folder."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint of one step; CheckpointError names the steps that were saved."""
+        saved = {
+            int(path.name.split(".")[0].removeprefix("step_")): path for path in list_checkpoints(self.checkpoints)
+        }
+        if step not in saved:
+            known = ", ".join(map(str, saved)) or "none"
+            raise CheckpointError(f"step={step}: {str(self.path)!r} has no such checkpoint. Saved steps: {known}.")
+        return saved[step]
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def loss_plot(self) -> Path:
+        return self.path / "loss.png"
+
+    def config(self) -> RunConfig:
+        """The resolved config."""
+        return load_config(self._needed("config.toml")).config
+
+    def plan(self) -> Plan:
+        """The resolved plan."""
+        return Plan.parse(self._needed("plan.txt").read_text().strip())
+
+    def decoder(self) -> DecoderSpec:
+        """Shape of the model."""
+        return DecoderSpec(**json.loads(self._needed("model.json").read_text()))
+
+    def data(self) -> PreparedData:
+        """The tokenised data."""
+        return PreparedData.from_json(self._needed("data.json").read_text())
+
+    def _needed(self, name: str) -> Path:
+        file = self.path / name
+        if not file.is_file():
+            raise ConfigError(
+                f"run folder {str(self.path)!r}: it has no {name}, so it is no run of Weft. "
+                f"Give a folder that `weft train` made, such as runs/quickstart."
+            )
+        return file
+
+    def lock(self) -> IO[str]:
+        """Hold the folder for this process; LaunchError when another run is at work in it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = open(self.path / ".lock", "a+")  # noqa: SIM115 - held open for as long as the run lasts
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise LaunchError(
+                f"run.name={self.path.name}: {holder} is training in {str(self.path)!r} right now. "
+                f"Wait for it, or use another run.name."
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        return file
+
+
+def prepare_run(config: RunConfig, world_size: int, report: Report | None = None) -> RunFolder:
+    """Check everything that can be checked before ranks start, tokenise, and write the run folder.
+
+    Called before any process group exists, by one process or by every rank: what it writes is the same on each.
+    Raises the WeftError of what is wrong; then nothing in an existing folder was changed.
+    """
+    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    if (folder.path / "config.toml").exists():
+        refuse_other_run(folder, config)
+    plan = Plan.parse(config.plan, world_size)
+    # Shapes are checked before data is tokenised: minutes of work must not end in a sentence about heads.
+    expected_vocab = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
+    _check_plan(plan, config, resolve_decoder(config.model, expected_vocab), world_size)
+    data = prepare_data(config, report)
+    decoder = resolve_decoder(config.model, data.vocab_size)
+    _check_plan(plan, config, decoder, world_size)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if not folder.tokenizer.exists():
+            _copy_tree(data.tokenizer_dir, folder.tokenizer)
+        for name, text in (
+            ("plan.txt", plan.format() + "\n"),
+            ("model.json", json.dumps(dataclasses.asdict(decoder), indent=2) + "\n"),
+            ("data.json", data.to_json()),
+            ("config.toml", format_config(config)),
+        ):
+            _write(folder.path / name, text)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir}: cannot write {str(folder.path)!r} ({error.strerror}). Use another run.dir."
+        ) from error
+    return folder
+
+
+def refuse_other_run(folder: RunFolder, config: RunConfig) -> None:
+    """ConfigError when the folder was started with settings that make a different run; names each of them."""
+    before, now = folder.config(), config
+    problems: list[Problem] = []
+    for key in IDENTITY:
+        for name, old, new in _differences(key, _pick(before, key), _pick(now, key)):
+            problems.append(
+                Problem(
+                    name,
+                    f"{name}={new}: the run in {str(folder.path)!r} was started with {old}, and cannot go on with "
+                    f"another value. Use run.name=... for a new run, or {name}={old} to resume.",
+                )
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _pick(config: RunConfig, key: str) -> Any:
+    value: Any = config.model_dump(mode="json", by_alias=True)
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def _differences(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            found
+            for key in old.keys() | new.keys()
+            for found in _differences(f"{name}.{key}", old.get(key), new.get(key))
+        ]
+    return [] if old == new else [(name, old, new)]
+
+
+def _check_plan(plan: Plan, config: RunConfig, decoder: DecoderSpec, world_size: int) -> None:
+    violations = check(
+        plan,
+        Facts(
+            model=decoder,
+            world_size=world_size,
+            global_batch=config.train.global_batch,
+            seq_len=config.train.seq_len,
+        ),
+    )
+    if violations:
+        raise PlanError("\n".join(violation.message for violation in violations))
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file at once: a reader sees the old text or the new, never a part."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text)
+    os.replace(draft, path)
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copytree(source, draft, dirs_exist_ok=True)
+    try:
+        os.rename(draft, target)
+    except OSError as error:
+        # Another rank was first, with the same content.
+        shutil.rmtree(draft)
+        if not target.is_dir():
+            raise DataError(f"tokenizer: cannot copy {str(source)!r} to {str(target)!r} ({error.strerror}).") from error

@@ -1,0 +1,175 @@
+"""The loop: batches in, steps done, evaluated and saved when due. Everything that shows or writes is a hook."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from weft.errors import TrainingHalted
+from weft.mesh import Mesh
+from weft.monitor import Meter, NonFiniteGuard, StepRecord, memory_bytes, mfu
+from weft.optim import lr_factor
+from weft.spec.config import RunConfig
+from weft.train.evaluate import Batch, Evaluation, evaluate
+from weft.train.hooks import Hook
+from weft.train.step import StepMetrics, TrainStep
+
+
+class Batches(Protocol):
+    """Where the loop gets this rank's microbatches from, step by step."""
+
+    def iterate(self, start_step: int, end_step: int) -> Iterable[list[Batch]]: ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a resumed run must know of its past, besides weights and optimizer."""
+
+    step: int = 0  # optimizer steps done
+    best_loss: float | None = None
+    best_step: int | None = None
+    evaluations_without_gain: int = 0
+
+    def note_evaluation(self, step: int, loss: float, min_delta: float) -> bool:
+        """Account for one evaluation; True when it is the best so far."""
+        if self.best_loss is not None and loss >= self.best_loss - min_delta:
+            self.evaluations_without_gain += 1
+            return False
+        self.best_loss, self.best_step, self.evaluations_without_gain = loss, step, 0
+        return True
+
+
+@dataclass
+class Trainer:
+    """One run on one rank: what to train, on what, and who watches.
+
+    save: writes a checkpoint of the progress given; called on every rank. flops_per_token, peak_flops: for MFU;
+    peak_flops is None where the device's peak is not known.
+    """
+
+    config: RunConfig
+    mesh: Mesh
+    model: nn.Module
+    step: TrainStep
+    loader: Batches
+    eval_batches: Callable[[], Iterable[Batch]]
+    token_bytes: torch.Tensor | None
+    save: Callable[[Progress], None]
+    meter: Meter
+    hooks: Sequence[Hook] = ()
+    flops_per_token: float = 0.0
+    peak_flops: float | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    def fit(self) -> str:
+        """Train until the last step or a reason to stop; returns "finished" or the reason."""
+        num_steps = self.config.train.steps
+        guard = NonFiniteGuard(self.config.train.max_bad_steps)
+        for hook in self.hooks:
+            hook.on_start(self.progress.step)
+        reason, saved_step = "finished", self.progress.step
+        for batches in self.loader.iterate(self.progress.step, num_steps):
+            record, metrics = self._train(self.progress.step, batches)
+            self.progress.step += 1
+            self._show_step(record)
+            try:
+                guard.observe(record.step, metrics.loss, metrics.grad_norm, loss_scale=metrics.loss_scale)
+            except TrainingHalted as halt:
+                self.save(self.progress)
+                self._end(str(halt))
+                raise
+            stop = "asked to stop" if metrics.wants_stop else self._evaluate_if_due(num_steps)
+            if stop or self._due(self.config.checkpoint.every) or self._is_best_now():
+                self.save(self.progress)
+                saved_step = self.progress.step
+            if stop:
+                reason = stop
+                break
+        if saved_step != self.progress.step:
+            self.save(self.progress)
+        self._end(reason)
+        return reason
+
+    def _end(self, reason: str) -> None:
+        for hook in self.hooks:
+            hook.on_end(self.progress.step, reason)
+
+    def _train(self, step: int, batches: list[Batch]) -> tuple[StepRecord, StepMetrics]:
+        config = self.config
+        self.meter.begin_step()
+        lr = config.optimizer.lr * lr_factor(step, config.train.steps, config.schedule)
+        for group in self.step.optimizer.param_groups:
+            group["lr"] = lr
+        with self.meter.phase("data"):
+            local = [
+                {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
+                for batch in batches
+            ]
+        metrics = self.step(local, self._seeds(step))
+        times = self.meter.end_step(metrics.num_tokens)
+        speed = self.meter.tokens_per_s
+        record = StepRecord(
+            step=step + 1,
+            loss=metrics.loss,
+            lr=lr,
+            grad_norm=metrics.grad_norm,
+            tokens=metrics.num_tokens,
+            tokens_per_s=speed,
+            seconds={**times.phases, "total": times.total_s},
+            memory_bytes=memory_bytes(self.mesh.device)[1],
+            mfu=mfu(self.flops_per_token, speed, self.peak_flops, self.mesh.world_size) if self.peak_flops else None,
+            loss_scale=metrics.loss_scale,
+            skipped=metrics.skipped,
+        )
+        return record, metrics
+
+    def _seeds(self, step: int) -> list[int]:
+        """Seeds of torch's generators: functions of (seed, step, first global sample), so nothing is left to save."""
+        plan, axis = self.mesh.plan, self.mesh.data
+        num_micro = plan.microbatches_per_step
+        per_micro = self.config.train.global_batch // (axis.size * num_micro)
+        first = step * self.config.train.global_batch + axis.rank * per_micro
+        return [
+            derive_seed(self.config.seed, step, first + micro * axis.size * per_micro) for micro in range(num_micro)
+        ]
+
+    def _show_step(self, record: StepRecord) -> None:
+        for hook in self.hooks:
+            if hook.on_step(record):
+                # Only this rank may know the reason: the next step tells the others.
+                self.step.wants_stop = True
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.progress.step % every == 0
+
+    def _is_best_now(self) -> bool:
+        return self.config.checkpoint.keep_best and self.progress.best_step == self.progress.step
+
+    def _evaluate_if_due(self, num_steps: int) -> str | None:
+        """Evaluate when due or at the end; a reason to stop early, or None."""
+        if not (self._due(self.config.eval.every) or self.progress.step == num_steps):
+            return None
+        evaluation = self.evaluate()
+        rule = self.config.train.early_stop
+        self.progress.note_evaluation(self.progress.step, evaluation.loss, rule.min_delta)
+        for hook in self.hooks:
+            if hook.on_evaluation(self.progress.step, evaluation):
+                self.step.wants_stop = True
+        if rule.patience is not None and self.progress.evaluations_without_gain >= rule.patience:
+            return f"no better evaluation loss in {rule.patience} evaluations"
+        return None
+
+    def evaluate(self) -> Evaluation:
+        """Loss on the evaluation data, equal on all ranks."""
+        return evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from whole numbers, the same on every machine."""
+    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,236 @@
+"""One rank's part of a run: from the run folder to the trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+import weft
+from weft import env
+from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
+from weft.comm import Ledger, barrier, broadcast
+from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
+from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
+from weft.models import build_decoder, initialise
+from weft.monitor import Meter, flops_per_token, make_display
+from weft.optim import build_optimizer
+from weft.parallel import parallelize
+from weft.spec.cluster import device_by_torch_name
+from weft.spec.config import RunConfig
+from weft.spec.model import DecoderSpec, ModelSpec
+from weft.train.evaluate import Batch
+from weft.train.folder import RunFolder
+from weft.train.loop import Progress, Trainer
+from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.recorder import Recorder
+from weft.train.sample import write_sample
+from weft.train.state import capture, restore_model, restore_optimizer
+from weft.train.step import TrainStep
+from weft.train.summary import already_done, closing_lines, opening_lines
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended: optimizer steps done, and "finished" or why it stopped before."""
+
+    step: int
+    reason: str
+
+
+def run_rank(run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO | None = None) -> RunResult:
+    """Train, as one rank, the run whose folder `prepare_run` wrote; goes on from the newest valid checkpoint.
+
+    place: this process among the ranks; None is a single rank. terminal: where the first rank shows progress.
+    """
+    folder = RunFolder(Path(run_dir))
+    config = folder.config()
+    device = pick_device(config.launch.device, place.local_rank if place else 0)
+    if place is not None:
+        join_ranks(place, device)
+    ledger = Ledger()
+    mesh = build_mesh(folder.plan(), device, ledger.record)
+    with folder.lock() if mesh.rank == 0 else contextlib.nullcontext():
+        result = _RankRun(folder, config, mesh, terminal or sys.stdout).train()
+    # Not after an error: the others may be in a collective and would never come; the launcher ends them.
+    leave_ranks()
+    return result
+
+
+class _RankRun:
+    """Builds the pieces of one rank's run and joins them."""
+
+    def __init__(self, folder: RunFolder, config: RunConfig, mesh: Mesh, terminal: TextIO):
+        self.folder, self.config, self.mesh = folder, config, mesh
+        self.terminal = terminal
+        self.tokenizer = Tokenizer.load(folder.tokenizer)
+        data = folder.data()
+        self.loader = Loader(
+            self._stream(data.train, shuffle=True),
+            global_batch=config.train.global_batch,
+            accumulation=mesh.plan.microbatches_per_step,
+            dp_rank=mesh.data.rank,
+            dp_size=mesh.data.size,
+            pin=mesh.device.type == "cuda",
+        )
+        self.eval_stream = self._stream(data.eval, shuffle=False)
+        spec = folder.decoder()
+        self.model = build_decoder(spec)
+        initialise(self.model, config.seed)
+        parallelize(self.model, mesh)
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
+        self.meter = Meter(mesh.device)
+        self.step = TrainStep(
+            self.model,
+            self.optimizer,
+            token_cross_entropy,
+            mesh,
+            forward=model_forward,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            nominal_tokens=config.train.global_batch * config.train.seq_len,
+            meter=self.meter,
+        )
+
+    def train(self) -> RunResult:
+        """Resume or start, train to the end, sample, sum up."""
+        progress, notes = self._resume()
+        if progress.step >= self.config.train.steps:
+            if self.mesh.rank == 0:
+                print("\n".join([*notes, *already_done(self.folder, progress.step)]), file=self.terminal, flush=True)
+            return RunResult(progress.step, "finished")
+        recorder = self._recorder(progress, notes) if self.mesh.rank == 0 else None
+        trainer = Trainer(
+            config=self.config,
+            mesh=self.mesh,
+            model=self.model,
+            step=self.step,
+            loader=self.loader,
+            eval_batches=self._eval_batches,
+            token_bytes=torch.from_numpy(self.tokenizer.token_bytes).to(self.mesh.device),
+            save=lambda progress: self._save(progress, recorder),
+            meter=self.meter,
+            hooks=[recorder] if recorder else [],
+            flops_per_token=decoder_flops_per_token(self.folder.decoder(), self.config.train.seq_len),
+            peak_flops=peak_flops(self.mesh),
+            progress=progress,
+        )
+        try:
+            with stop_on_signal(self.step):
+                reason = trainer.fit()
+        finally:
+            if recorder:
+                recorder.close()
+        if self.mesh.rank == 0:
+            sample = write_sample(self.folder, self.config.sample, self.model, self.tokenizer, progress.step)
+            lines = closing_lines(self.folder, self.config, progress, reason, sample)
+            print("\n".join(lines), file=self.terminal, flush=True)
+        return RunResult(progress.step, reason)
+
+    def _stream(self, sources: Any, shuffle: bool) -> SampleStream:
+        config = self.config
+        return SampleStream(
+            sources,
+            seed=config.seed,
+            seq_len=config.train.seq_len,
+            packing=config.data.packing,
+            borders=config.data.borders,
+            shuffle=shuffle,
+        )
+
+    def _eval_batches(self) -> Iterable[Batch]:
+        """The evaluation set, cut as the training batches are: the same memory, the same for any plan."""
+        per_rank = self.config.train.global_batch // (self.mesh.data.size * self.mesh.plan.microbatches_per_step)
+        return EvalBatches(
+            self.eval_stream,
+            batch_size=per_rank,
+            num_sequences=self.config.eval.batches * self.config.train.global_batch,
+            dp_rank=self.mesh.data.rank,
+            dp_size=self.mesh.data.size,
+        )
+
+    def _resume(self) -> tuple[Progress, list[str]]:
+        """Load the newest valid checkpoint, the same on all ranks: the first rank looks, the others follow."""
+        notes: list[str] = []
+        chosen = torch.full((1,), -1, dtype=torch.int64, device=self.mesh.device)
+        if self.mesh.rank == 0 and (found := newest_checkpoint(self.folder.checkpoints)) is not None:
+            notes.extend(f"checkpoint passed over: {one}" for one in found.passed_over)
+            chosen[0] = found.step
+        step = int(broadcast(chosen, self.mesh.world))
+        if step < 0:
+            return Progress(), notes
+        checkpoint = load_checkpoint(self.folder.checkpoint(step))
+        restore_model(self.model, checkpoint.tensors("model"))
+        restore_optimizer(self.model, self.optimizer, checkpoint.tensors("optimizer"))
+        self.step.loss_scale.restore(checkpoint.state["loss_scale"])
+        notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
+        return Progress(**checkpoint.state["progress"]), notes
+
+    def _save(self, progress: Progress, recorder: Recorder | None) -> None:
+        """Write a checkpoint (first rank; all hold the same) and drop those no longer wanted."""
+        if self.mesh.rank == 0:
+            position = progress.step * self.config.train.global_batch
+            path = save_checkpoint(
+                self.folder.checkpoints,
+                progress.step,
+                capture(self.model, self.optimizer),
+                {
+                    "progress": asdict(progress),
+                    "plan": str(self.mesh.plan),
+                    "loss_scale": self.step.loss_scale.state(),
+                    "data": {"next_sample": position, "sources": self.loader.stream.state_at(position)},
+                    # Random numbers of a step are drawn from seeds derived from these: there is no other state.
+                    "rng": {"seed": self.config.seed, "next_step": progress.step},
+                    "weft": weft.__version__,
+                },
+            )
+            best = progress.best_step if self.config.checkpoint.keep_best else None
+            prune_checkpoints(self.folder.checkpoints, self.config.checkpoint.keep, best)
+            if recorder:
+                recorder.on_checkpoint(progress.step, path)
+        barrier(self.mesh.world)
+
+    def _recorder(self, progress: Progress, notes: list[str]) -> Recorder:
+        config = self.config
+        opening = opening_lines(self.folder, config, self.mesh, self.model)
+        print("\n".join([*opening, *notes]), file=self.terminal, flush=True)
+        display = make_display(
+            self.terminal, total_steps=config.train.steps, start_step=progress.step, every=config.log.every
+        )
+        start = {"plan": str(self.mesh.plan), "world_size": self.mesh.world_size, "device": str(self.mesh.device.type)}
+        return Recorder(self.folder, display, {**start, "weft": weft.__version__, "torch": torch.__version__})
+
+
+@contextlib.contextmanager
+def stop_on_signal(step: TrainStep) -> Iterator[None]:
+    """While inside, SIGTERM and SIGINT ask the loop to save and stop after the step under way, on all ranks."""
+
+    def ask(signum: int, frame: object) -> None:
+        step.wants_stop = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:
+    """FLOPs of forward and backward per token of a decoder; the convention is `flops_per_token`'s."""
+    embedding = spec.vocab_size * spec.dim
+    num_params = ModelSpec.of_decoder(spec).num_params - (0 if spec.tied else embedding)
+    return flops_per_token(num_params, spec.num_layers, spec.dim, seq_len)
+
+
+def peak_flops(mesh: Mesh) -> float | None:
+    """Peak FLOP/s of this rank's device at the plan's number format; None where the device is not in the table."""
+    if mesh.device.type != "cuda":
+        return None
+    device = device_by_torch_name(torch.cuda.get_device_name(mesh.device))
+    return device.peak_flops(mesh.plan.precision) if device else None

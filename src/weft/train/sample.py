@@ -1,0 +1,78 @@
+"""Text out of a trained model: the sample at the end of a run, and `weft generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from weft.checkpoint import load_checkpoint, newest_checkpoint
+from weft.data import Tokenizer
+from weft.errors import CheckpointError
+from weft.mesh import pick_device
+from weft.models import Decoder, build_decoder, generate
+from weft.spec.config import SampleSection
+from weft.train.folder import RunFolder
+from weft.train.state import restore_model
+
+
+def generate_text(
+    run_dir: Path,
+    prompt: str,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    step: int | None = None,
+) -> str:
+    """Continue `prompt` with the model of a run; returns prompt and continuation.
+
+    step: which checkpoint; None takes the newest valid one. Raises CheckpointError when there is none.
+    """
+    folder = RunFolder(Path(run_dir))
+    spec = folder.decoder()
+    tokenizer = Tokenizer.load(folder.tokenizer)
+    model = build_decoder(spec)
+    restore_model(model, load_checkpoint(_find(folder, step)).tensors("model"))
+    model.to(pick_device("auto", 0))
+    return continue_text(
+        model, tokenizer, prompt, SampleSection(max_tokens=max_tokens, temperature=temperature, top_k=top_k), seed
+    )
+
+
+def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, section: SampleSection, seed: int = 0) -> str:
+    """`prompt` and what the model writes after it, up to the end-of-document token or `max_tokens`."""
+    model.eval()
+    ids = tokenizer.encode(prompt) or [tokenizer.end_id]
+    with torch.no_grad():
+        new_ids = generate(
+            model,
+            ids,
+            max_tokens=section.max_tokens,
+            temperature=section.temperature,
+            top_k=section.top_k,
+            seed=seed,
+            stop_ids=(tokenizer.end_id,),
+        )
+    return prompt + tokenizer.decode(new_ids)
+
+
+def write_sample(folder: RunFolder, section: SampleSection, model: Decoder, tokenizer: Tokenizer, step: int) -> str:
+    """Write samples/step_N.txt and return its text; empty when the config asks for no sample."""
+    if not section.prompt:
+        return ""
+    text = continue_text(model, tokenizer, section.prompt, section)
+    folder.samples.mkdir(exist_ok=True)
+    (folder.samples / f"step_{step:08d}.txt").write_text(text + "\n")
+    return text
+
+
+def _find(folder: RunFolder, step: int | None) -> Path:
+    if step is None:
+        found = newest_checkpoint(folder.checkpoints)
+        if found is None:
+            raise CheckpointError(
+                f"run folder {str(folder.path)!r}: it has no checkpoint yet. Train first, until one is saved."
+            )
+        return found.path
+    return folder.checkpoint(step)

@@ -1,0 +1,192 @@
+"""TrainStep: one optimizer step, the same numbers under every plan.
+
+The loss has one normaliser. Each microbatch contributes the *sum* of its token losses and its token count; sums
+and counts are added over microbatches and ranks, and the gradient is divided once by the global count. Dividing
+after the reduction, together with clipping, lets the count come out of the loss function itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm import all_reduce
+from weft.errors import ModelError
+from weft.mesh import Mesh
+from weft.monitor import Meter
+from weft.optim import LossScale, clip_factor, global_norm
+from weft.parallel import FlatGradients, Precision
+
+#: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
+LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
+#: (model, batch) -> output.
+ForwardFn = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What one step did, equal on all ranks.
+
+    loss: mean over all tokens of the global batch, before the update. grad_norm: before clipping.
+    skipped: why the weights were left as they were, or None. wants_stop: some rank asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    loss_scale: float | None = None
+    skipped: str | None = None
+    wants_stop: bool = False
+
+
+class TrainStep:
+    """Forward, backward, reduction, clipping and update of a parallelized model.
+
+    optimizer: built on the model's parameters after `parallelize`. nominal_tokens: about how many tokens a global
+    batch holds; keeps scaled losses in range, and does not change any result.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFn,
+        mesh: Mesh,
+        *,
+        forward: ForwardFn | None = None,
+        max_grad_norm: float = 0.0,
+        nominal_tokens: int | None = None,
+        meter: Meter | None = None,
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.precision = Precision.of(mesh.plan)
+        self.loss_scale = LossScale(enabled=self.precision.scales_loss)
+        self.max_grad_norm = max_grad_norm
+        self.wants_stop = False
+        self._loss_fn = loss_fn
+        self._forward = forward or call_model
+        self._gradients = FlatGradients(model.parameters())
+        self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
+        self._meter = meter or Meter(mesh.device)
+
+    def __call__(self, batch: Any, seeds: Sequence[int] | None = None) -> StepMetrics:
+        """Train on this rank's part of one global batch.
+
+        batch: a list of microbatches, or one batch that is split along dim 0 into as many as the plan accumulates.
+        seeds: of torch's generators, one per microbatch, for models that draw random numbers.
+        """
+        num_micro = self.mesh.plan.microbatches_per_step
+        microbatches = batch if isinstance(batch, list) else split_batch(batch, num_micro)
+        if self._nominal is None:
+            self._nominal = _power_of_two(_batch_size(microbatches[0]) * num_micro * self.mesh.data.size)
+        self.model.train()
+        self._gradients.zero()
+        # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
+        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        totals[2] = float(self.wants_stop)
+        scale = self.loss_scale.factor() / self._nominal
+        for index, microbatch in enumerate(microbatches):
+            if seeds is not None:
+                torch.manual_seed(seeds[index])
+            self._accumulate(microbatch, scale, totals)
+        with self._meter.phase("reduce"):
+            all_reduce(totals, self.mesh.data)
+            self._gradients.reduce(self.mesh.data)
+            norm = global_norm(self._gradients.buckets)
+            # The only wait for the device in a step: all that the decision below needs, in one copy.
+            numbers = torch.cat([totals, norm.to(totals).reshape(1)]).tolist()
+        with self._meter.phase("optimizer"):
+            return self._update(*numbers)
+
+    def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
+        """Add one microbatch's gradients, loss sum and token count."""
+        with self._meter.phase("forward"):
+            with self.precision.forward_context(self.mesh.device):
+                output = self._forward(self.model, microbatch)
+                loss_sum, num_tokens = self._loss_fn(output, microbatch)
+            totals[0] += loss_sum.detach()
+            totals[1] += num_tokens
+        with self._meter.phase("backward"):
+            (loss_sum * scale).backward()
+
+    def _update(self, loss_sum: float, num_tokens: float, stops: float, norm: float) -> StepMetrics:
+        """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""
+        assert self._nominal is not None
+        scale = self.loss_scale.factor()
+        # Gradients hold sum / nominal * scale; this brings them to the mean over the tokens.
+        to_mean = self._nominal / (max(num_tokens, 1.0) * scale)
+        loss = loss_sum / max(num_tokens, 1.0)
+        grad_norm = norm * to_mean
+        finite = math.isfinite(grad_norm)
+        skipped = None
+        if num_tokens == 0:
+            skipped = "no trained token in the global batch"
+        elif not math.isfinite(loss):
+            skipped = f"loss is {loss}"
+        elif not finite:
+            skipped = f"gradient norm is {grad_norm}"
+        self.loss_scale.update(finite and math.isfinite(loss))
+        if skipped is None:
+            self._gradients.scale(to_mean * clip_factor(grad_norm, self.max_grad_norm))
+            self.optimizer.step()
+        return StepMetrics(
+            loss=loss,
+            grad_norm=grad_norm,
+            num_tokens=round(num_tokens),
+            loss_scale=scale if self.loss_scale.enabled else None,
+            skipped=skipped,
+            wants_stop=stops > 0,
+        )
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """How a model is called when nobody says: model(x) for x and (x, ...); by keyword, without labels, for a dict."""
+    if isinstance(batch, torch.Tensor):
+        return model(batch)
+    if isinstance(batch, dict):
+        return model(**{name: value for name, value in batch.items() if name != "labels"})
+    if isinstance(batch, tuple):
+        return model(batch[0])
+    raise ModelError(
+        f"batch of type {type(batch).__name__}: a batch is a tensor, a tuple or a dict of tensors. "
+        f"Give forward=(model, batch) -> output for anything else."
+    )
+
+
+def split_batch(batch: Any, num_parts: int) -> list[Any]:
+    """Cut tensors, tuples and dicts of tensors into equal parts along dim 0; ModelError when that leaves a rest."""
+    if num_parts == 1:
+        return [batch]
+    if isinstance(batch, dict):
+        parts = {name: split_batch(value, num_parts) for name, value in batch.items()}
+        return [{name: part[index] for name, part in parts.items()} for index in range(num_parts)]
+    if isinstance(batch, tuple):
+        columns = [split_batch(value, num_parts) for value in batch]
+        return [tuple(column[index] for column in columns) for index in range(num_parts)]
+    if not isinstance(batch, torch.Tensor):
+        return [batch] * num_parts
+    if batch.shape[0] % num_parts:
+        raise ModelError(
+            f"accumulation={num_parts}: the batch has {batch.shape[0]} samples on this rank, which is not a "
+            f"multiple of {num_parts}. Use a batch that is, or another accumulation."
+        )
+    return list(batch.chunk(num_parts))
+
+
+def _batch_size(batch: Any) -> int:
+    """Number of elements of the first tensor in a batch: the scale of its token count."""
+    while isinstance(batch, dict | tuple | list):
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return batch.numel() if isinstance(batch, torch.Tensor) else 1
+
+
+def _power_of_two(number: int) -> float:
+    """The power of two nearest below: multiplying by it loses no bit."""
+    return 2.0 ** math.floor(math.log2(max(1, number)))

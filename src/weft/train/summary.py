@@ -1,0 +1,64 @@
+"""What a run says of itself before its first step and after its last."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.mesh import Mesh
+from weft.models import describe
+from weft.monitor import last_per_step, read_events
+from weft.parallel import Precision
+from weft.spec.config import RunConfig
+from weft.train.folder import RunFolder
+from weft.train.loop import Progress
+from weft.units import format_count
+
+
+def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Module) -> list[str]:
+    """Run, model, data, plan and precision, one line each."""
+    train = config.train
+    tokens = train.global_batch * train.seq_len
+    return [
+        f"run     {folder.path}",
+        f"model   {config.model.name}: {format_count(describe(model).num_params)} parameters",
+        *(f"data    {line}" for line in folder.data().summary),
+        f"batch   {train.global_batch} sequences of {train.seq_len} tokens: {format_count(tokens)} tokens a step, "
+        f"{train.steps} steps, {format_count(tokens * train.steps)} tokens",
+        f"plan    {mesh.plan} on {mesh.world_size} {mesh.device.type} rank{'s' if mesh.world_size > 1 else ''}",
+        f"format  {Precision.of(mesh.plan)}",
+    ]
+
+
+def already_done(folder: RunFolder, step: int) -> list[str]:
+    """For a run whose last step is done."""
+    return [
+        f"{folder.path} is complete: {step} steps are done.",
+        f"Go on with more steps:  weft train ... train.steps={step * 2}   (or start another: run.name=...)",
+        f'Try the model:          weft generate {folder.path} --prompt "def "',
+    ]
+
+
+def closing_lines(folder: RunFolder, config: RunConfig, progress: Progress, reason: str, sample: str) -> list[str]:
+    """How it ended, how the loss fell, a sample, and what to type next."""
+    evaluations = last_per_step(read_events(folder.events), kind="eval")
+    lines = [""]
+    if sample:
+        lines += ["sample  " + sample.replace("\n", "\n        "), ""]
+    lines.append(f"done    {progress.step} of {config.train.steps} steps: {reason}")
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        lines.append(f"eval    {_evaluation(first)}  ->  {_evaluation(last)}")
+    lines += [
+        f"folder  {folder.path}: events.jsonl, loss.png, samples/, checkpoints/, logs/",
+        f'next    weft generate {folder.path} --prompt "def "',
+    ]
+    if progress.step < config.train.steps:
+        lines.append("        the same command again goes on from here")
+    else:
+        lines.append(f"        weft train ... train.steps={config.train.steps * 2} trains on from here")
+    return lines
+
+
+def _evaluation(event: dict[str, object]) -> str:
+    text = f"step {event['step']}: loss {event['loss']:.3f}"
+    return text + (f", {event['bits_per_byte']:.3f} bits per byte" if event.get("bits_per_byte") else "")

@@ -1,0 +1,76 @@
+"""The mesh: which ranks share an axis, as pure arithmetic and on real groups."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import PlanError
+from weft.mesh import _members, build_mesh
+from weft.spec.plan import AXES, Plan
+
+sizes = st.tuples(*[st.integers(1, 3)] * len(AXES))
+
+
+@given(sizes, st.data())
+@settings(max_examples=60, deadline=None)
+def test_members_are_the_ranks_that_differ_on_those_axes_only(axis_sizes, data):
+    plan = Plan(**dict(zip(AXES, axis_sizes, strict=True)))
+    names = tuple(sorted(data.draw(st.sets(st.sampled_from(AXES), min_size=1)), key=AXES.index))
+    coordinates = list(itertools.product(*[range(size) for size in axis_sizes]))  # row-major: rank = index
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+    fixed = [index for index, name in enumerate(AXES) if name not in names]
+    expected = tuple(
+        other for other, place in enumerate(coordinates) if all(place[i] == coordinates[rank][i] for i in fixed)
+    )
+    assert _members(plan, rank, names) == expected
+
+
+def test_axes_of_one_process_all_exist_with_size_one():
+    mesh = build_mesh(Plan())
+    for name in AXES:
+        assert (mesh[name].size, mesh[name].rank, mesh[name].group) == (1, 0, None)
+    assert mesh.world.size == 1
+
+
+def test_an_unknown_axis_is_refused_by_name():
+    with pytest.raises(PlanError, match=r"mesh axis 'dp'.*dp_replicate"):
+        build_mesh(Plan())["dp"]
+
+
+def test_a_plan_for_more_ranks_than_started_is_refused():
+    with pytest.raises(PlanError) as caught:
+        build_mesh(Plan(dp_shard=4, tp=2))
+    assert str(caught.value) == (
+        "plan=dp_shard=4 tp=2: it asks for 8 ranks (dp_shard=4 * tp=2), but 1 were started. "
+        "Start 8 ranks, or let one axis take what is there, such as dp_replicate=*."
+    )
+
+
+def sum_along_axes(plan_text: str) -> dict[str, float]:
+    """On each rank: the sum of 2**rank over each axis and the joined data axis."""
+    from weft.comm import Ledger, all_reduce
+
+    ledger = Ledger()
+    mesh = build_mesh(Plan.parse(plan_text), record=ledger.record)
+    found = {}
+    for name in ("dp_replicate", "tp", ("dp_replicate", "tp"), "cp"):
+        axis = mesh[name]
+        found[axis.name] = float(all_reduce(torch.tensor(2.0**mesh.rank), axis))
+    found["calls"] = sum(entry.calls for _, _, entry in ledger.rows())
+    return found
+
+
+def test_each_axis_has_its_own_group_of_real_ranks(ranks4):
+    found = ranks4.run(sum_along_axes, "dp_replicate=2 tp=2")
+    # rank = dp_replicate * 2 + tp
+    assert [row["tp"] for row in found] == [3, 3, 12, 12]
+    assert [row["dp_replicate"] for row in found] == [5, 10, 5, 10]
+    assert [row["dp_replicate*tp"] for row in found] == [15] * 4
+    assert [row["cp"] for row in found] == [1, 2, 4, 8]
+    # The axis of size 1 costs no call.
+    assert [row["calls"] for row in found] == [3] * 4
