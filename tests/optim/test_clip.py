@@ -22,7 +22,7 @@ def test_no_gradient_has_no_norm():
 
 @pytest.mark.parametrize(
     ("norm", "max_norm", "factor"),
-    [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (5.0, 0.0, 1.0), (0.0, 1.0, 1.0)],
+    [(2.0, 1.0, 1 / (2 + 1e-6)), (0.5, 1.0, 1.0), (5.0, 0.0, 1.0), (0.0, 1.0, 1.0)],
 )
 def test_clipping_only_ever_shortens(norm, max_norm, factor):
     assert clip_factor(norm, max_norm) == factor

@@ -16,5 +16,8 @@ def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Factor that brings a gradient of `norm` to at most `max_norm`; 1.0 when it is within, or max_norm is 0."""
-    return max_norm / norm if 0 < max_norm < norm else 1.0
+    """Factor that brings a gradient of `norm` to at most `max_norm`; 1.0 when it is within, or max_norm is 0.
+
+    The same formula as torch.nn.utils.clip_grad_norm_, its small constant too: a run that moves over goes on unchanged.
+    """
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0

@@ -25,7 +25,8 @@ from weft.checkpoint import list_checkpoints
 from weft.data import PreparedData, prepare_data
 from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, PlanError, Problem
 from weft.spec.config import RunConfig
-from weft.spec.config_file import format_config, load_config
+from weft.spec.config_file import load_config
+from weft.spec.config_text import format_config
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,7 +24,7 @@ from weft.train.step import StepMetrics, TrainStep
 class Batches(Protocol):
     """Where the loop gets this rank's microbatches from, step by step."""
 
-    def iterate(self, start_step: int, end_step: int) -> Iterable[list[Batch]]: ...
+    def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Batch]]]: ...
 
 
 @dataclass(slots=True)
@@ -70,30 +71,35 @@ class Trainer:
         """Train until the last step or a reason to stop; returns "finished" or the reason."""
         num_steps = self.config.train.steps
         guard = NonFiniteGuard(self.config.train.max_bad_steps)
+        self._saved_step = self.progress.step
         for hook in self.hooks:
             hook.on_start(self.progress.step)
-        reason, saved_step = "finished", self.progress.step
-        for batches in self.loader.iterate(self.progress.step, num_steps):
-            record, metrics = self._train(self.progress.step, batches)
-            self.progress.step += 1
-            self._show_step(record)
-            try:
-                guard.observe(record.step, metrics.loss, metrics.grad_norm, loss_scale=metrics.loss_scale)
-            except TrainingHalted as halt:
-                self.save(self.progress)
-                self._end(str(halt))
-                raise
-            stop = "asked to stop" if metrics.wants_stop else self._evaluate_if_due(num_steps)
-            if stop or self._due(self.config.checkpoint.every) or self._is_best_now():
-                self.save(self.progress)
-                saved_step = self.progress.step
-            if stop:
-                reason = stop
-                break
-        if saved_step != self.progress.step:
-            self.save(self.progress)
+        with self.loader.iterate(self.progress.step, num_steps) as steps:
+            reason = next((stop for batches in steps if (stop := self._advance(batches, guard))), "finished")
+        if self._saved_step != self.progress.step:
+            self._save()
         self._end(reason)
         return reason
+
+    def _advance(self, batches: list[Batch], guard: NonFiniteGuard) -> str | None:
+        """One step, and what is due after it; a reason to stop, or None."""
+        record, metrics = self._train(self.progress.step, batches)
+        self.progress.step += 1
+        self._show_step(record)
+        try:
+            guard.observe(record.step, metrics.loss, metrics.grad_norm, loss_scale=metrics.loss_scale)
+        except TrainingHalted as halt:
+            self._save()
+            self._end(str(halt))
+            raise
+        stop = "asked to stop" if metrics.wants_stop else self._evaluate_if_due()
+        if stop or self._due(self.config.checkpoint.every) or self._is_best_now():
+            self._save()
+        return stop
+
+    def _save(self) -> None:
+        self.save(self.progress)
+        self._saved_step = self.progress.step
 
     def _end(self, reason: str) -> None:
         for hook in self.hooks:
@@ -150,9 +156,9 @@ class Trainer:
     def _is_best_now(self) -> bool:
         return self.config.checkpoint.keep_best and self.progress.best_step == self.progress.step
 
-    def _evaluate_if_due(self, num_steps: int) -> str | None:
+    def _evaluate_if_due(self) -> str | None:
         """Evaluate when due or at the end; a reason to stop early, or None."""
-        if not (self._due(self.config.eval.every) or self.progress.step == num_steps):
+        if not (self._due(self.config.eval.every) or self.progress.step == self.config.train.steps):
             return None
         evaluation = self.evaluate()
         rule = self.config.train.early_stop

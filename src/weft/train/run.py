@@ -71,8 +71,9 @@ class _RankRun:
         self.terminal = terminal
         self.tokenizer = Tokenizer.load(folder.tokenizer)
         data = folder.data()
+        self.stream = self._stream(data.train, shuffle=True)
         self.loader = Loader(
-            self._stream(data.train, shuffle=True),
+            self.stream,
             global_batch=config.train.global_batch,
             accumulation=mesh.plan.microbatches_per_step,
             dp_rank=mesh.data.rank,
@@ -148,8 +149,8 @@ class _RankRun:
         per_rank = self.config.train.global_batch // (self.mesh.data.size * self.mesh.plan.microbatches_per_step)
         return EvalBatches(
             self.eval_stream,
-            batch_size=per_rank,
-            num_sequences=self.config.eval.batches * self.config.train.global_batch,
+            num_samples=self.config.eval.batches * self.config.train.global_batch,
+            num_rows=per_rank,
             dp_rank=self.mesh.data.rank,
             dp_size=self.mesh.data.size,
         )
@@ -183,7 +184,7 @@ class _RankRun:
                     "progress": asdict(progress),
                     "plan": str(self.mesh.plan),
                     "loss_scale": self.step.loss_scale.state(),
-                    "data": {"next_sample": position, "sources": self.loader.stream.state_at(position)},
+                    "data": {"next_sample": position, "sources": self.stream.state_at(position)},
                     # Random numbers of a step are drawn from seeds derived from these: there is no other state.
                     "rng": {"seed": self.config.seed, "next_step": progress.step},
                     "weft": weft.__version__,

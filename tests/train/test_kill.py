@@ -1,0 +1,131 @@
+"""Kill a real run at a random step and start it again: the weights are those of a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from weft import env
+from weft.monitor import read_events
+from weft.train import RunFolder
+
+STEPS = 40
+SETTINGS = [
+    "plan=dp_replicate=2 accumulation=2",
+    "launch.device=cpu",
+    "tokenizer.kind=bytes",
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_dim=64",
+    "train.seq_len=32",
+    "train.global_batch=8",
+    f"train.steps={STEPS}",
+    "eval.every=20",
+    "eval.batches=1",
+    "checkpoint.every=4",
+    "data.holdout=0.2",
+    "sample.prompt=",
+]
+
+
+def command(tmp_path: Path, name: str) -> list[str]:
+    places = [f"data.train={tmp_path / 'text.jsonl'}", f"run.dir={tmp_path}", f"run.name={name}"]
+    return [sys.executable, "-m", "weft", "train", *SETTINGS, *places]
+
+
+def start(tmp_path: Path, name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(tmp_path, name),
+        env=env.child_env(WEFT_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(tmp_path: Path, name: str) -> RunFolder:
+    process = start(tmp_path, name)
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, shown
+    return RunFolder(tmp_path / name)
+
+
+def wait_for_step(folder: RunFolder, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and process.poll() is None:
+        events = read_events(folder.events)
+        if any(event["event"] == "step" and event["step"] >= step for event in events):
+            return
+        time.sleep(0.002)
+    pytest.fail(f"the run never came to step {step}: {process.communicate()[0]}")
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        return [parent, *parent.children(recursive=True)]
+    return []
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """What a power cut does: every process at once."""
+    for member in family(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGKILL)
+
+
+def kill_one_rank(process: subprocess.Popen[str]) -> None:
+    """What the out-of-memory killer does: one rank, not the others."""
+    ranks = [member for member in family(process) if "weft.cli.rank" in " ".join(member.cmdline())]
+    random.Random(os.getpid()).choice(ranks).send_signal(signal.SIGKILL)
+
+
+def kill_the_launcher(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> RunFolder:
+    tmp_path = tmp_path_factory.mktemp("killed")
+    words = ["warp", "weft", "loom", "thread", "cloth", "shuttle", "heddle"]
+    lines = [" ".join(words[(i * k) % 7] for k in range(1, 40)) for i in range(1, 41)]
+    text = "".join(json.dumps({"text": f"{index} {line}"}) + "\n" for index, line in enumerate(lines))
+    (tmp_path / "text.jsonl").write_text(text)
+    return finish(tmp_path, "undisturbed")
+
+
+def final_bytes(folder: RunFolder) -> list[bytes]:
+    return [(folder.checkpoint(STEPS) / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
+
+
+@pytest.mark.parametrize("kill", [kill_all, kill_one_rank, kill_the_launcher])
+def test_a_killed_run_ends_on_the_same_bits(kill, undisturbed):
+    tmp_path, name = undisturbed.path.parent, kill.__name__
+    folder = RunFolder(tmp_path / name)
+    step = random.randint(2, STEPS - 4)
+    process = start(tmp_path, name)
+    wait_for_step(folder, step, process)
+    members = family(process)
+    kill(process)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    # No rank lives on to write into the folder of the next start.
+    _, alive = psutil.wait_procs(members, timeout=20)
+    assert not alive
+    assert finish(tmp_path, name).path == folder.path
+    assert final_bytes(folder) == final_bytes(undisturbed), f"killed at step {step}"
+    losses = [event["loss"] for event in read_events(folder.events) if event["event"] == "step"]
+    assert len(losses) >= STEPS  # some steps were done twice

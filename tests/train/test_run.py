@@ -1,0 +1,244 @@
+"""A whole run in one process: what it leaves, how it resumes, when it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weft.errors import CheckpointError, ConfigError, LaunchError, PlanError, TrainingHalted
+from weft.monitor import read_events
+from weft.spec.config_file import load_config
+from weft.train import RunFolder, generate_text, prepare_run, run_rank
+
+SMALL = [
+    "tokenizer.kind=bytes",
+    "model.name=tiny",
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_dim=64",
+    "train.seq_len=32",
+    "train.global_batch=4",
+    "train.steps=12",
+    "schedule.warmup_steps=2",
+    "eval.every=4",
+    "eval.batches=2",
+    "checkpoint.every=3",
+    "data.holdout=0.2",
+    "sample.max_tokens=8",
+    "launch.device=cpu",
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Forty short documents of a language with some order in it."""
+    file = tmp_path / "text.jsonl"
+    words = ["warp", "weft", "loom", "thread", "cloth", "shuttle", "heddle"]
+    lines = [" ".join(words[(i * k) % 7] for k in range(1, 40)) for i in range(1, 41)]
+    file.write_text("".join(json.dumps({"text": f"{index} {line}"}) + "\n" for index, line in enumerate(lines)))
+    return file
+
+
+@pytest.fixture
+def start(tmp_path: Path, text: Path):
+    """Prepare and train with some overrides; returns (folder, result, what the terminal showed)."""
+
+    def run(*overrides: str):
+        settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
+        folder = prepare_run(load_config(None, [*settings, *overrides]).config, world_size=1)
+        terminal = io.StringIO()
+        result = run_rank(folder.path, None, terminal)
+        return folder, result, terminal.getvalue()
+
+    return run
+
+
+def weights(folder: RunFolder, step: int) -> dict[str, torch.Tensor]:
+    found = load_file(folder.checkpoint(step) / "model.safetensors")
+    return found | load_file(folder.checkpoint(step) / "optimizer.safetensors")
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_a_run_leaves_a_folder_that_says_everything(start):
+    folder, result, shown = start()
+    assert (result.step, result.reason) == (12, "finished")
+    names = {path.name for path in folder.path.iterdir()}
+    assert {"config.toml", "plan.txt", "model.json", "data.json", "tokenizer", "events.jsonl", "loss.png"} <= names
+    assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder.path / "plan.txt").read_text() == "\n"  # the default plan: one rank
+    assert [path.name for path in folder.samples.iterdir()] == ["step_00000012.txt"]
+    events = read_events(folder.events)
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, 13))
+    assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_s", "seconds", "memory_bytes"} <= steps[0].keys()
+    assert {"data", "forward", "backward", "reduce", "optimizer", "total"} == steps[0]["seconds"].keys()
+    evals = [event for event in events if event["event"] == "eval"]
+    assert [event["step"] for event in evals] == [4, 8, 12]
+    assert evals[-1]["loss"] < evals[0]["loss"]
+    assert evals[-1]["bits_per_byte"] < evals[0]["bits_per_byte"]
+    assert "step 12/12" in shown
+    assert "weft generate" in shown
+    assert "Traceback" not in shown
+
+
+def test_the_resolved_config_loads_back_to_itself(start):
+    folder, _, _ = start("optimizer.lr=0.002")
+    again = load_config(folder.path / "config.toml").config
+    assert again == folder.config()
+    assert again.optimizer.lr == 0.002
+
+
+def test_a_run_in_two_halves_ends_on_the_same_bits(start):
+    whole, _, _ = start("run.name=whole")
+    halves, _, _ = start("run.name=halves", "checkpoint.keep=9")
+    # As if the process had died in step 9: what came later was never committed.
+    for step in (9, 12):
+        (halves.checkpoint(step) / "COMMIT").unlink()
+    _, result, shown = start("run.name=halves", "checkpoint.keep=9")
+    assert result.step == 12
+    assert "resumed from step 8" in shown
+    assert "checkpoint passed over: step_00000009" in shown
+    assert_same_bits(weights(whole, 12), weights(halves, 12))
+
+
+def test_the_best_checkpoint_outlives_keep(start):
+    folder, _, _ = start("checkpoint.keep=1", "optimizer.lr=0.5", "schedule.kind=constant", "eval.every=1")
+    events = read_events(folder.events)
+    evals = {event["step"]: event["loss"] for event in events if event["event"] == "eval"}
+    best = min(evals, key=lambda step: evals[step])
+    kept = {int(path.name.removeprefix("step_")) for path in folder.checkpoints.glob("step_*")}
+    assert kept == {best, 12}
+
+
+def test_a_finished_run_says_so_and_goes_on_when_asked(start):
+    first, _, _ = start()
+    _, result, shown = start()
+    assert result.step == 12
+    assert "is complete" in shown
+    assert "train.steps=24" in shown
+    _, result, shown = start("train.steps=14")
+    assert result.step == 14
+    assert "resumed from step 12" in shown
+    assert first.checkpoint(14).is_dir()
+
+
+def test_settings_that_make_another_run_are_refused_by_name(start):
+    folder, _, _ = start()
+    before = (folder.path / "config.toml").read_text()
+    with pytest.raises(ConfigError) as caught:
+        start("seed=7", "model.dim=64", "optimizer.lr=0.5")
+    text = str(caught.value)
+    assert text.splitlines() == [
+        f"seed=7: the run in '{folder.path}' was started with 0, and cannot go on with another value. "
+        "Use run.name=... for a new run, or seed=0 to resume.",
+        f"model.dim=64: the run in '{folder.path}' was started with 32, and cannot go on with another value. "
+        "Use run.name=... for a new run, or model.dim=32 to resume.",
+    ]
+    assert (folder.path / "config.toml").read_text() == before
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(text, tmp_path):
+    config = load_config(None, [*SMALL, f"data.train={text}", f"run.dir={tmp_path}"]).config
+    with pytest.raises(PlanError, match=r"train.global_batch=4: 3 data-parallel ranks"):
+        prepare_run(config, world_size=3)
+    assert not (tmp_path / "quickstart").exists()
+
+
+def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):
+    _, result, _ = start(
+        "train.steps=200", "eval.every=2", "optimizer.lr=1.0", "schedule.kind=constant", "train.early_stop.patience=2"
+    )
+    assert result.step < 200
+    assert result.reason == "no better evaluation loss in 2 evaluations"
+
+
+def test_a_run_that_diverges_is_halted_with_its_state_saved(start, monkeypatch):
+    from weft.train import run as run_module
+
+    def poisoned(logits, batch):
+        from weft.train.loss import token_cross_entropy
+
+        loss, count = token_cross_entropy(logits, batch)
+        return (loss * float("nan") if poison else loss), count
+
+    poison = False
+    monkeypatch.setattr(run_module, "token_cross_entropy", poisoned)
+    folder, _, _ = start("train.steps=3")
+    good = weights(folder, 3)
+    poison = True
+    with pytest.raises(TrainingHalted, match=r"train.max_bad_steps=2.*3 steps in a row \(4 to 6\)"):
+        start("train.steps=12", "train.max_bad_steps=2")
+    # Three skipped steps changed nothing, and the state is on disk.
+    assert_same_bits(good, weights(folder, 6))
+
+
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatch):
+    whole, _, _ = start("run.name=whole")
+    from weft.train.loop import Trainer
+
+    original = Trainer._train
+
+    def interrupted(self, step, batches):
+        if step == 4 and not sent:
+            sent.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, step, batches)
+
+    sent: list[int] = []
+    monkeypatch.setattr(Trainer, "_train", interrupted)
+    folder, result, shown = start("run.name=stopped")
+    assert (result.step, result.reason) == (5, "asked to stop")
+    assert "the same command again goes on from here" in shown
+    _, result, _ = start("run.name=stopped")
+    assert result.step == 12
+    assert_same_bits(weights(whole, 12), weights(folder, 12))
+
+
+def test_two_runs_in_one_folder_are_refused(start):
+    folder, _, _ = start("train.steps=3")
+    with folder.lock(), pytest.raises(LaunchError, match=rf"process {os.getpid()} is training in"):
+        start("train.steps=6")
+
+
+def test_text_comes_out_of_a_run(start):
+    folder, _, _ = start()
+    text = generate_text(folder.path, "warp", max_tokens=5, temperature=0.0)
+    assert text.startswith("warp")
+    assert text == generate_text(folder.path, "warp", max_tokens=5, temperature=0.0)
+    assert generate_text(folder.path, "warp", max_tokens=5, step=12)
+    with pytest.raises(CheckpointError, match=r"step=5: .* has no such checkpoint. Saved steps: "):
+        generate_text(folder.path, "warp", step=5)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"it has no model.json, so it is no run of Weft"):
+        generate_text(tmp_path, "def ")
+
+
+@pytest.mark.parametrize("plan", ["precision=bf16", "precision=fp16", "precision=fp64", "accumulation=2"])
+def test_every_precision_trains(start, plan):
+    folder, result, _ = start(f"plan={plan}", "train.steps=6", "eval.every=3")
+    assert result.step == 6
+    evals = [event["loss"] for event in read_events(folder.events) if event["event"] == "eval"]
+    assert evals[1] < evals[0]
+
+
+def test_sgd_trains_and_resumes(start):
+    folder, _, _ = start("optimizer.name=sgd", "optimizer.lr=0.1", "train.steps=6")
+    start("optimizer.name=sgd", "optimizer.lr=0.1", "train.steps=8")
+    evals = [event["loss"] for event in read_events(folder.events) if event["event"] == "eval"]
+    assert evals[-1] < evals[0]

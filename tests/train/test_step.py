@@ -1,0 +1,190 @@
+"""TrainStep against torch's own loop, and what it does when numbers go wrong."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.spec.plan import Plan
+from weft.train.step import TrainStep, call_model, split_batch
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def class_loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return nn.functional.cross_entropy(logits, batch[1], reduction="sum"), len(batch[1])
+
+
+def batch_of(size: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 6, generator=generator, dtype=dtype), torch.randint(4, (size,), generator=generator)
+
+
+def make_step(plan_text: str, model: nn.Module, loss_fn=class_loss, lr: float = 0.05, **options) -> TrainStep:
+    mesh = build_mesh(Plan.parse(plan_text))
+    parallelize(model, mesh)
+    return TrainStep(model, torch.optim.AdamW(model.parameters(), lr=lr, fused=True), loss_fn, mesh, **options)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_the_step_is_torchs_loop_with_mean_loss_and_clipping(accumulation):
+    plain = mlp().double()
+    step = make_step(f"precision=fp64 accumulation={accumulation}", mlp(), max_grad_norm=0.2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    for seed in range(4):
+        batch = batch_of(8, seed)
+        metrics = step(batch)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(plain(batch[0]), batch[1])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.2)
+        optimizer.step()
+        assert metrics.loss == pytest.approx(loss.item(), rel=1e-12)
+        assert metrics.grad_norm == pytest.approx(norm.item(), rel=1e-12)
+        assert metrics.num_tokens == 8
+    for ours, theirs in zip(step.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+# tanh hides an infinite input from the loss, and not from the gradient.
+@pytest.mark.parametrize(("bad", "named"), [(math.nan, "loss is nan"), (math.inf, "gradient norm is nan")])
+def test_what_is_not_finite_leaves_weights_and_optimizer_alone(bad, named):
+    step = make_step("dp_replicate=1", mlp())
+    step(batch_of(8, 0, torch.float32))
+    before = copy.deepcopy((step.model.state_dict(), step.optimizer.state_dict()))
+    x, y = batch_of(8, 1, torch.float32)
+    x[3, 2] = bad
+    metrics = step((x, y))
+    assert metrics.skipped == named
+    torch.testing.assert_close((step.model.state_dict(), step.optimizer.state_dict()), before, rtol=0, atol=0)
+    # The next good step is a step as ever: no bad number is left behind.
+    assert step(batch_of(8, 2, torch.float32)).skipped is None
+    assert all(torch.isfinite(p).all() for p in step.model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_is_named_as_such():
+    class SquareRoot(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            return (self.weight * x).abs().sqrt()  # finite at zero, with a gradient that is not
+
+    step = make_step("dp_replicate=1", SquareRoot(), lambda out, batch: (out.sum(), out.numel()))
+    metrics = step(torch.ones(2, 3))
+    assert metrics.skipped == f"gradient norm is {metrics.grad_norm}"
+    assert not math.isfinite(metrics.grad_norm)
+    assert torch.equal(step.model.weight, torch.zeros(3))
+
+
+def test_a_batch_without_trained_tokens_changes_nothing():
+    step = make_step("dp_replicate=1", mlp(), lambda out, batch: (out.sum() * 0, 0))
+    before = copy.deepcopy(step.model.state_dict())
+    metrics = step(batch_of(4, 0, torch.float32))
+    assert metrics.skipped == "no trained token in the global batch"
+    assert (metrics.loss, metrics.num_tokens) == (0.0, 0)
+    torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_fp16_finds_its_loss_scale_and_then_trains():
+    model = mlp()
+    # Gradients of a loss this large overflow fp16 at the first scale, and fit after some halvings.
+    step = make_step("precision=fp16", model, lambda out, batch: (out.float().pow(2).sum() * 300, len(batch[1])))
+    seen = [step(batch_of(8, seed, torch.float32)) for seed in range(16)]
+    skipped = [metrics.skipped is not None for metrics in seen]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert skipped == sorted(skipped, reverse=True)  # first only overflows, then none
+    assert seen[-1].loss_scale == 2.0**16 / 2 ** sum(skipped)
+    assert step.loss_scale.num_skipped == sum(skipped)
+    assert seen[-1].loss < seen[0].loss
+
+
+def test_bf16_keeps_fp32_weights_and_gradients():
+    step = make_step("precision=bf16", mlp())
+    first = step(batch_of(8, 0, torch.float32))
+    assert first.loss_scale is None
+    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in step.model.parameters()} == {torch.float32}
+
+
+def test_gradients_that_somebody_set_to_none_come_back():
+    step = make_step("precision=fp64", mlp())
+    other = make_step("precision=fp64", mlp())
+    for seed in range(3):
+        step.optimizer.zero_grad(set_to_none=True)
+        assert step(batch_of(8, seed)).loss == other(batch_of(8, seed)).loss
+
+
+def test_random_numbers_follow_the_seeds_alone():
+    def dropped(seeds):
+        model = nn.Sequential(mlp(), nn.Dropout(0.5))
+        return make_step("dp_replicate=1", model)(batch_of(8, 0, torch.float32), seeds).loss
+
+    assert dropped([7]) == dropped([7]) != dropped([8])
+
+
+def ask_on_one_rank(plan_text: str) -> list[bool]:
+    step = make_step(plan_text, mlp())
+    found = []
+    for index in range(3):
+        if index == 1 and step.mesh.rank == 1:
+            step.wants_stop = True
+        found.append(step(batch_of(4, step.mesh.rank, torch.float32)).wants_stop)
+    return found
+
+
+def test_all_ranks_learn_at_the_same_step_that_one_wants_to_stop(ranks2):
+    assert ranks2.run(ask_on_one_rank, "dp_replicate=2") == [[False, True, True]] * 2
+
+
+def overflow_on_one_rank(plan_text: str) -> list[object]:
+    step = make_step(plan_text, mlp())
+    x, y = batch_of(4, 0, torch.float32)
+    if step.mesh.rank == 1:
+        x[0, 0] = math.inf
+    metrics = step((x, y))
+    return [metrics.skipped is not None, step.loss_scale.scale]
+
+
+def test_one_rank_that_overflows_makes_all_skip(ranks2):
+    assert ranks2.run(overflow_on_one_rank, "dp_replicate=2 precision=fp16") == [[True, 2.0**15]] * 2
+
+
+def test_batches_are_split_along_their_first_dim():
+    x = torch.arange(8)
+    assert [part.tolist() for part in split_batch(x, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    parts = split_batch({"a": x, "b": (x, x + 1)}, 4)
+    assert parts[3]["b"][1].tolist() == [7, 8]
+
+
+def test_a_batch_that_does_not_come_out_even_is_refused():
+    with pytest.raises(ModelError) as caught:
+        split_batch(torch.zeros(6, 2), 4)
+    assert str(caught.value) == (
+        "accumulation=4: the batch has 6 samples on this rank, which is not a multiple of 4. "
+        "Use a batch that is, or another accumulation."
+    )
+
+
+def test_how_a_model_is_called():
+    class Adds(nn.Module):
+        def forward(self, a, b=0):
+            return a + b
+
+    assert call_model(Adds(), torch.tensor(1)) == 1
+    assert call_model(Adds(), (torch.tensor(1), "label")) == 1
+    assert call_model(Adds(), {"a": 1, "b": 2, "labels": 9}) == 3
+    with pytest.raises(ModelError, match="batch of type int"):
+        call_model(Adds(), 3)
