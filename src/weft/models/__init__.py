@@ -1,0 +1,12 @@
+"""Decoder transformers in plain PyTorch: build, initialise, describe, sample. No file here knows of ranks."""
+
+from __future__ import annotations
+
+from weft.models.cache import Cache
+from weft.models.describe import describe
+from weft.models.generate import generate
+from weft.models.initialise import initialise
+from weft.models.registry import build_decoder
+from weft.models.transformer import Decoder
+
+__all__ = ["Cache", "Decoder", "build_decoder", "describe", "generate", "initialise"]

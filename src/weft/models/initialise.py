@@ -1,0 +1,68 @@
+"""Initial weights that depend on (seed, parameter name) only: no order, no rank, no device, no global generator."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.models.transformer import INIT_STD
+
+#: Values drawn from one stream. A matrix is a row of such streams, so that a part of it can be made alone
+#: and a large one never lies in host memory as a whole.
+_BLOCK = 2**22
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+
+
+def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
+    """Fill every parameter of `module` in place.
+
+    Matrices are normal with the owning module's `init_std` (0.02 where it has none), norm weights 1, biases 0.
+    A tied weight is filled once, under its first name. prefix: path of `module` in the whole model, such as
+    "blocks.3."; with it a part gets the very weights it has in the whole.
+    Raises ModelError for a parameter on the meta device, or one whose kind is not known.
+    """
+    filled: set[Tensor] = set()
+    for path, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter in filled:
+                continue
+            filled.add(parameter)
+            full_name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+            _fill(parameter, full_name, owner, name, seed)
+
+
+@torch.no_grad()
+def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: int) -> None:
+    if parameter.is_meta:
+        raise ModelError(f"parameter {full_name}: it is on the meta device. Call to_empty(device=...) first.")
+    if name == "bias":
+        parameter.zero_()
+    elif isinstance(owner, _NORMS):
+        parameter.fill_(1.0)
+    elif parameter.ndim >= 2:
+        flat = parameter.view(-1)
+        std = float(getattr(owner, "init_std", INIT_STD))
+        for start, values in normal_values(seed, full_name, parameter.numel()):
+            flat[start : start + values.numel()] = values.mul_(std).to(parameter.device)
+    else:
+        raise ModelError(
+            f"parameter {full_name}: no rule says how a vector of {type(owner).__name__} starts. "
+            f"Fill it yourself and leave it out of initialise."
+        )
+
+
+def normal_values(seed: int, name: str, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Standard normal float32 values of a parameter, as (offset, block) pairs in order.
+
+    numpy's generator is used because its bits are the same on every kind of CPU; torch's are not.
+    """
+    for start in range(0, count, _BLOCK):
+        digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=16).digest()
+        stream = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+        yield start, torch.from_numpy(stream.standard_normal(min(_BLOCK, count - start), dtype=np.float32))

@@ -1,0 +1,31 @@
+"""From a shape to a model."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.errors import ModelError
+from weft.models.initialise import initialise
+from weft.models.transformer import Decoder
+from weft.spec.model import DecoderSpec, shape_problems
+
+
+def build_decoder(
+    spec: DecoderSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, seed: int = 0
+) -> Decoder:
+    """Build a decoder. On the meta device it has shapes only; elsewhere its weights are those of `seed`.
+
+    device: cpu by default. dtype: of the parameters, float32 by default.
+    Raises ModelError with every rule that the shape breaks.
+    """
+    problems = shape_problems(spec)
+    if problems:
+        raise ModelError("\n".join(str(problem) for problem in problems))
+    # On the meta device torch draws no weights of its own, which would cost time and move its global generator.
+    with torch.device("meta"):
+        decoder = Decoder(spec).to(dtype or torch.float32)
+    place = torch.device(device or "cpu")
+    if place.type != "meta":
+        decoder.to_empty(device=place)
+        initialise(decoder, seed)
+    return decoder

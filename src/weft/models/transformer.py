@@ -1,0 +1,159 @@
+"""One decoder transformer for two families, in plain PyTorch.
+
+llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023, arXiv 2307.09288).
+gpt2: learned positions, LayerNorm, GELU, biases (Radford et al. 2019).
+Module paths: embed, pos_embed, blocks.N.{norm1, attn.{q,k,v,o}, norm2, mlp.{gate,up,down}}, norm, head.
+
+B sequences, T tokens, D model width, F width of the feed-forward hidden layer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.models.attention import Attention, Visible, see_causally
+from weft.models.cache import Cache, LayerCache
+from weft.models.rotary import Rotation, rotation
+from weft.spec.model import DecoderSpec
+
+#: Standard deviation of initial matrices; `initialise` reads a module's own `init_std` where it has one.
+INIT_STD = 0.02
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__()
+        self.gate = nn.Linear(dim, ffn_dim, bias=False)
+        self.up = nn.Linear(dim, ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class GeluFFN(nn.Module):
+    """Feed-forward layer with the tanh form of GELU, as GPT-2 was trained with."""
+
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__()
+        self.up = nn.Linear(dim, ffn_dim)
+        self.down = nn.Linear(ffn_dim, dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each after a norm and added to its input."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        gpt2 = spec.family == "gpt2"
+        self.norm1 = _norm(spec)
+        self.attn = Attention(spec.dim, spec.num_heads, spec.num_kv_heads, bias=gpt2)
+        self.norm2 = _norm(spec)
+        self.mlp = GeluFFN(spec.dim, spec.ffn_dim) if gpt2 else SwiGLU(spec.dim, spec.ffn_dim)
+
+    def forward(
+        self, x_BTD: Tensor, visible: Visible, rotation: Rotation | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        x_BTD = x_BTD + self.attn(self.norm1(x_BTD), visible, rotation, cache)
+        return x_BTD + self.mlp(self.norm2(x_BTD))
+
+
+class Decoder(nn.Module):
+    """A decoder transformer: token ids in, logits of the next token out. It holds no loss."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.spec = spec
+        self.embed = nn.Embedding(spec.vocab_size, spec.dim)
+        self.pos_embed = nn.Embedding(spec.max_seq_len, spec.dim) if spec.family == "gpt2" else None
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_layers))
+        self.norm = _norm(spec)
+        self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
+        self._tie()
+        # Each block adds two branches to the residual stream; without this its variance would grow with the depth.
+        for block in self.blocks:
+            for branch_end in (block.attn.o, block.mlp.down):
+                branch_end.init_std = INIT_STD / math.sqrt(2 * spec.num_layers)
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        document_ids_BT: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V) of the token after each input token.
+
+        input_ids_BT: int64 token ids.
+        positions_BT: place of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the cache).
+        document_ids_BT: attention stays among tokens of one id; None: each row is one document.
+        cache: keys and values of earlier tokens; it takes up those of this call.
+        Raises ModelError for a sequence that the position table or the cache cannot hold.
+        """
+        num_seen = cache.num_tokens if cache is not None else 0
+        self._check_length(input_ids_BT, document_ids_BT, cache)
+        if positions_BT is None:
+            end = num_seen + input_ids_BT.shape[1]
+            positions_BT = torch.arange(num_seen, end, device=input_ids_BT.device)[None]
+        x_BTD = self.embed(input_ids_BT)
+        turn = None
+        if self.pos_embed is not None:
+            x_BTD = x_BTD + self.pos_embed(positions_BT)
+        else:
+            spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
+            turn = rotation(positions_BT, spec.head_dim, spec.rope_theta, spec.rope_scale, dtype)
+        visible = see_causally(positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD))
+        for index, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, visible, turn, cache.layers[index] if cache is not None else None)
+        return self.head(self.norm(x_BTD))
+
+    def _check_length(self, input_ids_BT: Tensor, document_ids_BT: Tensor | None, cache: Cache | None) -> None:
+        num_tokens = input_ids_BT.shape[1]
+        if self.pos_embed is not None and num_tokens > self.spec.max_seq_len:
+            raise ModelError(
+                f"sequence of {num_tokens} tokens: the model has a table of {self.spec.max_seq_len} positions. "
+                f"Use at most {self.spec.max_seq_len} tokens, or a larger model.max_seq_len."
+            )
+        if cache is None:
+            return
+        if document_ids_BT is not None:
+            raise ModelError("document_ids with a cache: a cache holds one document. Leave document_ids out.")
+        if cache.num_tokens + num_tokens > cache.max_tokens:
+            raise ModelError(
+                f"cache of {cache.max_tokens} tokens: it holds {cache.num_tokens}, and {num_tokens} more do not fit. "
+                f"Make one for {cache.num_tokens + num_tokens} tokens."
+            )
+
+    def _tie(self) -> None:
+        if self.spec.tied:
+            self.head.weight = self.embed.weight
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
+        # torch replaces each module's parameters one by one when a model leaves the meta device, which parts a pair.
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+
+def _norm(spec: DecoderSpec) -> nn.Module:
+    return nn.LayerNorm(spec.dim, spec.norm_eps) if spec.family == "gpt2" else nn.RMSNorm(spec.dim, spec.norm_eps)
+
+
+def _attention_dtype(x_BTD: Tensor) -> torch.dtype:
+    device = x_BTD.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BTD.dtype

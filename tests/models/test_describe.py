@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from weft.errors import ModelError
+from weft.models import build_decoder, describe
+from weft.spec.model import DecoderSpec, LayerSpec, ModelSpec
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_a_transformers_model_is_described_by_its_own_paths():
+    transformers = pytest.importorskip("transformers")
+
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=5, num_attention_heads=2,
+            num_key_value_heads=1,
+        ))  # fmt: skip
+    spec = describe(model)
+    block = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24 + 2 * 16
+    assert spec.name == "LlamaForCausalLM"
+    assert spec.layers == (
+        LayerSpec("model.embed_tokens", 800),
+        LayerSpec("model.layers.*", block, 5),
+        LayerSpec("model.norm", 16),
+        LayerSpec("lm_head", 800),
+    )
+    assert spec.shape is None
+    assert spec.num_params == count(model)
+
+
+def test_a_tied_transformers_model_counts_its_embedding_once():
+    transformers = pytest.importorskip("transformers")
+
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2)
+    )
+    paths = [layer.path for layer in describe(model).layers]
+    assert paths == ["transformer.wte", "transformer.wpe", "transformer.h.*", "transformer.ln_f"]
+    assert describe(model).num_params == count(model)
+
+
+def test_children_that_differ_are_told_apart():
+    dense, wide = (lambda: nn.Linear(4, 4)), (lambda: nn.Linear(4, 9))
+    module = nn.Module()
+    module.blocks = nn.ModuleList([dense(), dense(), wide(), dense(), nn.ReLU(), wide(), nn.Embedding(4, 4)])
+    assert describe(module).layers == (
+        LayerSpec("blocks.{0-1,3}", 20, 3),
+        LayerSpec("blocks.{2,5}", 45, 2),
+        LayerSpec("blocks.6", 16),
+    )
+
+
+def test_same_shapes_of_another_class_or_dtype_are_other_blocks():
+    class Other(nn.Linear):
+        pass
+
+    module = nn.Sequential(nn.Linear(2, 2), Other(2, 2), nn.Linear(2, 2, dtype=torch.float64))
+    assert [layer.path for layer in describe(module).layers] == ["0", "1", "2"]
+
+
+def test_blocks_are_found_at_any_depth_and_in_any_container():
+    inner = nn.Sequential(OrderedDict(a=nn.Linear(3, 3), b=nn.Linear(3, 3)))
+    outer = nn.ModuleDict({"x": nn.Sequential(inner), "y": nn.Linear(2, 2)})
+    module = nn.Module()
+    module.trunk = outer
+    module.token = nn.Parameter(torch.zeros(7))
+    assert describe(module).layers == (
+        LayerSpec("token", 7),
+        LayerSpec("trunk.x.0.*", 12, 2),
+        LayerSpec("trunk.y", 6),
+    )
+
+
+def test_weights_shared_between_blocks_are_counted_once():
+    first, second, third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = third.weight = first.weight
+    module = nn.Sequential(first, second, third)
+    assert describe(module).layers == (LayerSpec("0", 20), LayerSpec("{1-2}", 4, 2))
+    assert describe(nn.Sequential(first, first, first)).layers == (LayerSpec("*", 20),)
+
+
+def test_frozen_parameters_count_and_buffers_do_not():
+    module = nn.BatchNorm1d(6)
+    module.weight.requires_grad_(False)
+    assert describe(module).num_params == 12
+
+
+def test_modules_without_parameters():
+    assert describe(nn.Sequential(nn.ReLU(), nn.Dropout())) == ModelSpec(name="Sequential", layers=())
+
+
+def test_a_lazy_module_is_refused():
+    with pytest.raises(ModelError, match=r"^parameter 0.weight: a lazy module has no shape yet. Run the model once"):
+        describe(nn.Sequential(nn.LazyLinear(4)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["llama", "gpt2"]), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3),
+    st.integers(1, 9), st.booleans(),
+)  # fmt: skip
+def test_the_formula_and_the_built_model_agree_on_any_shape(family, vocab, layers, kv_heads, group, ffn_dim, tied):
+    spec = DecoderSpec(
+        family=family, vocab_size=vocab, dim=4 * kv_heads * group, num_layers=layers, num_heads=kv_heads * group,
+        num_kv_heads=kv_heads, ffn_dim=ffn_dim, max_seq_len=5, tied=tied,
+    )  # fmt: skip
+    model = build_decoder(spec, device="meta")
+    assert describe(model) == ModelSpec.of_decoder(spec)
+    assert describe(model).num_params == count(model)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from weft.errors import ModelError
+from weft.models import build_decoder, describe
+from weft.spec.model import ModelSpec, decoder_spec, model_names
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_named_size_counts_the_same_by_formula_and_when_built(name):
+    model = build_decoder(decoder_spec(name), device="meta")
+    assert describe(model).layers == ModelSpec.named(name).layers
+    assert describe(model).shape == decoder_spec(name)
+    assert sum(parameter.numel() for parameter in model.parameters()) == ModelSpec.named(name).num_params
+
+
+def test_the_default_is_float32_on_the_cpu_whatever_torchs_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = build_decoder(replace(decoder_spec("tiny"), num_layers=1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {(parameter.dtype, parameter.device.type) for parameter in model.parameters()} == {(torch.float32, "cpu")}
+
+
+def test_a_shape_that_breaks_rules_is_refused_with_all_of_them():
+    with pytest.raises(ModelError) as caught:
+        build_decoder(replace(decoder_spec("tiny"), num_heads=5, norm_eps=0.0))
+    assert [line.split("=")[0] for line in str(caught.value).splitlines()] == [
+        "model.num_heads", "model.num_kv_heads", "model.norm_eps"
+    ]  # fmt: skip

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError, ModelError
+from weft.spec.config import ModelSection
+from weft.spec.model import (
+    DecoderSpec,
+    LayerSpec,
+    ModelSpec,
+    decoder_spec,
+    model_names,
+    named_sizes,
+    resolve_decoder,
+    shape_problems,
+)
+
+TINY = decoder_spec("tiny")
+
+#: As their publishers' weights count them.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_named_sizes_have_their_published_parameter_counts(name):
+    assert ModelSpec.named(name).num_params == PUBLISHED[name]
+
+
+def test_sizes_without_a_published_exact_count_are_near_their_names():
+    assert ModelSpec.named("gpt3-175b").num_params == pytest.approx(175e9, rel=0.01)
+    assert 5.5e6 < ModelSpec.named("tiny").num_params < 6.5e6
+    assert 5.5e6 < ModelSpec.named("gpt2-tiny").num_params < 6.5e6
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_named_size_keeps_the_shape_rules(name):
+    assert shape_problems(decoder_spec(name)) == ()
+
+
+def test_names_are_unique_and_cover_what_the_documentation_promises():
+    names = model_names()
+    assert len(set(names)) == len(names)
+    assert set(PUBLISHED) | {"tiny", "small", "gpt2-tiny", "gpt3-175b"} == set(names)
+    assert [size.name for size in named_sizes() if size.open_vocab] == ["tiny", "gpt2-tiny", "small"]
+
+
+def test_a_tied_head_is_not_counted_twice():
+    tied, untied = ModelSpec.of_decoder(TINY), ModelSpec.of_decoder(replace(TINY, tied=False))
+    assert untied.num_params - tied.num_params == TINY.vocab_size * TINY.dim
+    assert [layer.path for layer in untied.layers] == ["embed", "blocks.*", "norm", "head"]
+    assert untied.layers[1].count == TINY.num_layers
+    assert untied.layers[-1] == LayerSpec("head", TINY.vocab_size * TINY.dim)
+
+
+def test_an_unknown_name_gets_a_suggestion_or_the_list():
+    with pytest.raises(ModelError, match=r"^model.name=lama3-8b: no size has this name. Did you mean 'llama3-8b'\?$"):
+        decoder_spec("lama3-8b")
+    with pytest.raises(ModelError, match=r"no size has this name. Known: tiny, .*llama3-405b\.$"):
+        decoder_spec("qqq")
+
+
+def test_a_section_without_overrides_is_the_named_size():
+    assert resolve_decoder(ModelSection(name="gpt2"), 300) == decoder_spec("gpt2")
+
+
+def test_overrides_reach_the_shape():
+    section = ModelSection(name="tiny", num_layers=2, dim=128, tied=False, norm_eps=1e-6, max_seq_len=64)
+    expected = replace(TINY, num_layers=2, dim=128, tied=False, norm_eps=1e-6, max_seq_len=64, vocab_size=777)
+    assert resolve_decoder(section, 777) == expected
+
+
+@pytest.mark.parametrize(("name", "typed", "tokenizer", "expected"), [
+    ("tiny", None, 259, 259),
+    ("tiny", None, 9000, 9000),
+    ("tiny", 512, 259, 512),
+    ("gpt2", None, 4096, 50257),
+    ("gpt2", 50304, 50257, 50304),
+])  # fmt: skip
+def test_the_vocabulary_is_the_typed_one_then_the_sizes_then_the_tokenizers(name, typed, tokenizer, expected):
+    assert resolve_decoder(ModelSection(name=name, vocab_size=typed), tokenizer).vocab_size == expected
+
+
+def test_grouping_stays_absent_when_only_the_number_of_heads_changes():
+    assert resolve_decoder(ModelSection(name="gpt2", num_heads=6), 300).num_kv_heads == 6
+    assert resolve_decoder(ModelSection(name="gpt2", num_heads=6, num_kv_heads=2), 300).num_kv_heads == 2
+    assert resolve_decoder(ModelSection(name="tiny", num_heads=16), 300).num_kv_heads == 4
+
+
+def test_another_family_takes_no_rotary_stretch_along():
+    spec = resolve_decoder(ModelSection(name="llama3.2-1b", family="gpt2"), 300)
+    assert (spec.family, spec.rope_scale) == ("gpt2", 1.0)
+
+
+def test_all_problems_of_a_section_are_told_at_once():
+    section = ModelSection(name="tiny", num_heads=6, num_kv_heads=4, vocab_size=300, norm_eps=2.0)
+    with pytest.raises(ConfigError) as caught:
+        resolve_decoder(section, 4096)
+    assert str(caught.value) == (
+        "model.num_heads=6: the heads share dim=256 evenly, and 256 is not a multiple of 6. Use 4 or 8.\n"
+        "model.num_kv_heads=4: key-value heads are shared by equal groups of the 6 heads, "
+        "and 6 is not a multiple of 4. Use 3 or 6.\n"
+        "model.norm_eps=2.0: the norms need a small positive number. Use e.g. 1e-5.\n"
+        "model.vocab_size=300: the tokenizer has 4096 entries, and each needs a row of the embedding. "
+        "Use model.vocab_size=4096, or a tokenizer of at most 300 entries."
+    )
+    assert [problem.field for problem in caught.value.problems] == [
+        "model.num_heads", "model.num_kv_heads", "model.norm_eps", "model.vocab_size"
+    ]  # fmt: skip
+
+
+def test_a_tokenizer_larger_than_a_named_vocabulary_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        resolve_decoder(ModelSection(name="llama2-7b"), 50_000)
+    assert str(caught.value) == (
+        "model.vocab_size=32000: the tokenizer has 50000 entries, and each needs a row of the embedding (of llama2-7b)."
+        " Use model.vocab_size=50000, or a tokenizer of at most 32000 entries."
+    )
+
+
+def test_an_unknown_name_in_a_section_is_a_config_problem():
+    with pytest.raises(ConfigError) as caught:
+        resolve_decoder(ModelSection(name="tiney"), 300)
+    assert caught.value.problems[0].field == "model.name"
+    assert str(caught.value) == "model.name=tiney: no size has this name. Did you mean 'tiny'?"
+
+
+def test_rotary_settings_of_a_model_without_rotary_positions_are_refused():
+    with pytest.raises(ConfigError, match=r"^model.rope_theta=1000.0: the gpt2 family has a table of positions"):
+        resolve_decoder(ModelSection(name="gpt2", rope_theta=1000.0), 300)
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"family": "bert"}, "model.family=bert: not one of llama, gpt2. Use llama."),
+    ({"num_layers": 0}, "model.num_layers=0: a whole number of at least 1 is needed. Use e.g. 1."),
+    ({"dim": True}, "model.dim=True: a whole number of at least 1 is needed. Use e.g. 1."),
+    ({"dim": 24, "num_heads": 8, "num_kv_heads": 8}, "model.num_heads=8: rotary positions turn pairs, and the head "
+     "width 24/8=3 is odd. Use 6 or 12."),
+    ({"dim": 15, "num_heads": 5, "num_kv_heads": 5}, "model.num_heads=5: rotary positions turn pairs, and the head "
+     "width 15/5=3 is odd. Use an even model.dim, such as 16."),
+    ({"rope_theta": 1.0}, "model.rope_theta=1.0: the base of the rotary frequencies is above 1. Use e.g. 10000."),
+    ({"rope_scale": 0.5}, "model.rope_scale=0.5: rotary frequencies are stretched by 1 (not at all) or more. Use 1."),
+    ({"norm_eps": 0.0}, "model.norm_eps=0.0: the norms need a small positive number. Use e.g. 1e-5."),
+])  # fmt: skip
+def test_the_sentence_of_each_broken_rule(changes, text):
+    assert [str(problem) for problem in shape_problems(replace(TINY, **changes))] == [text]
+
+
+def test_an_odd_head_width_is_fine_without_rotary_positions():
+    assert shape_problems(replace(TINY, family="gpt2", dim=24, num_heads=8, num_kv_heads=8)) == ()
+
+
+counts = st.integers(1, 48)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(["llama", "gpt2"]), counts, counts, counts)
+def test_the_numbers_that_a_problem_suggests_do_pass(family, dim, num_heads, num_kv_heads):
+    spec = DecoderSpec(
+        family=family, vocab_size=8, dim=dim, num_layers=1, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        ffn_dim=8, max_seq_len=8,
+    )  # fmt: skip
+    for problem in shape_problems(spec):
+        field = problem.field.removeprefix("model.")
+        advice = problem.message.rsplit("Use ", 1)[1].rstrip(".")
+        if "model.dim" in advice:
+            changes = [{"dim": int(advice.rsplit(" ", 1)[1])}]
+        else:
+            changes = [{field: int(number)} for number in advice.split(" or ")]
+        for change in changes:
+            same_rule = problem.message.split(": ")[1][:40]
+            assert all(same_rule not in later.message for later in shape_problems(replace(spec, **change)))
+
+
+def test_the_file_needs_no_torch():
+    program = "import sys, weft.spec.model as m; m.ModelSpec.named('tiny'); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
