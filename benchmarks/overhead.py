@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from weft.data import Loader, SampleStream, prepare_data
 from weft.mesh import build_mesh
-from weft.models import build_decoder, initialise
+from weft.models import build_decoder
 from weft.monitor import Meter, make_display
 from weft.optim import build_optimizer
 from weft.parallel import parallelize
@@ -121,9 +121,7 @@ def plain_steps(config: RunConfig, data: Any, options: argparse.Namespace, ranks
 
 
 def make_model(config: RunConfig, data: Any) -> nn.Module:
-    model = build_decoder(resolve_decoder(config.model, data.vocab_size))
-    initialise(model, config.seed)
-    return model
+    return build_decoder(resolve_decoder(config.model, data.vocab_size), seed=config.seed)
 
 
 def token_file(data: Any) -> np.ndarray:

@@ -4,9 +4,10 @@
 |---|---|
 | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT | set by torchrun for each rank |
 | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID | set by srun for each task |
-| TORCHELASTIC_RUN_ID | set by torch's elastic launcher |
+| TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE | set by torch's elastic launcher |
 | WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
-| WEFT_LAUNCHED | set by `weft train` for the ranks it starts itself |
+| WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
+| OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
 """
 
@@ -14,8 +15,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from weft.errors import LaunchError
+
+_SECRET = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|COOKIE|AUTH|SIGNATURE|(^|_)(API)?KEY(_|$)|_PWD$"
+)
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,44 +42,104 @@ class RankEnv:
 
 
 def rank_env() -> RankEnv | None:
-    """This process's place among the ranks, or None when nobody started it as a rank."""
+    """This process's place among the ranks, or None when nobody started it as a rank.
+
+    Raises LaunchError when the variables are no numbers or contradict each other.
+    """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        world_size = int(env["WORLD_SIZE"])
-        return RankEnv(
-            rank=int(env["RANK"]),
-            world_size=world_size,
-            local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
-            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(env.get("MASTER_PORT", "29500")),
-            starter="weft" if "WEFT_LAUNCHED" in env else "torchrun",
+        world_size = _number("WORLD_SIZE", lowest=1)
+        rank = _number("RANK")
+        return _consistent(
+            RankEnv(
+                rank=rank,
+                world_size=world_size,
+                local_rank=_number("LOCAL_RANK", rank),
+                local_world_size=_number("LOCAL_WORLD_SIZE", world_size, lowest=1),
+                master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+                master_port=_number("MASTER_PORT", 29500, lowest=1, highest=65535),
+                starter="weft" if "WEFT_LAUNCHED" in env else "torchrun",
+            ),
+            "RANK",
+            "LOCAL_RANK",
         )
     # A bare `sbatch` or `salloc` shell has SLURM_NTASKS too; only a task started by srun has a step id.
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        world_size = int(env["SLURM_NTASKS"])
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-        num_nodes = max(1, int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1"))))
-        return RankEnv(
-            rank=int(env["SLURM_PROCID"]),
-            world_size=world_size,
-            local_rank=int(env.get("SLURM_LOCALID", "0")),
-            local_world_size=max(1, world_size // num_nodes),
-            master_addr=env.get("MASTER_ADDR", first_slurm_host(nodes)),
-            # Jobs that share a node must not share a port: derive it from the job's number.
-            master_port=int(env.get("MASTER_PORT", 20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000)),
-            starter="slurm",
-        )
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and _number("SLURM_NTASKS", 1, lowest=1) > 1:
+        return _slurm_place()
     return None
 
 
+def _slurm_place() -> RankEnv:
+    env = os.environ
+    world_size = _number("SLURM_NTASKS", lowest=1)
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    num_nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1, lowest=1), lowest=1)
+    # Jobs that share a node must not share a port: derive it from the job's number.
+    port = 20_000 + _number("SLURM_JOB_ID", 0) % 20_000
+    return _consistent(
+        RankEnv(
+            rank=_number("SLURM_PROCID"),
+            world_size=world_size,
+            local_rank=_number("SLURM_LOCALID", 0),
+            local_world_size=_slurm_tasks_here(world_size, num_nodes),
+            master_addr=env.get("MASTER_ADDR", first_slurm_host(nodes)),
+            master_port=_number("MASTER_PORT", port, lowest=1, highest=65535),
+            starter="slurm",
+        ),
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+    )
+
+
+def _slurm_tasks_here(world_size: int, num_nodes: int) -> int:
+    """Tasks on this node. SLURM lists them by node, '4(x2),3'; without the list an even spread is taken."""
+    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
+    node = _number("SLURM_NODEID", 0)
+    counts: list[int] = []
+    for part in filter(None, listed.split(",")):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)
+        if match is None or int(match[2] or 1) > 1_000_000:
+            raise LaunchError(
+                f"SLURM_TASKS_PER_NODE={listed}: not a list such as '4(x2),3'. Start the ranks with srun or torchrun."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    if sum(counts) == world_size and node < len(counts):
+        return counts[node]
+    return -(-world_size // num_nodes)
+
+
+def _number(name: str, default: int | None = None, lowest: int = 0, highest: int = 10**9) -> int:
+    """One variable as a whole number."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"\d{1,10}", text.strip()) or not lowest <= int(text) <= highest:
+        raise LaunchError(
+            f"{name}={text or ''}: a whole number from {lowest} to {highest} is needed here. "
+            f"Start the ranks with torchrun or srun, which set it, or unset it."
+        )
+    return int(text)
+
+
+def _consistent(place: RankEnv, rank_name: str, local_name: str) -> RankEnv:
+    for name, value, size in (
+        (rank_name, place.rank, place.world_size),
+        (local_name, place.local_rank, place.local_world_size),
+    ):
+        if value >= size:
+            raise LaunchError(
+                f"{name}={value}: there are {size} ranks, counted from 0. "
+                f"Start the ranks with torchrun or srun, which set it, or unset it."
+            )
+    return place
+
+
 def first_slurm_host(nodelist: str) -> str:
-    """First host of SLURM's compressed list: 'gpu[003-007,9],login1' -> 'gpu003'."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,]*))?", nodelist)
-    if match is None:
+    """First host of SLURM's compressed list: 'gpu[003-007,9],login1' -> 'gpu003'; 'r[1-2]n[5,7]' -> 'r1n5'."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip())
+    if first is None:
         return nodelist
-    prefix, ranges, suffix = match.groups()
-    return prefix + re.split(r"[,-]", ranges)[0] + (suffix or "") if ranges else prefix
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
 
 
 def export_rank(place: RankEnv) -> None:
@@ -94,9 +164,29 @@ def set_for_children(**extra: str) -> None:
     os.environ.update(extra)
 
 
+@contextmanager
+def lent_to_children(**extra: str) -> Generator[None]:
+    """Set variables for children started inside the block by another library, then put the old values back."""
+    before = {name: os.environ.get(name) for name in extra}
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def launcher_pid() -> int | None:
+    """Process id of the `weft train` that started this rank; None when it was not started so."""
+    return _number("WEFT_LAUNCHED", lowest=1) if "WEFT_LAUNCHED" in os.environ else None
+
+
 def cache_dir() -> Path:
     """Where tokenised data and machine profiles are kept between runs."""
-    if "WEFT_HOME" in os.environ:
+    if os.environ.get("WEFT_HOME"):
         return Path(os.environ["WEFT_HOME"]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "weft"
@@ -104,9 +194,26 @@ def cache_dir() -> Path:
 
 def is_ci() -> bool:
     """True under a CI system, where progress bars are noise."""
-    return bool(os.environ.get("CI"))
+    return os.environ.get("CI", "").lower() not in ("", "0", "false", "no")
 
 
 def get(name: str, default: str = "") -> str:
     """One variable by name, for reports such as `weft doctor`."""
     return os.environ.get(name, default)
+
+
+def report(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """Variables whose name starts with one of `prefixes`, sorted, fit to be shown to others.
+
+    The value of a name that sounds secret (TOKEN, KEY, PASSWORD, ...) is replaced, as is a login inside a URL.
+    """
+    shown: dict[str, str] = {}
+    for name in sorted(os.environ):
+        if name.startswith(prefixes):
+            shown[name] = "[redacted]" if is_secret(name) else _URL_LOGIN.sub("[redacted]", os.environ[name])
+    return shown
+
+
+def is_secret(name: str) -> bool:
+    """True when a variable's name says that its value must not be shown."""
+    return _SECRET.search(name.upper()) is not None

@@ -2,7 +2,7 @@
 
     WeftError
     ├── ConfigError (ValueError)       a config file or override breaks a rule; carries every problem found
-    ├── PlanError (ValueError)         a plan cannot be parsed, or breaks a rule
+    ├── PlanError (ValueError)         a plan cannot be parsed, or breaks a rule; carries every problem found
     ├── LayoutError (ValueError)       a layout does not fit the model
     ├── ModelError (ValueError)        a model's name or shape cannot be used
     ├── DataError (ValueError)         a source, record, column or tokenizer cannot be used
@@ -43,8 +43,8 @@ class Problem:
         return f"{self.origin}: {self.message}" if self.origin else self.message
 
 
-class ConfigError(WeftError, ValueError):
-    """A config breaks one rule or more. `problems` holds all of them; the text has one line for each."""
+class _ListedError(WeftError, ValueError):
+    """Base of errors that carry every mistake found: `problems`; the text has one line for each."""
 
     def __init__(self, problems: str | Iterable[Problem]):
         if isinstance(problems, str):
@@ -52,9 +52,16 @@ class ConfigError(WeftError, ValueError):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[_ListedError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
 
-class PlanError(WeftError, ValueError):
-    """A plan cannot be parsed, or breaks a rule."""
+
+class ConfigError(_ListedError):
+    """A config breaks one rule or more; `problems` holds all of them, each with its origin."""
+
+
+class PlanError(_ListedError):
+    """A plan cannot be parsed, or breaks a rule; `problems` holds all of them, by the plan's fields."""
 
 
 class LayoutError(WeftError, ValueError):
@@ -94,9 +101,18 @@ class MissingExtra(WeftError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str):
         super().__init__(f'{package} is not installed: {purpose} needs it. Run: pip install "weft[{extra}]".')
+        self._arguments = (package, extra, purpose)
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
+        return type(self), self._arguments
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant, or '' when none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' Did you mean 'x'?' for the nearest known name, or '' when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean '{near[0]}'?" if near else ""
+    near = nearest_name(name, known)
+    return f" Did you mean '{near}'?" if near else ""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 
 _BYTE_UNITS = {
     "": 1, "b": 1,
@@ -15,55 +17,66 @@ _BYTE_UNITS = {
 }  # fmt: skip
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*$")
+# At most 18 digits: a longer number is a slip of the hand, and the product stays far from the limits of a float.
+_NUMBER = re.compile(r"^\s*([0-9][0-9_]{0,17}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*([A-Za-z]*)\s*$", re.ASCII)
 
 
-def _split(text: str, units: dict[str, int] | dict[str, float], example: str) -> tuple[float, float]:
+def _split(text: str, units: Mapping[str, float], kind: str, example: str) -> tuple[Fraction, float]:
     match = _NUMBER.match(text)
-    unit = match.group(2).lower() if match else None
-    if match is None or unit not in units:
-        raise ValueError(f"{text!r} is not a size. Write a number and a unit, such as {example!r}")
-    return float(match.group(1).replace("_", "")), units[unit]
+    factor = units.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is not {kind}. Write a number and a unit, such as {example!r}")
+    return Fraction(match.group(1).replace("_", "")), factor
+
+
+def _whole(number: int, kind: str) -> int:
+    if isinstance(number, bool) or number < 0:
+        raise ValueError(f"{number} is not {kind}. Write a whole number of at least 0")
+    return number
 
 
 def parse_bytes(text: str | int) -> int:
     """'80GiB' -> 85899345920; '1.5 GB' -> 1500000000; 4096 -> 4096. ValueError on anything else."""
     if isinstance(text, int):
-        return text
-    number, unit = _split(text, _BYTE_UNITS, "12GiB")
-    return round(number * unit)
+        return _whole(text, "a size")
+    number, unit = _split(text, _BYTE_UNITS, "a size", "12GiB")
+    return round(number * int(unit))
 
 
 def parse_count(text: str | int) -> int:
     """'4M' -> 4000000; '1_000' -> 1000; 7 -> 7. ValueError on anything else."""
     if isinstance(text, int):
-        return text
-    number, unit = _split(text, _COUNT_UNITS, "4M")
-    return round(number * unit)
+        return _whole(text, "a count")
+    number, unit = _split(text, _COUNT_UNITS, "a count", "4M")
+    return round(number * int(unit))
 
 
 def parse_seconds(text: str | float) -> float:
     """'15min' -> 900.0; '2h' -> 7200.0; 3 -> 3.0. ValueError on anything else."""
     if isinstance(text, int | float):
+        if isinstance(text, bool) or not 0 <= text < math.inf:
+            raise ValueError(f"{text} is not a duration. Write a number of seconds of at least 0")
         return float(text)
-    number, unit = _split(text, _SECOND_UNITS, "15min")
-    return number * unit
+    number, unit = _split(text, _SECOND_UNITS, "a duration", "15min")
+    return float(number) * unit
 
 
 def format_bytes(num_bytes: float) -> str:
     """Binary units, three digits: 13314398617 -> '12.4 GiB'."""
     size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{_three_digits(size)} {unit}"
+    if abs(size) < 1023.5:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
         size /= 1024
-    return f"{_three_digits(size)} PiB"
+        if abs(size) < 1023.5:
+            return f"{_three_digits(size)} {unit}"
+    return f"{_three_digits(size / 1024)} PiB"
 
 
 def format_count(count: float) -> str:
     """Decimal units, three digits: 8030261248 -> '8.03 B'; 512 -> '512'."""
     size = float(count)
-    if abs(size) < 1000:
+    if abs(size) < 999.5:
         return f"{size:.0f}" if size == round(size) else _three_digits(size)
     for unit in ("k", "M", "B"):
         size /= 1000
@@ -73,12 +86,16 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0123 -> '12.3 ms'; 75 -> '1:15'; 7322 -> '2:02:02'."""
+    """0.0123 -> '12.3 ms'; 75 -> '1:15'; 7322 -> '2:02:02'; '?' where there is no estimate."""
     if not math.isfinite(seconds):
         return "?"
-    if seconds < 60:
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 59.95:
         for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-            if seconds * scale >= 1 or unit == "us":
+            if seconds * scale >= 0.9995 or unit == "us":
                 return f"{_three_digits(seconds * scale)} {unit}"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

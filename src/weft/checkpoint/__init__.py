@@ -1,0 +1,26 @@
+"""Checkpoints that cannot be half-written or silently corrupt: safetensors and JSON, committed last, digested.
+
+The format is described in docs/reference/checkpoint_format.md.
+"""
+
+from weft.checkpoint.load import (
+    Checkpoint,
+    Found,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    verify_checkpoint,
+)
+from weft.checkpoint.prune import prune_checkpoints
+from weft.checkpoint.save import save_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "Found",
+    "list_checkpoints",
+    "load_checkpoint",
+    "newest_checkpoint",
+    "prune_checkpoints",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

@@ -1,0 +1,1 @@
+"""The `weft` command: one thin file per verb. Nothing here is imported before its verb is typed."""

@@ -8,12 +8,29 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# TOML has 64-bit integers; sizes have limits far above sense, so that a slip of the hand is refused at once.
+PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Extent = Annotated[int, Field(gt=0, le=10**9)]
+Width = Annotated[int, Field(gt=0, le=10**6)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Name = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+            "x-rule": "a name of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
+        }
+    ),
+]
+
+ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
 
 #: The source that every machine already has: Python's standard library.
 STDLIB_SOURCE = "builtin:python-stdlib"
@@ -22,7 +39,14 @@ STDLIB_SOURCE = "builtin:python-stdlib"
 class Section(BaseModel):
     """Base of all sections: frozen, strict about names, documented by attribute docstrings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,  # "300" is no number, and true is not 1
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
 
 
 class RunSection(Section):
@@ -38,14 +62,14 @@ class ModelSection(Section):
     name: str = "tiny"
     """A size that Weft knows, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
-    vocab_size: PositiveInt | None = None
+    vocab_size: Extent | None = None
     """Rows of the embedding; by default the size's own, or the tokenizer's where the size leaves it open."""
-    dim: PositiveInt | None = None
-    num_layers: PositiveInt | None = None
-    num_heads: PositiveInt | None = None
-    num_kv_heads: PositiveInt | None = None
-    ffn_dim: PositiveInt | None = None
-    max_seq_len: PositiveInt | None = None
+    dim: Width | None = None
+    num_layers: Width | None = None
+    num_heads: Width | None = None
+    num_kv_heads: Width | None = None
+    ffn_dim: Width | None = None
+    max_seq_len: Extent | None = None
     """Longest sequence that the model can read, in tokens."""
     tied: bool | None = None
     """Whether the head shares the embedding's weight."""
@@ -73,19 +97,17 @@ class SourceSection(Section):
     """Share of the trained tokens; by default in proportion to the source's size."""
     schema_: Annotated[Literal["auto", "text", "messages", "ids"], Field(alias="schema")] = "auto"
     """What a record is; auto looks at the first records and prints what it found."""
-    columns: dict[str, str] = {}
+    columns: dict[ColumnPart, str] = {}
     """Names of the columns where they differ: {text = "body"}, {messages = "chat", role = "from", content = "value"},
     {ids = "input_ids", mask = "loss_mask"}."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, populate_by_name=True
-    )
+    model_config = ConfigDict(populate_by_name=True)
 
 
 class DataSection(Section):
-    train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1)
+    train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1, strict=False)
     """Sources of training data, mixed by token weight."""
-    eval: tuple[SourceSection, ...] = ()
+    eval: tuple[SourceSection, ...] = Field(default=(), strict=False)
     """Sources for evaluation; where none is given, `holdout` of the training documents is kept aside."""
     holdout: Fraction = 0.02
     """Share of training documents kept for evaluation when `eval` is empty, chosen by document content."""
@@ -105,15 +127,15 @@ class OptimizerSection(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
     eps: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: NonNegative = 0.1
     """Decay of matrices; vectors (norms, biases) are not decayed."""
     momentum: Fraction = 0.9
     """Of SGD."""
     nesterov: bool = False
     """Of SGD."""
-    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this global norm; 0: no clipping."""
 
 
@@ -122,7 +144,7 @@ class ScheduleSection(Section):
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """linear and cosine fall to `final` at the last step; wsd is warm-up, stable, decay."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    warmup_steps: Count = 20
     decay_steps: PositiveInt | None = None
     """Of wsd: length of the decay at the end; by default a fifth of all steps."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -132,31 +154,31 @@ class ScheduleSection(Section):
 class EarlyStopSection(Section):
     patience: PositiveInt | None = None
     """Stop after this many evaluations without a better loss; absent: never."""
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    min_delta: NonNegative = 0.0
     """A loss counts as better when lower by more than this, in nats per token."""
 
 
 class TrainSection(Section):
     steps: PositiveInt = 300
     """Optimizer steps of the whole run."""
-    seq_len: PositiveInt = 256
+    seq_len: Extent = 256
     """Tokens in one sequence."""
-    global_batch: PositiveInt = 16
+    global_batch: Extent = 16
     """Sequences in one optimizer step, over all ranks and microbatches."""
-    max_bad_steps: Annotated[int, Field(ge=0)] = 5
+    max_bad_steps: Count = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
     early_stop: EarlyStopSection = EarlyStopSection()
 
 
 class EvalSection(Section):
-    every: Annotated[int, Field(ge=0)] = 50
+    every: Count = 50
     """Steps between evaluations; 0 evaluates only at the end."""
     batches: PositiveInt = 8
     """Global batches in one evaluation (fewer where the evaluation data is smaller)."""
 
 
 class CheckpointSection(Section):
-    every: Annotated[int, Field(ge=0)] = 50
+    every: Count = 50
     """Steps between checkpoints; 0 saves only at the end."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints stay."""
@@ -168,7 +190,7 @@ class SampleSection(Section):
     prompt: str = "def "
     """Text that the sample at the end of the run continues; empty: no sample."""
     max_tokens: PositiveInt = 120
-    temperature: Annotated[float, Field(ge=0)] = 0.8
+    temperature: NonNegative = 0.8
     """0 takes the likeliest token each time."""
     top_k: PositiveInt = 50
 
@@ -179,7 +201,7 @@ class LogSection(Section):
 
 
 class LaunchSection(Section):
-    ranks: Literal["all"] | PositiveInt = "all"
+    ranks: Literal["all"] | Width = "all"
     """Ranks that a '*' in the plan stands for on this machine; all: one per GPU, or two on a CPU with two cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs where there are any, else the CPU."""
@@ -190,7 +212,7 @@ class RunConfig(Section):
 
     plan: str = "dp_replicate=*"
     """How the model is laid over the ranks, as text or as a table; '*' takes the ranks that the other axes leave."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Count = 0
     """Decides initial weights, order of data and sampling."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()

@@ -1,18 +1,19 @@
 """The Plan: how one model is laid over the machines. A frozen value without torch; everything else derives from it.
 
 Text form: only what differs from the defaults, in the order of the fields, such as "dp_shard=4 tp=2 zero=3".
-`Plan.parse(plan.format()) == plan` for every plan.
+`Plan.parse(plan.format()) == plan` for every plan. What may be combined with what is in `rules.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import cast
 
 from weft import units
-from weft.errors import PlanError, did_you_mean
+from weft.errors import PlanError, Problem, did_you_mean
 
 #: Mesh axes, outermost first. `ep` is a second view over dp_shard x cp x tp, so it is no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -21,8 +22,10 @@ RECOMPUTES = ("none", "full", "attention", "selective")
 OFFLOADS = ("optimizer", "params", "activations")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
 
+_LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
-_FRACTION = re.compile(r"^(0?\.\d+|\d{1,2}%)$")
+_FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
+_WHOLE = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class Plan:
     recompute: "none", "full", "attention", "selective", or a budget for saved activations ("12GiB", "50%").
     offload: what lives on the host: any of optimizer, params, activations.
     compile: run blocks through torch.compile.
+    Raises PlanError, with every field that cannot be used, when it is made.
     """
 
     pp: int = 1
@@ -59,9 +63,14 @@ class Plan:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = _checked(field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
+        problems: list[Problem] = []
+        for name in plan_fields():
+            try:
+                object.__setattr__(self, name, _checked(name, getattr(self, name)))
+            except PlanError as error:
+                problems += error.problems
+        if problems:
+            raise PlanError(problems)
 
     @property
     def world_size(self) -> int:
@@ -84,7 +93,9 @@ class Plan:
 
     def replace(self, **changes: object) -> Plan:
         """A new plan with some fields changed."""
-        _refuse_unknown(changes)
+        problems = _unknown(changes)
+        if problems:
+            raise PlanError(problems)
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     @classmethod
@@ -94,23 +105,61 @@ class Plan:
         world_size: number of ranks; needed only where the text holds a `*`.
         Raises PlanError for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
         """
-        return cls.from_mapping(_split(text), world_size)
+        return cls._close(text, world_size)
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], world_size: int | None = None) -> Plan:
         """Read a table such as `[plan]` in TOML: {"dp_shard": 4, "tp": 2}. Values may be text."""
-        _refuse_unknown(table)
-        values = {name: _read(name, value) for name, value in table.items() if value != "*"}
-        stars = [name for name, value in table.items() if value == "*"]
-        if stars:
-            values[stars[0]] = _fill(stars, values, world_size)
-        return cls(**values)  # pyright: ignore[reportArgumentType]
+        return cls._close(table, world_size)
 
-    def format(self) -> str:
-        """The one-line text form; the empty string is the default plan (one rank, fp32)."""
-        words = []
+    @classmethod
+    def _close(cls, source: str | Mapping[str, object], world_size: int | None) -> Plan:
+        plan, open_axis = cls.read_open(source)
+        if open_axis is None:
+            return plan
+        if world_size is None:
+            raise _error(open_axis, f"{open_axis}=*: the number of ranks is not known here. Write the number.")
+        rest = plan.world_size  # the open axis counts as 1 in it
+        if world_size < 1 or world_size % rest:
+            raise _error(
+                open_axis,
+                f"{open_axis}=*: the other axes ask for {rest} ranks, and {world_size} is not a multiple of {rest}. "
+                f"Change them, or start a multiple of {rest} ranks.",
+            )
+        return plan.replace(**{open_axis: world_size // rest})
+
+    @classmethod
+    def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
+        """Read text or a table while the number of ranks is unknown: the plan with its `*` as 1, and that axis's name.
+
+        Raises PlanError with every mistake found.
+        """
+        table, problems = split_plan(source) if isinstance(source, str) else (source, [])
+        problems += _unknown(table)
+        values: dict[str, object] = {}
+        stars = [name for name, value in table.items() if value == "*"]
+        for name, value in table.items():
+            if name in plan_fields() and name not in stars:
+                try:
+                    values[name] = _checked(name, _read(name, value))
+                except PlanError as error:
+                    problems += error.problems
+        if len(stars) > 1 or not set(stars) <= set(AXES):
+            where = f"{' and '.join(stars)} have '*'" if len(stars) > 1 else f"{stars[0]}=*"
+            rule = "'*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate."
+            problems.append(Problem(stars[-1], f"{where}: {rule}"))
+        if problems:
+            raise PlanError(problems)
+        return cls(**values), stars[0] if stars else None  # pyright: ignore[reportArgumentType]
+
+    def format(self, open_axis: str | None = None) -> str:
+        """The one-line text form; the empty string is the default plan (one rank, fp32).
+
+        open_axis: a mesh axis to be written as `*`, so that `format(*read_open(text))` keeps the meaning.
+        """
+        words: list[str] = []
         for field in fields(self):
-            value = getattr(self, field.name)
+            value = "*" if field.name == open_axis else getattr(self, field.name)
             if value != field.default:
                 words.append(f"{field.name}={_word(value)}")
         return " ".join(words)
@@ -124,80 +173,66 @@ def plan_fields() -> tuple[str, ...]:
     return tuple(field.name for field in fields(Plan))
 
 
-def _split(text: str) -> dict[str, object]:
+def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
+    """The words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
+
+    "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Wrong: a word without a value, a field given twice, and "auto".
+    """
     table: dict[str, object] = {}
+    problems: list[Problem] = []
+    if text.strip() == "auto":
+        rule = "the planner that would choose a plan is not built yet. Use plan='dp_replicate=*'."
+        return table, [Problem("", f"plan=auto: {rule}")]
     for word in text.split():
         name, equals, value = word.partition("=")
-        if not equals or not value:
-            raise PlanError(f"plan word {word!r}: a plan is made of name=value words. Write e.g. 'dp_shard=4 zero=3'.")
-        if name in table:
-            raise PlanError(f"plan field {name!r} is given twice in {text!r}. Keep one.")
-        table[name] = value
-    return table
+        if not name or not equals or not value:
+            rule = "a plan is made of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'."
+            problems.append(Problem(name, f"plan word {word!r}: {rule}"))
+        elif name in table:
+            problems.append(Problem(name, f"plan field {name!r} is given twice in {text!r}. Keep one."))
+        else:
+            table[name] = value
+    return table, problems
 
 
-def _refuse_unknown(table: Mapping[str, object]) -> None:
-    for name in table:
-        if name not in plan_fields():
-            hint = did_you_mean(name, plan_fields()) or f" Known: {', '.join(plan_fields())}."
-            raise PlanError(f"unknown plan field {name!r}.{hint}")
+def _error(field: str, message: str) -> PlanError:
+    return PlanError([Problem(field, message)])
 
 
-def _fill(stars: list[str], values: Mapping[str, object], world_size: int | None) -> int:
-    name = stars[0]
-    if len(stars) > 1 or name not in AXES:
-        where = f"{' and '.join(stars)} have '*'" if len(stars) > 1 else f"{name}=*"
-        raise PlanError(f"{where}: '*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate.")
-    if world_size is None:
-        raise PlanError(f"{name}=*: the number of ranks is not known here. Write the number.")
-    rest = 1
-    for axis in AXES:
-        rest *= int(values.get(axis, 1))  # pyright: ignore[reportArgumentType]
-    if rest == 0 or world_size % rest:
-        raise PlanError(
-            f"{name}=*: the other axes ask for {rest} ranks, and {world_size} ranks is not a multiple of {rest}. "
-            f"Change them, or start a multiple of {rest} ranks."
-        )
-    return world_size // rest
+def _unknown(names: Iterable[str]) -> list[Problem]:
+    known = plan_fields()
+    every = f" Known: {', '.join(known)}."
+    return [
+        Problem(name, f"unknown plan field {name!r}.{did_you_mean(name, known) or every}")
+        for name in names
+        if name not in known
+    ]
 
 
 def _word(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "+".join(value) if isinstance(value, tuple) else str(value)
+    return "+".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else str(value)
 
 
 def _read(name: str, value: object) -> object:
-    """Turn one value of a text or table into the field's type."""
-    if name in ("sp", "compile"):
-        if isinstance(value, bool):
-            return value
-        switch = _SWITCHES.get(str(value).lower())
-        if switch is None:
-            raise PlanError(f"{name}={value}: this is a switch. Use {name}=on or {name}=off.")
-        return switch
-    if name == "offload":
-        if isinstance(value, str):
-            return tuple(part for part in value.split("+") if part != "none")
-        if isinstance(value, list | tuple):
-            return tuple(str(part) for part in value)
-        raise PlanError(f"offload={value}: name what lives on the host. Use e.g. offload=optimizer+activations.")
+    """Turn one value of a text or table into the field's type, where it can be; `_checked` refuses the rest."""
+    if name in ("sp", "compile") and isinstance(value, str):
+        return _SWITCHES.get(value.lower(), value)
+    if name == "offload" and isinstance(value, str):
+        return tuple(part for part in value.split("+") if part != "none")
+    if name == "offload" and isinstance(value, list):
+        return tuple(cast(list[object], value))
     if name in ("schedule", "precision", "recompute"):
         return value
-    if isinstance(value, bool) or not isinstance(value, int | str) or not re.fullmatch(r"\d{1,9}", str(value)):
-        raise PlanError(f"{name}={value}: a whole number is needed. Use e.g. {name}=1.")
-    return int(value)
+    return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
 
 
 def _checked(name: str, value: object) -> object:
     """The value in its normal form, or PlanError."""
-    if name == "zero":
-        if value not in (0, 1, 2, 3) or isinstance(value, bool):
-            raise PlanError(f"zero={value}: ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3.")
-        return value
     if name in ("sp", "compile"):
         if not isinstance(value, bool):
-            raise PlanError(f"{name}={value}: this is a switch. Use {name}=on or {name}=off.")
+            raise _error(name, f"{name}={_shown(value)}: this is a switch. Use {name}=on or {name}=off.")
         return value
     if name == "precision":
         return _choice(name, value, PRECISIONS)
@@ -206,32 +241,52 @@ def _checked(name: str, value: object) -> object:
     if name == "recompute":
         return _recompute(value)
     if name == "offload":
-        parts = value if isinstance(value, tuple) else (value,)
-        chosen = {str(_choice(name, part, OFFLOADS)) for part in parts}
-        return tuple(part for part in OFFLOADS if part in chosen)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name}={value}: a whole number of at least 1 is needed. Use {name}=1 to leave it out.")
+        return _offload(value)
+    low, high = (0, 3) if name == "zero" else (1, _LARGEST)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        size = f"a whole number from 1 to {high} is needed. Use {name}=1 to leave it out."
+        rule = "ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3." if name == "zero" else size
+        raise _error(name, f"{name}={_shown(value)}: {rule}")
     return value
 
 
-def _choice(name: str, value: object, known: tuple[str, ...]) -> object:
-    if value not in known:
-        raise PlanError(
-            f"{name}={value}: not one of {', '.join(known)}.{did_you_mean(str(value), known) or f' Use {known[0]}.'}"
-        )
+def _shown(value: object) -> str:
+    """The value in an error: on one line, and short."""
+    if isinstance(value, int) and abs(value) > 10**18:
+        return "(a huge number)"  # str() of an int refuses thousands of digits
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _choice(name: str, value: object, known: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in known:
+        hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
+        rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"
+        raise _error(name, f"{name}={_shown(value)}: {rule}")
     return value
 
 
-def _recompute(value: object) -> object:
-    if value in RECOMPUTES or (isinstance(value, str) and _FRACTION.match(value)):
-        return value
-    try:
-        budget_bytes = units.parse_bytes(value) if isinstance(value, str) and not value.isdigit() else 0
-    except ValueError:
-        budget_bytes = 0
-    if budget_bytes <= 0:
-        raise PlanError(
-            f"recompute={value}: not one of {', '.join(RECOMPUTES)}, nor a budget. "
-            f"Use one of them, or e.g. recompute=12GiB or recompute=50%."
-        )
-    return value.replace(" ", "") if isinstance(value, str) else value
+def _offload(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, tuple):
+        rule = "name what lives on the host. Use e.g. offload=optimizer+activations."
+        raise _error("offload", f"offload={_shown(value)}: {rule}")
+    chosen = {_choice("offload", part, OFFLOADS) for part in cast(tuple[object, ...], value)}
+    return tuple(part for part in OFFLOADS if part in chosen)
+
+
+def _recompute(value: object) -> str:
+    if isinstance(value, str):
+        if value in RECOMPUTES or _FRACTION.fullmatch(value):
+            return value
+        try:
+            if not value.isdigit() and units.parse_bytes(value) > 0:
+                return "".join(value.split())
+        except ValueError:
+            pass  # neither a name nor a size: refused below with what it may be
+    raise _error(
+        "recompute",
+        f"recompute={_shown(value)}: not one of {', '.join(RECOMPUTES)}, nor a budget. "
+        f"Use one of them, or e.g. recompute=12GiB or recompute=50%.",
+    )

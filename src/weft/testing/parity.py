@@ -8,7 +8,7 @@ import torch
 
 from weft.comm import Ledger
 from weft.mesh import build_mesh
-from weft.models import build_decoder, initialise
+from weft.models import build_decoder
 from weft.parallel import parallelize
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
@@ -88,8 +88,7 @@ def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
     plan = Plan.parse(plan_text)
     ledger = Ledger()
     mesh = build_mesh(plan, record=ledger.record)
-    model = build_decoder(case.spec, dtype=torch.float64)
-    initialise(model, case.seed)
+    model = build_decoder(case.spec, dtype=torch.float64, seed=case.seed)
     parallelize(model, mesh)
     if case.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -7,18 +7,18 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-import weft
 from weft import env
 from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
 from weft.comm import Ledger, barrier, broadcast
 from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
-from weft.models import build_decoder, initialise
+from weft.models import build_decoder
 from weft.monitor import Meter, flops_per_token, make_display
 from weft.optim import build_optimizer
 from weft.parallel import parallelize
@@ -82,8 +82,7 @@ class _RankRun:
         )
         self.eval_stream = self._stream(data.eval, shuffle=False)
         spec = folder.decoder()
-        self.model = build_decoder(spec)
-        initialise(self.model, config.seed)
+        self.model = build_decoder(spec, seed=config.seed)
         parallelize(self.model, mesh)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.meter = Meter(mesh.device)
@@ -187,7 +186,6 @@ class _RankRun:
                     "data": {"next_sample": position, "sources": self.stream.state_at(position)},
                     # Random numbers of a step are drawn from seeds derived from these: there is no other state.
                     "rng": {"seed": self.config.seed, "next_step": progress.step},
-                    "weft": weft.__version__,
                 },
             )
             best = progress.best_step if self.config.checkpoint.keep_best else None
@@ -204,7 +202,7 @@ class _RankRun:
             self.terminal, total_steps=config.train.steps, start_step=progress.step, every=config.log.every
         )
         start = {"plan": str(self.mesh.plan), "world_size": self.mesh.world_size, "device": str(self.mesh.device.type)}
-        return Recorder(self.folder, display, {**start, "weft": weft.__version__, "torch": torch.__version__})
+        return Recorder(self.folder, display, {**start, "weft": version("weft"), "torch": torch.__version__})
 
 
 @contextlib.contextmanager

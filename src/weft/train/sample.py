@@ -53,6 +53,7 @@ def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, section: Sa
             top_k=section.top_k,
             seed=seed,
             stop_ids=(tokenizer.end_id,),
+            num_ids=tokenizer.vocab_size,
         )
     return prompt + tokenizer.decode(new_ids)
 
@@ -61,7 +62,11 @@ def write_sample(folder: RunFolder, section: SampleSection, model: Decoder, toke
     """Write samples/step_N.txt and return its text; empty when the config asks for no sample."""
     if not section.prompt:
         return ""
-    text = continue_text(model, tokenizer, section.prompt, section)
+    room = model.spec.max_seq_len - len(tokenizer.encode(section.prompt))
+    if room < 1:
+        return ""
+    within = section.model_copy(update={"max_tokens": min(section.max_tokens, room)})
+    text = continue_text(model, tokenizer, section.prompt, within)
     folder.samples.mkdir(exist_ok=True)
     (folder.samples / f"step_{step:08d}.txt").write_text(text + "\n")
     return text

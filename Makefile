@@ -1,0 +1,62 @@
+# make train    train a small model on this machine (settings: make train ARGS="train.steps=500 run.name=second")
+# make test     everything that must hold before a change lands: linters, types, tests
+# make check    the linters and types alone        make clean    remove what make and the tools have made
+#
+# Each sets up all it needs in .venv, from Python >= 3.11 alone; a second call finds it ready.
+# Another interpreter: make train PYTHON=python3.12
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help train test check lint clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+REQUIREMENTS := pyproject.toml constraints.txt
+PYTHON ?=
+ARGS ?=
+PYTEST_ARGS ?=
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+
+train: $(VENV)/.ready-to-train
+	@$(BIN)/weft train $(ARGS)
+
+test: check
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.ready-to-develop
+	@echo "==> ruff check";  $(BIN)/ruff check --quiet .
+	@echo "==> ruff format"; $(BIN)/ruff format --quiet --check . || { echo "Run: $(BIN)/ruff format ."; exit 1; }
+	@echo "==> lint-imports"; $(BIN)/lint-imports --no-cache > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+	@echo "==> pyright";     $(BIN)/pyright --warnings > $(VENV)/pyright.log || { cat $(VENV)/pyright.log; exit 1; }
+
+lint: check
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written last, so an installation that was interrupted is done again.
+$(VENV)/.ready-to-train: $(REQUIREMENTS) | $(VENV)/bin/python
+	@echo "==> installing Weft and torch into $(VENV) (once; some minutes)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.ready-to-develop: $(REQUIREMENTS) | $(VENV)/bin/python
+	@echo "==> installing Weft, torch and the tools of development into $(VENV) (once; some minutes)"
+	@$(PIP) --editable '.[dev,hf]'
+	@touch $@ $(VENV)/.ready-to-train
+
+$(VENV)/bin/python:
+	@for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python); do \
+	    if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' > /dev/null 2>&1; then \
+	        echo "==> creating $(VENV) with $$($$python --version)"; \
+	        exec $$python -m venv --clear $(VENV); \
+	    fi; \
+	done; \
+	echo "error: no Python >= 3.11 with the venv module is on PATH ($(or $(PYTHON),tried python3 and python3.11 to python3.14))." \
+	     "Install one (Debian: apt install python3 python3-venv), or name it: make train PYTHON=/path/to/python3.12" >&2; \
+	exit 1

@@ -1,0 +1,109 @@
+"""Write the reference pages that come out of the code: docs/reference/rules.md and settings.md.
+
+python docs/generate.py
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from weft.spec.config import RunConfig
+from weft.spec.config_rules import CONFIG_RULES
+from weft.spec.rules import RULES
+
+REFERENCE = Path(__file__).parent / "reference"
+NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->\n"
+
+
+def rules_page() -> str:
+    """Every rule of plan and config, as the objects that refuse say it."""
+    lines = [
+        NOTE,
+        "# Rules",
+        "The same objects refuse a plan or a config, name the fix, and will prune the planner's search.",
+        "",
+        "## Of the plan",
+        "| rule | field | why |",
+        "|---|---|---|",
+        *(f"| {rule.name} | `{rule.field}` | {rule.reason} |" for rule in RULES),
+        "",
+        "## Of the config",
+        "| rule | settings | why |",
+        "|---|---|---|",
+        *(f"| {rule.name} | {', '.join(f'`{key}`' for key in rule.keys)} | {rule.reason} |" for rule in CONFIG_RULES),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def settings_page() -> str:
+    """Every setting with its type, default and meaning."""
+    lines = [NOTE, "# Settings", "Written as `section.name`, in TOML or on the command line."]
+    lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|", *_rows(RunConfig, "")]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(section: type[BaseModel], prefix: str) -> list[str]:
+    rows = []
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        inner = _section_in(field.annotation)
+        if inner is not None and isinstance(field.default, BaseModel):
+            rows += _rows(inner, f"{key}.")
+            continue
+        meaning = " ".join((field.description or "").split())
+        rows.append(f"| `{key}` | {_type(field.annotation)} | {_default(field.default)} | {meaning} |")
+        if inner is not None and not any(f".N.{part}`" in row for row in rows for part in inner.model_fields):
+            rows += _rows(inner, f"{key}.N.")
+    return rows
+
+
+def _section_in(annotation: object) -> type[BaseModel] | None:
+    """The section type that an annotation is or holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := _section_in(part))), None)
+
+
+def _type(annotation: object) -> str:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return ", ".join(str(part) for part in parts)
+    if origin is typing.Annotated:
+        return _type(parts[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type(part) for part in parts if part is not type(None))
+    if origin is dict:
+        return "table"
+    if origin is not None:
+        inner = dict.fromkeys(_type(part) for part in parts if part is not Ellipsis)
+        return f"{origin.__name__} of {', '.join(inner)}".replace("tuple of", "list of")
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(
+        getattr(annotation, "__name__", ""), str(annotation)
+    )
+
+
+def _default(value: object) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    if value is None or value in ("", (), {}):
+        return "-"
+    if isinstance(value, tuple):
+        return ", ".join(_default(part) for part in value)
+    if isinstance(value, BaseModel):
+        return f"`{getattr(value, 'path', value)}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+PAGES = {"rules.md": rules_page, "settings.md": settings_page}
+
+if __name__ == "__main__":
+    for file_name, page in PAGES.items():
+        (REFERENCE / file_name).write_text(page())
+        print(REFERENCE / file_name)

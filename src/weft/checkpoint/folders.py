@@ -1,0 +1,136 @@
+"""The folder that holds a run's checkpoints: names, order, the writer's lock, moving aside, clearing debris.
+
+step_00000120/           a checkpoint; it counts once it has COMMIT
+step_00000120.again/     step 120 saved a second time: committed, and about to take the first one's place
+.tmp-.../                being written, or left by a writer that was killed
+.trash/                  moved aside, about to be deleted
+.lock                    held while one process writes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.checkpoint.manifest import COMMIT_NAME
+from weft.errors import CheckpointError
+
+_STEP_FOLDER = re.compile(r"step_(\d{8,15})(\.again)?")
+_TEMP_PREFIX = ".tmp-"
+_TRASH_NAME = ".trash"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepFolder:
+    """A folder named as a checkpoint. Sorts by step; the second save of a step comes after the first."""
+
+    step: int
+    again: bool
+    path: Path
+
+    @property
+    def committed(self) -> bool:
+        return (self.path / COMMIT_NAME).is_file()
+
+
+def folder_name(step: int) -> str:
+    """120 -> 'step_00000120'."""
+    return f"step_{step:08d}"
+
+
+def step_in_name(name: str) -> int | None:
+    """'step_00000120' or 'step_00000120.again' -> 120; None for any other name."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def step_folders(root: Path) -> list[StepFolder]:
+    """All folders named as checkpoints, complete or not, oldest step first. Empty when `root` does not exist."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror}).") from error
+    matches = [(name, _STEP_FOLDER.fullmatch(name)) for name in names]
+    return sorted(StepFolder(int(m.group(1)), m.group(2) is not None, root / name) for name, m in matches if m)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names created, renamed or removed in a folder durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def new_temp_folder(root: Path, step: int) -> Path:
+    """An empty folder beside the checkpoints that no reader looks at."""
+    path = root / f"{_TEMP_PREFIX}{folder_name(step)}-{os.getpid()}-{secrets.token_hex(4)}"
+    path.mkdir()
+    return path
+
+
+def move_to_trash(path: Path) -> Path:
+    """Take a folder out of sight in one rename, and return where it is now."""
+    trash = path.parent / _TRASH_NAME
+    trash.mkdir(exist_ok=True)
+    target = trash / f"{path.name}-{secrets.token_hex(4)}"
+    path.rename(target)
+    sync_folder(path.parent)
+    return target
+
+
+def discard(path: Path) -> None:
+    """Delete a folder; one that readers might see goes out of their sight first, in one rename."""
+    if path.name.startswith(_TEMP_PREFIX):
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.exists():
+        move_to_trash(path)
+        empty_trash(path.parent)
+
+
+def empty_trash(root: Path) -> None:
+    """Delete what was moved aside. What cannot be deleted now stays out of sight and is tried again next time."""
+    trash = root / _TRASH_NAME
+    if trash.is_dir():
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def remove_debris(root: Path) -> None:
+    """Delete what killed writers left. Call it only with the writer's lock held."""
+    for name in os.listdir(root):
+        if name.startswith(_TEMP_PREFIX):
+            shutil.rmtree(root / name, ignore_errors=True)
+    empty_trash(root)
+
+
+@contextlib.contextmanager
+def writer_lock(root: Path) -> Iterator[None]:
+    """Hold `root` for one writer. CheckpointError at once when another process is writing there.
+
+    The kernel lets go of the lock when its holder dies. File systems that know no locks are used without one.
+    """
+    handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"run.dir={root}: another process is saving a checkpoint here. Give this run another run.name."
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
+                raise
+        yield
+    finally:
+        os.close(handle)

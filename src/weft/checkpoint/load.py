@@ -1,0 +1,243 @@
+"""Find the newest checkpoint that is whole, prove it, and read it lazily. Nothing here writes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from weft.checkpoint import folders, strict_json
+from weft.checkpoint.manifest import (
+    COMMIT_NAME,
+    MANIFEST_NAME,
+    STATE_NAME,
+    Manifest,
+    TensorEntry,
+    commit_text,
+    parse_manifest,
+)
+from weft.checkpoint.tensor_file import header_problems, open_tensors, sha256_of
+from weft.errors import CheckpointError, did_you_mean
+
+#: A manifest of a million tensors is about 150 MB; COMMIT is 65 bytes.
+_MAX_MANIFEST_BYTES = 512 * 2**20
+_VERIFY_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A newer checkpoint that was not taken, and why."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest whole checkpoint, and the newer ones that were passed over (newest first)."""
+
+    path: Path
+    step: int
+    passed_over: tuple[PassedOver, ...] = ()
+
+
+class TensorGroup(Mapping[str, Tensor]):
+    """The tensors of one group, each read from its memory-mapped file when it is asked for.
+
+    Tensors are on the CPU and private to this process: writing to one never reaches the file, but is seen by a
+    second look-up of the same name. Names that shared memory when saved share it again.
+    """
+
+    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]):
+        self._folder = folder
+        self._entries = entries
+        self._handles: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        if entry.file not in self._handles:
+            self._handles[entry.file] = open_tensors(self._folder / entry.file)
+        return self._handles[entry.file].get_tensor(entry.same_as or name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was opened. `state` is what was saved; `written_by` has the versions of weft and torch."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    written_by: Mapping[str, str]
+    _manifest: Manifest
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return tuple(self._manifest.tensors)
+
+    def tensors(self, group: str) -> Mapping[str, Tensor]:
+        """The tensors of a group by name, in the order they were saved. CheckpointError for an unknown group."""
+        if group not in self._manifest.tensors:
+            known = ", ".join(self.groups) or "none"
+            raise CheckpointError(
+                f"{self.path.name} has no tensors named '{group}' (it has: {known}).{did_you_mean(group, self.groups)}"
+            )
+        return TensorGroup(self.path, self._manifest.tensors[group])
+
+
+def load_checkpoint(path: Path, *, verify: bool = False) -> Checkpoint:
+    """Open a checkpoint. CheckpointError says what is damaged.
+
+    COMMIT, the manifest, the state, all sizes and all tensor headers are always checked; verify=True also digests
+    every tensor's bytes (`newest_checkpoint` has already done so for the one it returns).
+    """
+    path = Path(path)
+    try:
+        manifest = _read_manifest(path)
+        problems = _file_problems(path, manifest, digests=verify)
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return Checkpoint(path, manifest.step, _read_state(path, manifest), manifest.written_by, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}. Use another checkpoint.") from error
+
+
+def verify_checkpoint(path: Path, *, digests: bool = True) -> list[str]:
+    """All problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
+
+    digests=False skips the digests of tensor files and finds only missing, resized and mislabelled files.
+    """
+    path = Path(path)
+    try:
+        manifest = _read_manifest(path)
+        problems = _file_problems(path, manifest, digests=digests)
+        if not problems:
+            _read_state(path, manifest)
+    except CheckpointError as error:
+        return [str(error)]
+    return problems
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
+    by_step: dict[int, Path] = {}
+    for folder in folders.step_folders(Path(root)):
+        # A second save of a step stands beside the first only after a crash: it counts when it is whole.
+        if folder.committed and not (folder.step in by_step and verify_checkpoint(folder.path)):
+            by_step[folder.step] = folder.path
+    return list(by_step.values())
+
+
+def newest_checkpoint(root: Path, *, verify: bool = True) -> Found | None:
+    """The newest whole checkpoint of a run, or None when none was ever finished.
+
+    The result lists each newer one that was passed over and why; a folder without COMMIT never counted and is only
+    listed. Raises CheckpointError when there are finished checkpoints and all are damaged: starting over silently
+    would lose the run. verify=False trusts the digests and checks the rest.
+    """
+    passed_over: list[PassedOver] = []
+    damaged = False
+    for folder in reversed(folders.step_folders(Path(root))):
+        if not folder.committed:
+            passed_over.append(PassedOver(folder.path, f"it has no {COMMIT_NAME}, so saving it never finished"))
+            continue
+        problems = verify_checkpoint(folder.path, digests=verify)
+        if not problems:
+            return Found(folder.path, folder.step, tuple(passed_over))
+        damaged = True
+        passed_over.append(PassedOver(folder.path, "; ".join(problems)))
+    if damaged:
+        lines = "\n".join(f"  {one}" for one in passed_over)
+        raise CheckpointError(
+            f"run.dir={root}: every checkpoint is damaged, so there is nothing to resume from.\n{lines}\n"
+            "Restore a copy, or give the run another run.name to start over."
+        )
+    return None
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        commit = _read_small(path / COMMIT_NAME, 1024)
+    except FileNotFoundError:
+        reason = f"it has no {COMMIT_NAME}, so saving it never finished" if path.is_dir() else "no such checkpoint"
+        raise CheckpointError(reason) from None
+    try:
+        text = _read_small(path / MANIFEST_NAME, _MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST_NAME} is missing") from None
+    if commit != commit_text(text):
+        raise CheckpointError(f"{COMMIT_NAME} does not hold the digest of {MANIFEST_NAME}: one of them changed")
+    manifest = parse_manifest(text)
+    named = folders.step_in_name(path.name)
+    if named is not None and named != manifest.step:
+        raise CheckpointError(f"{MANIFEST_NAME} is of step {manifest.step}, not {named}")
+    return manifest
+
+
+def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+    text = _read_small(path / STATE_NAME, manifest.files[STATE_NAME].num_bytes)
+    state = strict_json.decode(text, STATE_NAME)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{STATE_NAME} is not a table")
+    return state
+
+
+def _read_small(path: Path, max_bytes: int) -> bytes:
+    """A whole file, when it is a plain one and not larger than expected. FileNotFoundError when it is missing"""
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CheckpointError(f"{path.name} is not a plain file")
+        with path.open("rb") as file:
+            text = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
+    if len(text) > max_bytes:
+        raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes")
+    return text
+
+
+def _file_problems(path: Path, manifest: Manifest, *, digests: bool) -> list[str]:
+    in_files: dict[str, dict[str, TensorEntry]] = {}
+    for members in manifest.tensors.values():
+        for name, entry in members.items():
+            if entry.same_as is None and in_files.setdefault(entry.file, {}).setdefault(name, entry) is not entry:
+                return [f"{MANIFEST_NAME}: two tensors named {name[:200]!r} are in {entry.file}"]
+
+    def check(name: str) -> list[str]:
+        try:
+            return _one_file(path / name, manifest, digests or name == STATE_NAME, in_files.get(name))
+        except FileNotFoundError:
+            return [f"{name} is missing"]
+        except OSError as error:
+            return [f"{name} cannot be read ({error.strerror or error})"]
+
+    with ThreadPoolExecutor(min(_VERIFY_THREADS, len(manifest.files))) as threads:
+        return [problem for problems in threads.map(check, manifest.files) for problem in problems]
+
+
+def _one_file(path: Path, manifest: Manifest, digest: bool, tensors: Mapping[str, TensorEntry] | None) -> list[str]:
+    expected = manifest.files[path.name]
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return [f"{path.name} is not a plain file"]
+    if status.st_size != expected.num_bytes:
+        return [f"{path.name} has {status.st_size} bytes instead of {expected.num_bytes}"]
+    if digest and sha256_of(path) != expected.sha256:
+        return [f"{path.name} does not match its digest: its bytes changed after it was written"]
+    return header_problems(path, tensors) if tensors is not None else []

@@ -1,0 +1,178 @@
+"""The manifest: which files a checkpoint has, their sizes and digests, and where each tensor lies.
+
+It is read from disk as hostile: every name, size and shape is checked before anything is opened or allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.checkpoint import strict_json
+from weft.errors import CheckpointError
+
+FORMAT = "weft-checkpoint"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+COMMIT_NAME = "COMMIT"
+STATE_NAME = "state.json"
+
+#: Bytes of one element, by the dtype's name in the safetensors format.
+DTYPE_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
+GROUP_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MAX_COUNT = 2**48
+_MAX_DIMS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size in bytes and SHA-256 of one file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies. `same_as` names the tensor of the same group that it shares its memory with."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    same_as: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What one checkpoint holds. `written_by` has the versions of weft and torch."""
+
+    step: int
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, Mapping[str, TensorEntry]]
+    written_by: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        def tensor_json(entry: TensorEntry) -> dict[str, object]:
+            place = {"same_as": entry.same_as} if entry.same_as is not None else {}
+            return {"file": entry.file, "dtype": entry.dtype, "shape": list(entry.shape), **place}
+
+        return strict_json.encode(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": self.step,
+                "written_by": dict(self.written_by),
+                "digest": "sha256",
+                "files": {
+                    name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in self.files.items()
+                },
+                "tensors": {
+                    group: {name: tensor_json(entry) for name, entry in entries.items()}
+                    for group, entries in self.tensors.items()
+                },
+            },
+            MANIFEST_NAME,
+        )
+
+
+def commit_text(manifest: bytes) -> bytes:
+    """What COMMIT holds: the digest of the manifest, in hexadecimal, and a newline."""
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Read a manifest from bytes that nobody vouches for. CheckpointError says what is wrong."""
+    raw = strict_json.decode(text, MANIFEST_NAME)
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise _bad(f"format is not '{FORMAT}'")
+    if raw.get("version") != VERSION:
+        raise _bad(f"version={raw.get('version')!r}: this weft reads version {VERSION}")
+    if raw.get("digest") != "sha256":
+        raise _bad(f"digest={raw.get('digest')!r}: this weft reads sha256")
+    files = {_file_name(name): _file(name, entry) for name, entry in _table(raw, "files").items()}
+    if STATE_NAME not in files:
+        raise _bad(f"files has no {STATE_NAME}")
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    for group, entries in _table(raw, "tensors").items():
+        if not GROUP_NAME.fullmatch(group):
+            raise _bad(f"tensors has a group named {group[:60]!r}")
+        if not isinstance(entries, dict):
+            raise _bad(f"tensors.{group} is not a table")
+        tensors[group] = {name: _tensor(f"{group}.{name}", entry, files) for name, entry in entries.items()}
+        _check_shared(group, tensors[group])
+    written_by = {key: str(value) for key, value in _table(raw, "written_by").items()}
+    return Manifest(_count(raw.get("step"), "step"), files, tensors, written_by)
+
+
+def _bad(problem: str) -> CheckpointError:
+    return CheckpointError(f"{MANIFEST_NAME}: {problem}")
+
+
+def _table(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    if not isinstance(raw.get(key), dict):
+        raise _bad(f"{key} is not a table")
+    return raw[key]
+
+
+def _count(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise _bad(f"{name} is not a whole number from 0 to 2**48")
+    return value
+
+
+def _file_name(name: str) -> str:
+    # One plain name: no folder, no '..', nothing absolute, nothing hidden, and none of the names that have a meaning.
+    if not _FILE_NAME.fullmatch(name) or name in (MANIFEST_NAME, COMMIT_NAME):
+        raise _bad(f"{name[:120]!r} is not a legal file name")
+    return name
+
+
+def _file(name: str, entry: Any) -> FileEntry:
+    if not isinstance(entry, dict):
+        raise _bad(f"files.{name} is not a table")
+    digest = entry.get("sha256")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise _bad(f"files.{name}.sha256 is not a SHA-256 in hexadecimal")
+    return FileEntry(_count(entry.get("bytes"), f"files.{name}.bytes"), digest)
+
+
+def _tensor(name: str, entry: Any, files: Mapping[str, FileEntry]) -> TensorEntry:
+    name = name[:200]
+    if not isinstance(entry, dict):
+        raise _bad(f"tensors.{name} is not a table")
+    dtype, shape, file, same_as = (entry.get(key) for key in ("dtype", "shape", "file", "same_as"))
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise _bad(f"tensors.{name}.dtype={str(dtype)[:40]!r} is not a known dtype")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
+        raise _bad(f"tensors.{name}.shape is not a list of at most {_MAX_DIMS} sizes")
+    if not isinstance(file, str) or file not in files or not file.endswith(".safetensors"):
+        raise _bad(f"tensors.{name}.file={str(file)[:120]!r} is not among the files")
+    if same_as is not None and not isinstance(same_as, str):
+        raise _bad(f"tensors.{name}.same_as is not a name")
+    result = TensorEntry(file, dtype, tuple(_count(size, f"tensors.{name}.shape") for size in shape), same_as)
+    if result.num_bytes > files[file].num_bytes:
+        raise _bad(f"tensors.{name} has {result.num_bytes} bytes and its file {file} only {files[file].num_bytes}")
+    return result
+
+
+def _check_shared(group: str, entries: Mapping[str, TensorEntry]) -> None:
+    for name, entry in entries.items():
+        if entry.same_as is None:
+            continue
+        target = entries.get(entry.same_as)
+        if target is None or target.same_as is not None or TensorEntry(entry.file, entry.dtype, entry.shape) != target:
+            raise _bad(f"tensors.{group}.{name[:200]} shares memory with a tensor that is not there or not alike")

@@ -1,0 +1,53 @@
+"""Delete old checkpoints, and never the last whole one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.checkpoint import folders
+from weft.checkpoint.folders import StepFolder
+from weft.checkpoint.load import verify_checkpoint
+from weft.errors import CheckpointError
+
+
+def prune_checkpoints(root: Path, keep: int, best_step: int | None = None, *, verify: bool = True) -> list[Path]:
+    """Keep the newest `keep` checkpoints and that of `best_step`; delete the others and return where they were.
+
+    Before anything is deleted the kept ones are verified, newest first, until one proves whole; when none does, the
+    newest whole one of the others stays too. verify=False trusts the digests and checks the rest. Deleting is a
+    rename out of sight first, so that a crash in between leaves no half-deleted checkpoint to be found.
+    Folders without COMMIT that are older than the newest checkpoint are left by killed writers, and go too.
+    """
+    root = Path(root)
+    if type(keep) is not int or keep < 1:
+        raise CheckpointError(f"checkpoint.keep={keep!r}: at least 1 checkpoint stays. Use 1 or more.")
+    if not any(folder.committed for folder in folders.step_folders(root)):
+        return []
+    try:
+        with folders.writer_lock(root):
+            doomed, dead = _doomed(root, keep, best_step, verify)
+            for folder in (*doomed, *dead):
+                folders.move_to_trash(folder.path)
+            folders.empty_trash(root)
+    except OSError as error:
+        raise CheckpointError(f"run.dir={root}: old checkpoints could not be deleted ({error.strerror}).") from error
+    return [folder.path for folder in doomed]
+
+
+def _doomed(root: Path, keep: int, best_step: int | None, verify: bool) -> tuple[list[StepFolder], list[StepFolder]]:
+    """The checkpoints to delete, and the older folders that were never finished."""
+    found = folders.step_folders(root)
+    committed = [folder for folder in found if folder.committed]
+    kept_steps = set(sorted({folder.step for folder in committed})[-keep:]) | {best_step}
+    # An `.again` folder is a replacement that the next save finishes: it counts as its step does.
+    doomed = [folder for folder in committed if folder.step not in kept_steps]
+    kept = [folder for folder in committed if folder.step in kept_steps]
+
+    def is_whole(folder: StepFolder) -> bool:
+        return not verify_checkpoint(folder.path, digests=verify)
+
+    if doomed and not any(is_whole(folder) for folder in reversed(kept)):
+        spared = next((folder for folder in reversed(doomed) if is_whole(folder)), None)
+        doomed = [folder for folder in doomed if folder is not spared]
+    dead = [folder for folder in found if not folder.committed and folder.step < committed[-1].step]
+    return doomed, dead

@@ -1,0 +1,215 @@
+"""Write a checkpoint so that a crash at any moment leaves either all of it or none of it.
+
+Order: files into a hidden folder, each fsynced -> manifest -> rename to the step's name -> COMMIT (the digest of the
+manifest) -> fsync of the folders. Readers ignore a folder without COMMIT. A step that was saved before is written
+beside it and takes its place only when committed, so that one complete copy exists at every moment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint import folders, strict_json
+from weft.checkpoint.load import verify_checkpoint
+from weft.checkpoint.manifest import (
+    COMMIT_NAME,
+    GROUP_NAME,
+    MANIFEST_NAME,
+    STATE_NAME,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    commit_text,
+)
+from weft.checkpoint.tensor_file import dtype_name, write_file, write_tensors
+from weft.errors import CheckpointError
+from weft.units import format_bytes
+
+#: Tensors of one group go on in a new file beyond this size.
+MAX_FILE_BYTES = 4 * 2**30
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, object],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Save one step durably and return its folder, `<root>/step_00000120`.
+
+    step: optimizer steps done. tensors: named groups, such as {"model": {...}, "optimizer": {...}}; any device,
+    strides and sharing (a tensor that is stored under two names is written once and comes back as one).
+    state: JSON values (floats, also inf and nan, come back exactly; tuples come back as lists).
+    One process saves; the others wait where the caller makes them. Raises CheckpointError when something cannot be
+    stored or the disk is too full; earlier checkpoints then stand as they were, and nothing half-written stays.
+    """
+    root = Path(root)
+    # Hold every tensor: a mapping that makes them on the way could give two of them the same address otherwise.
+    tensors = {group: dict(members) for group, members in tensors.items()}
+    if type(step) is not int or not 0 <= step < 10**15:
+        raise CheckpointError(f"step={step!r}: a checkpoint's step is a whole number, 0 or more.")
+    entries = {group: _place(group, members, max_file_bytes) for group, members in tensors.items()}
+    state_text = strict_json.encode(dict(state), "state")
+    try:
+        if not root.exists():
+            root.mkdir(parents=True)
+            folders.sync_folder(root.parent)
+        with folders.writer_lock(root):
+            folders.remove_debris(root)
+            _finish_replacements(root)
+            _check_space(root, entries, len(state_text))
+            return _write(root, step, tensors, entries, state_text)
+    except OSError as error:
+        raise CheckpointError(
+            f"run.dir={root}: the checkpoint of step {step} could not be written ({error.strerror or error})."
+            " Earlier checkpoints are untouched. Free some space or choose another run.dir, and run the command again."
+        ) from error
+
+
+def _place(group: str, members: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, TensorEntry]:
+    """Decide for each tensor of a group the file it goes to, and which names share one tensor."""
+    if not GROUP_NAME.fullmatch(group):
+        raise CheckpointError(f"tensors: {group!r} cannot name a group. Use lower-case letters, digits and '_'.")
+    first_names: dict[tuple[object, ...], str] = {}
+    shared: dict[str, str] = {}
+    numbers: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, tensor in members.items():
+        dtype_name(f"{group}.{name}", tensor)
+        if type(name) is not str or name == "__metadata__" or any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise CheckpointError(f"tensors.{group}: {name!r} cannot name a tensor. Rename it.")
+        first = first_names.setdefault(_memory(name, tensor), name)
+        if first != name:
+            shared[name] = first
+            continue
+        num_bytes = tensor.numel() * tensor.element_size()
+        if filled and filled + num_bytes > max_file_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += num_bytes
+
+    def entry(name: str, tensor: Tensor) -> TensorEntry:
+        position = numbers[shared.get(name, name)]
+        file = f"{group}.safetensors" if number == 1 else f"{group}-{position:05d}-of-{number:05d}.safetensors"
+        return TensorEntry(file, dtype_name(name, tensor), tuple(tensor.shape), shared.get(name))
+
+    return {name: entry(name, tensor) for name, tensor in members.items()}
+
+
+def _memory(name: str, tensor: Tensor) -> tuple[object, ...]:
+    """Equal for two names of one tensor; empty tensors own no memory and are never shared."""
+    if tensor.numel() == 0:
+        return (name,)
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), flags)
+
+
+def _check_space(root: Path, entries: Mapping[str, Mapping[str, TensorEntry]], state_bytes: int) -> None:
+    stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
+    # Headers and manifest name each tensor twice; file systems round up.
+    needed = sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + state_bytes + 2**20
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise CheckpointError(
+            f"run.dir={root}: the checkpoint needs {format_bytes(needed)} ({needed} bytes), and"
+            f" {format_bytes(free)} ({free} bytes) are free. Free {format_bytes(needed - free)} or choose another"
+            " run.dir, and run the command again."
+        )
+
+
+def _write(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    entries: Mapping[str, Mapping[str, TensorEntry]],
+    state_text: bytes,
+) -> Path:
+    final = root / folders.folder_name(step)
+    place = folders.new_temp_folder(root, step)
+    try:
+        manifest = _write_files(place, step, tensors, entries, state_text)
+        if (final / COMMIT_NAME).is_file():
+            target = final.with_name(final.name + ".again")
+        else:
+            target = final
+            if final.exists():  # Left by a writer that was killed before COMMIT: it never counted.
+                folders.move_to_trash(final)
+        place.rename(target)
+        place = target
+        folders.sync_folder(root)
+        _commit(place, manifest)
+    except BaseException:
+        folders.discard(place)
+        raise
+    if target != final:
+        _replace(target, final)
+    folders.empty_trash(root)
+    return final
+
+
+def _write_files(
+    place: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    entries: Mapping[str, Mapping[str, TensorEntry]],
+    state_text: bytes,
+) -> bytes:
+    files: dict[str, FileEntry] = {}
+    for group, members in entries.items():
+        stored = {name: entry for name, entry in members.items() if entry.same_as is None}
+        for file in sorted({entry.file for entry in stored.values()}):
+            chosen = {name: tensors[group][name] for name, entry in stored.items() if entry.file == file}
+            files[file] = write_tensors(place / file, chosen, stored)
+    files[STATE_NAME] = write_file(place / STATE_NAME, state_text)
+    written_by = {"weft": _weft_version(), "torch": str(torch.__version__)}
+    manifest = Manifest(step, files, entries, written_by).to_bytes()
+    write_file(place / MANIFEST_NAME, manifest)
+    folders.sync_folder(place)
+    return manifest
+
+
+def _weft_version() -> str:
+    try:
+        return version("weft")
+    except PackageNotFoundError:
+        return "not installed"  # Run from a source tree on the path: no reason to lose a checkpoint.
+
+
+def _commit(place: Path, manifest: bytes) -> None:
+    """From the rename in here on, the checkpoint exists."""
+    unnamed = place / f".{COMMIT_NAME}"
+    write_file(unnamed, commit_text(manifest))
+    os.rename(unnamed, place / COMMIT_NAME)
+    folders.sync_folder(place)
+
+
+def _replace(again: Path, final: Path) -> None:
+    # Readers know both names, so there is no moment without a complete checkpoint of this step.
+    folders.move_to_trash(final)
+    again.rename(final)
+    folders.sync_folder(final.parent)
+
+
+def _finish_replacements(root: Path) -> None:
+    """Complete, or undo, what a killed writer had begun to replace."""
+    for folder in folders.step_folders(root):
+        if not folder.again:
+            continue
+        final = root / folders.folder_name(folder.step)
+        if not folder.committed or (final.exists() and verify_checkpoint(folder.path)):
+            folders.move_to_trash(folder.path)
+        elif final.exists():
+            _replace(folder.path, final)
+        else:
+            folder.path.rename(final)
+            folders.sync_folder(root)
+    folders.empty_trash(root)

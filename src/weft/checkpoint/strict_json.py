@@ -1,0 +1,89 @@
+"""JSON that comes back as it went in: no lost digits, no NaN that other readers refuse, no repeated keys.
+
+A float that JSON has no number for is written as {"$float": "nan"} (or "inf", "-inf") and read back as that float.
+Tuples come back as lists.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from weft.errors import CheckpointError
+
+#: The tag of a float that is not finite.
+_TAG = "$float"
+_NUMBER_LIST = re.compile(r"\[\n\s*((?:-?[0-9.e+-]+,?\s+)+)\]")
+#: Deeper than any honest state, and well inside Python's recursion limit.
+_MAX_DEPTH = 64
+
+
+def encode(value: object, name: str) -> bytes:
+    """ASCII JSON of `value`. CheckpointError names the key of anything that JSON would not give back."""
+    text = json.dumps(_plain(value, name, 0), allow_nan=False, indent=1)
+    # A raw line break is never inside a JSON string, so this only joins the lines of lists of numbers.
+    return _NUMBER_LIST.sub(lambda match: "[" + " ".join(match.group(1).split()) + "]", text).encode() + b"\n"
+
+
+def decode(text: bytes, name: str) -> Any:
+    """The value that `encode` was given. CheckpointError on anything that is not strict JSON."""
+    try:
+        return json.loads(
+            text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: not valid JSON ({error})") from error
+
+
+def _plain(value: object, name: str, depth: int) -> object:
+    if depth > _MAX_DEPTH:
+        raise CheckpointError(f"{name}: nested deeper than {_MAX_DEPTH} levels. Store a flatter value.")
+    if value is None or isinstance(value, bool | int | str):
+        # A subclass (an enum, a numpy float) would come back as its base.
+        if type(value) not in (type(None), bool, int, str):
+            raise CheckpointError(f"{name}: a {type(value).__name__} does not survive JSON. Store a plain value.")
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_TAG: repr(value)}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{name}[{position}]", depth + 1) for position, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {_key(key, name): _plain(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
+    raise CheckpointError(
+        f"{name}: a {type(value).__name__} cannot be written as JSON."
+        " Store numbers, text, lists and dicts; tensors belong in `tensors`."
+    )
+
+
+def _key(key: object, name: str) -> str:
+    if type(key) is not str:
+        raise CheckpointError(f"{name}: the key {key!r} is not text, and JSON has no other keys. Use str({key!r}).")
+    if key == _TAG:
+        raise CheckpointError(f"{name}: the key '{_TAG}' is taken by the format. Rename it.")
+    return key
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Any:
+    if len(pairs) == 1 and pairs[0][0] == _TAG:
+        if pairs[0][1] not in ("nan", "inf", "-inf"):
+            raise ValueError(f"{_TAG} is {pairs[0][1]!r}")
+        return float(pairs[0][1])
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice!r} appears twice")
+    return result
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return number

@@ -1,0 +1,52 @@
+"""`weft config`: show what a run would be made of, and the schema of config files. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weft.cli.train import split_words
+
+app = typer.Typer(
+    help="Show, check and explain configs.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def show(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.toml] [key=value ...]",
+            help="A config file, and settings that change it. Without a file, the built-in defaults.",
+            show_default=False,
+        ),
+    ] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="List every value with the place it was typed.")] = False,
+) -> None:
+    """Check a config and print it in full, as a TOML file."""
+    from weft.spec.config_file import format_config, load_config, show_origins
+
+    path, overrides = split_words(words or [])
+    loaded = load_config(path, overrides)
+    if not origin:
+        typer.echo(format_config(loaded.config), nl=False)
+        return
+    rows = [(f"{key} = {value}", place) for key, value, place in show_origins(loaded)]
+    width = min(60, max(len(text) for text, _ in rows))
+    for text, place in rows:
+        typer.echo(f"{text:<{width}}  # {place}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of config files, for editors that complete and check TOML."""
+    import json
+
+    from weft.spec.config_file import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2))

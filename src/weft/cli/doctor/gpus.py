@@ -1,0 +1,61 @@
+"""GPUs, as NVIDIA's management library sees them; torch may see fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.cli.doctor.line import Line
+from weft.units import format_bytes
+
+
+def gpus() -> Iterator[Line]:
+    """Driver and, for each GPU: name, memory, power limit, PCIe link, NVLinks that are up."""
+    import pynvml
+    import torch
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if torch.version.cuda:
+            remedy = "Install the NVIDIA driver, or give the container its GPUs (docker run --gpus all)."
+            yield Line("gpus", "driver", f"none found, though torch is built for CUDA ({error})", "warn", remedy)
+        else:
+            yield Line("gpus", "driver", "no NVIDIA driver here; training will use the CPU")
+        return
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        yield Line("gpus", "driver", f"{driver}, up to CUDA {cuda // 1000}.{cuda % 1000 // 10}; {count} GPUs")
+        for index in range(count):
+            yield Line("gpus", f"gpu {index}", _describe(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
+    finally:
+        pynvml.nvmlShutdown()
+    if count and not torch.cuda.is_available():
+        cause = "CUDA_VISIBLE_DEVICES hides them" if torch.version.cuda else "this torch is built for the CPU"
+        remedy = "Unset CUDA_VISIBLE_DEVICES." if torch.version.cuda else "Install a CUDA build: https://pytorch.org"
+        yield Line("gpus", "torch", f"sees no GPU: {cause}, or the driver is too old", "fail", remedy)
+
+
+def _describe(nvml: Any, gpu: Any) -> str:
+    def read(call: str, *args: Any) -> Any:
+        try:
+            return getattr(nvml, call)(gpu, *args)
+        except nvml.NVMLError:
+            return None  # not every GPU, driver or virtual machine answers every question
+
+    parts = [str(read("nvmlDeviceGetName") or "unnamed")]
+    memory = read("nvmlDeviceGetMemoryInfo")
+    if memory is not None:
+        parts.append(f"{format_bytes(memory.free)} free of {format_bytes(memory.total)}")
+    power = read("nvmlDeviceGetPowerManagementLimit")
+    if power is not None:
+        parts.append(f"power limit {power // 1000} W")
+    width, most = read("nvmlDeviceGetCurrPcieLinkWidth"), read("nvmlDeviceGetMaxPcieLinkWidth")
+    if width is not None:
+        parts.append(f"PCIe {read('nvmlDeviceGetCurrPcieLinkGeneration')}.0 x{width} of x{most}")
+    links = [read("nvmlDeviceGetNvLinkState", link) for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))]
+    parts.append(f"NVLink {sum(1 for link in links if link)} up")
+    if read("nvmlDeviceGetMigMode") not in (None, [0, 0], (0, 0)):
+        parts.append("MIG on")
+    return ", ".join(parts)

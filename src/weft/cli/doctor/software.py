@@ -1,0 +1,61 @@
+"""Versions, and what torch was built with."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+
+import weft
+from weft.cli.doctor.line import Line
+
+_NEEDED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "pyarrow", "psutil", "matplotlib",
+           "zstandard", "tomli-w", "nvidia-ml-py")  # fmt: skip
+_OPTIONAL = ("transformers",)
+
+
+def versions() -> Iterable[Line]:
+    """Weft, Python and the packages Weft stands on."""
+    yield Line("software", "weft", weft.__version__)
+    yield Line("software", "python", f"{platform.python_version()} ({platform.python_implementation()}, {_home()})")
+    found, missing = [], []
+    for package in (*_NEEDED, *_OPTIONAL):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            missing.append(package)
+    yield Line("software", "packages", ", ".join(found))
+    needed = [package for package in missing if package in _NEEDED]
+    if needed:
+        remedy = f"Run: pip install {' '.join(needed)}"
+        yield Line("software", "missing", ", ".join(needed), "fail", remedy)
+    optional = [package for package in missing if package in _OPTIONAL]
+    if optional:
+        yield Line("software", "not installed", f'{", ".join(optional)} (optional: pip install "weft[hf]")')
+
+
+def torch_build() -> Iterator[Line]:
+    """torch, its CUDA, the devices it sees, and the backends its ranks can talk through."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.version.cuda or "none (CPU build)"
+    yield Line(
+        "software", "torch", f"{torch.__version__}, CUDA {cuda}, cuDNN {torch.backends.cudnn.version() or 'none'}"
+    )
+    if not dist.is_available():
+        remedy = "Install a build of torch with distributed support."
+        yield Line("software", "distributed", "torch was built without it", "fail", remedy)
+        return
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    nccl = f"; NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backends else ""
+    status, remedy = ("ok", "") if "gloo" in backends else ("fail", "Install a build of torch with gloo.")
+    yield Line("software", "backends", f"{', '.join(backends)}{nccl}", status, remedy)
+    count = torch.cuda.device_count()
+    devices = f"{count} x cuda" if count else "cpu only"
+    yield Line("software", "torch devices", f"{devices}; {torch.get_num_threads()} threads in one process")
+
+
+def _home() -> str:
+    return "virtual environment" if sys.prefix != sys.base_prefix else "system"

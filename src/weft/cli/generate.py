@@ -1,0 +1,43 @@
+"""`weft generate`: continue a prompt with the model of a run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.errors import ConfigError, did_you_mean
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/quickstart.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Choose among this many likeliest tokens.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Checkpoint to use.", show_default="the newest valid one")
+    ] = None,
+) -> None:
+    """Continue a prompt with a trained model."""
+    refuse_no_run(run)
+    from weft.train import generate_text
+
+    text = generate_text(run, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed, step=step)
+    print(text)
+
+
+def refuse_no_run(run: Path) -> None:
+    """ConfigError when `run` is no folder that `weft train` made, or holds no checkpoint yet."""
+    if not run.is_dir():
+        siblings = [str(found.parent) for found in run.parent.glob("*/config.toml")] if run.parent.is_dir() else []
+        hint = did_you_mean(str(run), siblings) or " Give a run's folder, such as runs/quickstart."
+        raise ConfigError(f"RUN={run}: there is no such folder.{hint}")
+    if not (run / "config.toml").is_file():
+        inside = sorted(str(found.parent) for found in run.glob("*/config.toml"))
+        hint = f"Use one of its runs: {', '.join(inside[:5])}." if inside else "Give a run's folder."
+        raise ConfigError(f"RUN={run}: this folder is no run, it has no config.toml. {hint}")
+    if not any((run / "checkpoints").glob("step_*")):
+        raise ConfigError(f"RUN={run}: this run has no checkpoint yet. Train it first: weft train {run}/config.toml")

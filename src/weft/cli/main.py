@@ -1,0 +1,164 @@
+"""The `weft` command: finds the verb, loads only its file, and turns every expected error into a sentence."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from weft.cli.console import complain, paint, say
+from weft.cli.launch import RankFailed, Stopped
+from weft.errors import ConfigError, WeftError, did_you_mean
+
+
+class Verb(NamedTuple):
+    """Where a verb lives: a function, or a typer.Typer with verbs of its own."""
+
+    help: str
+    module: str
+    attribute: str
+
+
+VERBS = {
+    "train": Verb("Train a model; the same command again resumes.", "weft.cli.train", "train"),
+    "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
+    "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
+    "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
+    "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
+    "doctor": Verb("Check this machine, and report it for a bug report.", "weft.cli.doctor.verb", "doctor"),
+    "version": Verb("Print Weft's version.", "weft.cli.version", "version"),
+}
+
+# Older typers carry click as a dependency, newer ones inside; the public BadParameter leads to the bases of either.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+_ClickException: Any = typer.BadParameter.__mro__[2]
+
+
+class LazyGroup(TyperGroup):
+    """The verbs; a verb's file is imported when it is called, not to print the list."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        """A label for the list of verbs; `resolve_command` finds the real one."""
+        return TyperCommand(cmd_name, help=VERBS[cmd_name].help) if cmd_name in VERBS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Any, list[str]]:
+        name, rest = args[0], args[1:]
+        if name not in VERBS:
+            hint = did_you_mean(name, VERBS) or f" Known: {', '.join(VERBS)}."
+            raise _UsageError(f"unknown command {name!r}.{hint}", ctx=ctx)
+        return name, _load(name), rest
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    help="Weft: one plan for training PyTorch models, from a laptop to a cluster.",
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Weft: one plan for training PyTorch models, from a laptop to a cluster."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line; returns its exit code. Errors are told on stderr, without a traceback."""
+    args = list(args) or ["--help"]
+    if args == ["--version"]:
+        args = ["version"]
+    try:
+        code = _command(app)(args=args, prog_name="weft", standalone_mode=False)
+    except _UsageError as error:
+        complain(_usage_text(error))
+        return 2
+    except _ClickException as error:
+        complain(error.format_message())
+        return int(error.exit_code)
+    except WeftError as error:
+        show_error(error)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except BrokenPipeError:
+        # The reader, such as `head`, has what it wanted; nothing more may be written, at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    if code == 130:
+        say("interrupted.")
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Entry point of the `weft` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def show_error(error: WeftError) -> None:
+    """An error raised on purpose: one line per problem; a rank's failure also says where to look."""
+    if isinstance(error, Stopped):
+        say(str(error))
+    elif isinstance(error, ConfigError):
+        for problem in error.problems:
+            complain(str(problem))
+    elif isinstance(error, RankFailed):
+        if error.traceback:
+            print(error.traceback.rstrip(), file=sys.stderr)
+        complain(str(error))
+        print(paint(f"  ({error.whereabouts})", "faint", sys.stderr), file=sys.stderr, flush=True)
+    else:
+        complain(str(error))
+
+
+def _load(name: str) -> Any:
+    verb = VERBS[name]
+    target = getattr(importlib.import_module(verb.module), verb.attribute)
+    if not isinstance(target, typer.Typer):
+        single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+        single.command(name)(target)
+        target = single
+    return _command(target, name)
+
+
+def _command(group: typer.Typer, name: str | None = None) -> Any:
+    """The click command behind a typer app; boxes and colours only where a person looks at them."""
+    group.rich_markup_mode = "rich" if sys.stdout.isatty() else None
+    command = typer.main.get_command(group)
+    if name is not None:
+        command.name = name
+    return command
+
+
+def _usage_text(error: Any) -> str:
+    text = str(error.format_message())
+    option = getattr(error, "option_name", None)
+    context = error.ctx
+    if type(error).__name__ == "NoSuchOption" and option and context is not None:
+        known = {flag for parameter in context.command.get_params(context) for flag in parameter.opts}
+        text = f"unknown option {option!r}.{did_you_mean(option, known - {'--help'})}"
+        if context.command.name == "train":
+            text += f" Settings are written without dashes: {_as_setting(option)}=..."
+    path = context.command_path if context is not None else "weft"
+    return f"{text.rstrip()}\n  `{path} --help` lists what there is."
+
+
+def _as_setting(option: str) -> str:
+    """'--lr' -> 'optimizer.lr' where one setting ends so, else the name as it is."""
+    from weft.spec.config import RunConfig
+
+    name = option.lstrip("-").replace("-", "_")
+    keys = [
+        f"{section}.{key}"
+        for section, field in RunConfig.model_fields.items()
+        for key in getattr(field.annotation, "model_fields", {})
+    ]
+    fits = [key for key in keys if key.rpartition(".")[2] == name or key == name]
+    return fits[0] if len(fits) == 1 else name

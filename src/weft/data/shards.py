@@ -1,0 +1,212 @@
+"""Tokenised documents on disk: files of little-endian integers that are memory-mapped.
+
+A split's folder (train/ or eval/) holds
+    tokens-00000.bin ...   uint16 or uint32, `shard_tokens` in each but the last
+    trained-00000.bin ...  uint8, 1 where the token is trained; absent where every token is
+    offsets.bin            int64, where each document starts in the split, and the total at the end
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from weft.errors import DataError
+
+SHARD_BYTES = 256 * 2**20
+_OFFSETS_FLUSH = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCounts:
+    """What a split holds. files: name -> (bytes, blake2b hex digest)."""
+
+    num_tokens: int
+    num_documents: int
+    num_trained: int
+    dtype: str
+    shard_tokens: int
+    has_mask: bool
+    files: dict[str, tuple[int, str]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SplitCounts:
+        files = {name: (int(size), str(digest)) for name, (size, digest) in values["files"].items()}
+        return cls(**{**values, "files": files})
+
+
+@dataclass(slots=True)
+class _Output:
+    """A file that is hashed while it is written."""
+
+    path: Path
+    handle: BinaryIO
+    num_bytes: int = 0
+    hasher: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=32))
+
+    def write(self, data: bytes) -> None:
+        self.handle.write(data)
+        self.hasher.update(data)
+        self.num_bytes += len(data)
+
+    def close(self) -> tuple[str, tuple[int, str]]:
+        self.handle.close()
+        return self.path.name, (self.num_bytes, self.hasher.hexdigest())
+
+
+class SplitWriter:
+    """Appends documents to a split. with_mask: keep a mask (it is dropped at the end if all tokens are trained)."""
+
+    def __init__(self, folder: Path, *, vocab_size: int, with_mask: bool, shard_bytes: int = SHARD_BYTES):
+        folder.mkdir(parents=True)
+        self._folder, self._with_mask = folder, with_mask
+        self._dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+        self._shard_tokens = max(1, shard_bytes // np.dtype(self._dtype).itemsize)
+        self._files: dict[str, tuple[int, str]] = {}
+        self._tokens: _Output | None = None
+        self._mask: _Output | None = None
+        self._offsets = self._open("offsets.bin")
+        self._pending = [0]
+        self._num_tokens = self._num_documents = self._num_trained = 0
+
+    def append(self, tokens: np.ndarray, trained: np.ndarray | None) -> None:
+        """More tokens of the open document. tokens: int [n]. trained: bool [n], None: all."""
+        self._num_trained += tokens.size if trained is None else int(trained.sum())
+        while tokens.size:
+            used = self._num_tokens % self._shard_tokens
+            if used == 0:
+                self._next_shard()
+            room = self._shard_tokens - used
+            self._tokens.write(tokens[:room].astype(self._dtype).tobytes())  # type: ignore[union-attr]
+            if self._mask is not None:
+                now = np.ones(min(room, tokens.size), np.uint8) if trained is None else trained[:room].astype(np.uint8)
+                self._mask.write(now.tobytes())
+                trained = None if trained is None else trained[room:]
+            self._num_tokens += min(room, tokens.size)
+            tokens = tokens[room:]
+
+    def end_document(self) -> None:
+        self._num_documents += 1
+        self._pending.append(self._num_tokens)
+        if len(self._pending) >= _OFFSETS_FLUSH:
+            self._flush_offsets()
+
+    def close(self) -> SplitCounts:
+        self._flush_offsets()
+        for output in (self._offsets, self._tokens, self._mask):
+            self._finish(output)
+        all_trained = self._num_trained == self._num_tokens
+        if self._with_mask and all_trained:
+            for name in [name for name in self._files if name.startswith("trained")]:
+                (self._folder / name).unlink()
+                del self._files[name]
+        return SplitCounts(
+            self._num_tokens, self._num_documents, self._num_trained, self._dtype, self._shard_tokens,
+            self._with_mask and not all_trained, self._files,
+        )  # fmt: skip
+
+    def _next_shard(self) -> None:
+        number = self._num_tokens // self._shard_tokens
+        self._finish(self._tokens)
+        self._tokens = self._open(f"tokens-{number:05d}.bin")
+        if self._with_mask:
+            self._finish(self._mask)
+            self._mask = self._open(f"trained-{number:05d}.bin")
+
+    def _open(self, name: str) -> _Output:
+        path = self._folder / name
+        return _Output(path, path.open("wb"))
+
+    def _finish(self, output: _Output | None) -> None:
+        if output is not None:
+            name, entry = output.close()
+            self._files[name] = entry
+
+    def _flush_offsets(self) -> None:
+        self._offsets.write(np.array(self._pending, "<i8").tobytes())
+        self._pending = []
+
+
+class SplitReader:
+    """Reads a split by position. The files' sizes are checked when it opens, their digests by `verify_split`."""
+
+    def __init__(self, folder: Path, counts: SplitCounts):
+        wrong = size_problems(folder, counts)
+        if wrong:
+            raise DataError(f"{folder}: {wrong[0]}. Delete the folder above it and prepare the data again.")
+        self._folder, self._counts = folder, counts
+        self.num_tokens, self.num_documents = counts.num_tokens, counts.num_documents
+        self.offsets = _mapped(folder / "offsets.bin", "<i8")
+        shards = range(-(-counts.num_tokens // counts.shard_tokens))
+        self._tokens = [_mapped(folder / f"tokens-{number:05d}.bin", counts.dtype) for number in shards]
+        self._masks = [_mapped(folder / f"trained-{n:05d}.bin", "u1") for n in shards] if counts.has_mask else None
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """`length` tokens from `start`, of the stored integer type; past the end it goes on at the beginning."""
+        return self._read(self._tokens, start, length)
+
+    def trained(self, start: int, length: int) -> np.ndarray | None:
+        """uint8 [length], 1 where the token is trained; None where all are. Wraps like `tokens`."""
+        return None if self._masks is None else self._read(self._masks, start, length)
+
+    def borders(self, start: int, length: int) -> np.ndarray:
+        """Distances d in 1..length such that a document starts at token start + d, sorted. Wraps like `tokens`."""
+        first = np.searchsorted(self.offsets, start, side="right")
+        last = np.searchsorted(self.offsets, start + length, side="right")
+        borders = self.offsets[first:last] - start
+        if start + length > self.num_tokens:
+            again = np.searchsorted(self.offsets, start + length - self.num_tokens, side="right")
+            borders = np.concatenate([borders, self.offsets[1:again] + (self.num_tokens - start)])
+        return borders
+
+    def _read(self, shards: list[np.ndarray], start: int, length: int) -> np.ndarray:
+        size = self._counts.shard_tokens
+        number, inside = divmod(start, size)
+        if inside + length <= shards[number].size:
+            return shards[number][inside : inside + length]
+        parts = []
+        while length > 0:
+            number, inside = divmod(start % self.num_tokens, size)
+            parts.append(shards[number][inside : inside + length])
+            start, length = start + parts[-1].size, length - parts[-1].size
+        return np.concatenate(parts)
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    with path.open("rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)
+
+
+def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
+    """One sentence for each file that is missing or has another size than the manifest says."""
+    found = []
+    for name, (size, _) in counts.files.items():
+        path = folder / name
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            found.append(f"{name} has {path.stat().st_size} bytes, and {size} were written")
+    return found
+
+
+def verify_split(folder: Path, counts: SplitCounts) -> list[str]:
+    """Read every file and compare its digest; one sentence for each that is damaged."""
+    wrong = size_problems(folder, counts)
+    if wrong:
+        return wrong
+    for name, (_, digest) in counts.files.items():
+        hasher = hashlib.blake2b(digest_size=32)
+        with (folder / name).open("rb") as file:
+            while block := file.read(2**20):
+                hasher.update(block)
+        if hasher.hexdigest() != digest:
+            wrong.append(f"{name} does not match its digest")
+    return wrong

@@ -1,0 +1,144 @@
+"""events.jsonl: one JSON object a line, appended with one write call each, readable while and after the run.
+
+Every event has "event" (its kind: step, eval, note, ...) and "time" (seconds since 1970). Floats that are not finite
+are written as the strings "nan", "inf" and "-inf", so that each line is JSON for every reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.errors import DataError, TrainingHalted
+
+_BLOCK_BYTES = 64 * 1024
+
+
+class EventLog:
+    """Appends events to a file that it creates, with its folder, where it is missing.
+
+    A last line that a killed writer left torn is cut off first. One process writes; any number may read.
+    """
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _cut_torn_line(self._handle)
+        except OSError as error:
+            raise self._halted(error) from error
+
+    def write(self, event: Mapping[str, object]) -> None:
+        """Append one event; "time" is added where absent. The line is with the kernel on return, so that it
+        survives the death of this process. TrainingHalted when it cannot be written, such as on a full disk."""
+        line = _encode({"time": round(time.time(), 3), **event})
+        try:
+            done = os.write(self._handle, line)
+            while done < len(line):  # The disk is nearly full: the next write says so.
+                done += os.write(self._handle, line[done:])
+        except OSError as error:
+            raise self._halted(error) from error
+
+    def close(self) -> None:
+        """May be called more than once."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _halted(self, error: OSError) -> TrainingHalted:
+        return TrainingHalted(
+            f"run.dir={self.path.parent}: events cannot be written to {self.path.name} ({error.strerror})."
+            " Make room or choose another run.dir, and run the same command again: it resumes."
+        )
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of a log, oldest first; empty when there is no file. A torn last line is left out.
+
+    A damaged line in the middle becomes {"event": "damaged", "line": its number}, so that the rest stays readable.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path}: events cannot be read ({error.strerror}).") from error
+    # What follows the last line break is empty, or was torn by a killed writer.
+    return [_decode(line, number) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[dict[str, Any]]:
+    """Events of one kind, one a step and in the order of steps: the later of two events of a step is kept.
+
+    An event {"event": "resume", "step": n} drops what was logged beyond step n before it: that work was done again.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    for event in events:
+        step = event.get("step")
+        if type(step) is not int:
+            continue
+        if event.get("event") == "resume":
+            by_step = {known: kept for known, kept in by_step.items() if known <= step}
+        elif event.get("event") == kind:
+            by_step[step] = dict(event)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def number(value: object) -> float:
+    """A float as `EventLog` wrote it: "nan" and "inf" come back as floats, and anything else that is none as nan."""
+    if isinstance(value, int | float):
+        return float(value)
+    return float(value) if value in ("nan", "inf", "-inf") else math.nan
+
+
+def _encode(event: Mapping[str, object]) -> bytes:
+    try:
+        return json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    except ValueError:
+        # Rare: only a line with a float that is not finite pays for the walk.
+        return json.dumps(_finite(event), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(float(value))
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _decode(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        event = None
+    return event if isinstance(event, dict) else {"event": "damaged", "line": number}
+
+
+def _cut_torn_line(handle: int) -> None:
+    end = os.fstat(handle).st_size
+    keep = end
+    while keep > 0:
+        start = max(0, keep - _BLOCK_BYTES)
+        block = os.pread(handle, keep - start, start)
+        found = block.rfind(b"\n")
+        if found >= 0:
+            keep = start + found + 1
+            break
+        keep = start
+    if keep < end:
+        os.ftruncate(handle, keep)

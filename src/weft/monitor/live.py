@@ -1,0 +1,222 @@
+"""The live panel of a terminal: progress, numbers, and the loss so far as a small curve.
+
+`step` only stores the record; rich's thread draws a few times a second, so that a step never waits for the terminal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+from typing import Any, TextIO, cast
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.text import Text
+
+from weft.monitor.display import Eta, LastingStream, format_clock, format_loss, numbers
+from weft.monitor.record import StepRecord
+
+_DRAWS_PER_S = 4
+_BARS = "▁▂▃▄▅▆▇█"
+#: Columns that the curve takes at least; a longer text about the evaluation gives way.
+_MIN_CURVE = 16
+#: Losses kept for the curve; when full, neighbours are averaged, so that memory and drawing stay small.
+_MAX_POINTS = 512
+
+
+class LossCurve:
+    """The whole run's losses in a bounded number of points, each the mean of equally many steps."""
+
+    def __init__(self, max_points: int = _MAX_POINTS):
+        self._max_points = max_points
+        self._points: list[float] = []
+        self._stride = 1
+        self._sum, self._count = 0.0, 0
+
+    def add(self, loss: float) -> None:
+        """A loss that is not finite is left out."""
+        if not math.isfinite(loss):
+            return
+        self._sum += loss
+        self._count += 1
+        if self._count < self._stride:
+            return
+        self._points.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self._points) >= self._max_points:
+            pairs = zip(self._points[::2], self._points[1::2], strict=False)
+            self._points = [(left + right) / 2 for left, right in pairs]
+            self._stride *= 2
+
+    def draw(self, width: int) -> str:
+        """The curve as `width` characters or fewer, each the mean of its steps; '' before there are three points."""
+        points = self._points
+        if len(points) < 3 or width < 3:
+            return ""
+        width = min(width, len(points))
+        edges = [position * len(points) // width for position in range(width + 1)]
+        means = [sum(points[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+        low, high = min(means), max(means)
+        scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+class LiveDisplay:
+    """Three lines that stay at the foot of the terminal; notes and other output scroll by above them."""
+
+    def __init__(self, stream: TextIO, *, total_steps: int, start_step: int):
+        self._total = total_steps
+        self._start = start_step
+        self._record: StepRecord | None = None
+        self._curve = LossCurve()
+        self._eta = Eta(total_steps)
+        self._began = time.monotonic()
+        self._evaluations: tuple[str, ...] = ()
+        self._best: tuple[float, int] | None = None
+        self._lock = threading.Lock()
+        self._console = _TerminalConsole(LastingStream(stream))
+        self._live = Live(
+            _Panel(self),
+            console=self._console,
+            refresh_per_second=_DRAWS_PER_S,
+            vertical_overflow="crop",
+            # What others print to the same terminal goes above the panel; what they print to a file stays there.
+            redirect_stdout=_is_terminal(sys.stdout),
+            redirect_stderr=_is_terminal(sys.stderr),
+        )
+        self._live.start()
+
+    def step(self, record: StepRecord) -> None:
+        with self._lock:
+            self._record = record
+            self._curve.add(record.loss)
+            self._eta.observe(record.step)
+        if record.skipped:
+            self.note(f"step {record.step}/{self._total}  skipped: {record.skipped}")
+
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
+        bits = f" · {format_loss(bits_per_byte)} bits/byte" if bits_per_byte is not None else ""
+        with self._lock:
+            if math.isfinite(loss) and (self._best is None or loss < self._best[0]):
+                self._best = (loss, step)
+            best = ""
+            if self._best is not None and self._best[1] != step:
+                best = f" · best {format_loss(self._best[0])} at {self._best[1]}"
+            # From the fullest wording to the shortest: a narrow terminal takes the first that fits.
+            brief = f"eval {format_loss(loss)}"
+            self._evaluations = (f"{brief}{bits} at step {step}{best}", f"{brief}{bits} at step {step}", brief)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def __enter__(self) -> LiveDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lines(self, width: int) -> list[Text | tuple[Text, ProgressBar, Text]]:
+        """The panel's lines for a terminal of `width` columns; none is wider."""
+        with self._lock:
+            record = self._record
+            evaluation = next((text for text in self._evaluations if len(text) + 3 + _MIN_CURVE <= width), "")
+            curve = self._curve.draw(width - (len(evaluation) + 3 if evaluation else 0))
+            eta = self._eta.seconds()
+        done = record.step if record else self._start
+        share = min(1.0, done / self._total) if self._total else 1.0
+        head = Text.assemble((f"step {done}/{self._total} ", "bold"))
+        elapsed = format_clock(time.monotonic() - self._began)
+        tail = Text.assemble(f" {100 * share:3.0f}%", (f"  {elapsed}", "dim"), f"  eta {format_clock(eta)}")
+        room = width - cell_len(head.plain) - cell_len(tail.plain)
+        if room < 4:
+            tail, room = Text(""), max(0, width - cell_len(head.plain))
+        lines: list[Text | tuple[Text, ProgressBar, Text]] = [
+            (head, ProgressBar(total=max(1, self._total), completed=done, width=max(1, room)), tail)
+        ]
+        if record is not None:
+            lines.append(_number_line(record, width))
+        if curve or evaluation:
+            lines.append(_fit([(curve, "cyan"), (evaluation, "green")], width, gap="   "))
+        return lines
+
+
+class _TerminalConsole(Console):
+    """A console that asks its own stream for the terminal's size. Rich asks the standard streams, and those of a rank
+    are its log files."""
+
+    def __init__(self, stream: LastingStream):
+        super().__init__(file=cast(Any, stream), force_terminal=True, highlight=False)
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        try:
+            columns, rows = os.get_terminal_size(self.file.fileno())
+        except (OSError, ValueError):
+            columns, rows = 0, 0
+        return ConsoleDimensions(columns, rows) if columns and rows else super().size
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+class _Panel:
+    """Asks the display for its lines each time rich draws, at the width the terminal has by then."""
+
+    def __init__(self, display: LiveDisplay):
+        self._display = display
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # The last column stays free: some terminals wrap a line that fills it.
+        width = max(10, options.max_width - 1)
+        for position, line in enumerate(self._display.lines(width)):
+            if position:
+                yield Segment.line()
+            if isinstance(line, tuple):
+                head, bar, tail = line
+                yield from console.render(_unbroken(head, width), options)
+                yield from bar.__rich_console__(console, options)
+                yield from console.render(_unbroken(tail, width), options)
+            else:
+                yield from console.render(_unbroken(line, width), options)
+
+
+def _unbroken(text: Text, width: int) -> Text:
+    text.truncate(width)
+    text.end = ""
+    text.no_wrap = True
+    return text
+
+
+def _number_line(record: StepRecord, width: int) -> Text:
+    parts: list[tuple[str, str]] = []
+    for label, value in numbers(record):
+        parts.append((f"{label} {value}".strip(), "bold" if label == "loss" else ""))
+    if record.skipped:
+        parts.insert(1, ("skipped", "yellow"))
+    return _fit(parts, width)
+
+
+def _fit(parts: list[tuple[str, str]], width: int, gap: str = "  ") -> Text:
+    """Join parts, leaving out from the end what does not fit; the first is cut rather than left out."""
+    line = Text()
+    for text, style in parts:
+        if not text:
+            continue
+        space = gap if line.plain else ""
+        if line.plain and cell_len(line.plain) + cell_len(space) + cell_len(text) > width:
+            break
+        line.append(space)
+        line.append(text, style=style)
+    line.truncate(width)
+    return line

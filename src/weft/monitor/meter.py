@@ -1,0 +1,139 @@
+"""Seconds by phase of a step, tokens per second, memory.
+
+On a GPU a phase is bracketed by two CUDA events and nothing waits: the seconds are read from the events when somebody
+asks for them, which by then have usually passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Protocol
+
+#: Steps that the smoothed speed looks back on.
+_WINDOW = 20
+#: Phases kept of one step.
+_MAX_SPANS = 4096
+
+
+class Clock(Protocol):
+    """Marks a moment in a device's work, and later tells the seconds between two marks."""
+
+    def mark(self) -> Any: ...
+
+    def seconds_between(self, start: Any, end: Any) -> float: ...
+
+
+class HostClock:
+    """For devices whose work is done when the call returns: a mark is a reading of perf_counter."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CudaClock:
+    """A mark is an event in the current stream of a CUDA device; only reading the seconds waits for it."""
+
+    def __init__(self, device: object):
+        import torch
+
+        self._torch = torch
+        self._device = torch.device(str(device))
+
+    def mark(self) -> Any:
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record(self._torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+class StepTimes:
+    """One step's times. total_s: by the host's clock, all included. tokens_per_s: of this step alone."""
+
+    def __init__(self, total_s: float, num_tokens: int, spans: list[tuple[str, Any, Any]], clock: Clock):
+        self.total_s = total_s
+        self.tokens_per_s = num_tokens / total_s if total_s > 0 else 0.0
+        self._spans = spans
+        self._clock = clock
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in the order the phases began; a phase that ran several times is summed.
+
+        The first look reads the device's events, and waits where the device has not come that far.
+        """
+        seconds: dict[str, float] = {}
+        for name, start, end in self._spans:
+            seconds[name] = seconds.get(name, 0.0) + self._clock.seconds_between(start, end)
+        self._spans = []
+        return seconds
+
+
+class Meter:
+    """Times the steps of one rank.
+
+    device: "cpu", "cuda:0" or a torch.device. clock: for tests. A step lasts from `begin_step` (or, without that,
+    from the last `end_step`) to `end_step`, so that evaluation and saving between the two count as no step's time.
+    """
+
+    def __init__(self, device: object = "cpu", *, clock: Clock | None = None):
+        self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
+        # Bounded, because a step used without a loop has nobody to call end_step.
+        self._spans: deque[tuple[str, Any, Any]] = deque(maxlen=_MAX_SPANS)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._began = time.perf_counter()
+
+    def begin_step(self) -> None:
+        """Start the step's time now, and forget phases timed since the last step."""
+        self._spans.clear()
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the step. Phases may repeat within a step, and may lie inside each other."""
+        start = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._spans.append((name, start, self._clock.mark()))
+
+    def end_step(self, num_tokens: int) -> StepTimes:
+        """End the step. num_tokens: trained in it over all ranks; 0 for a step that trained nothing."""
+        now = time.perf_counter()
+        times = StepTimes(now - self._began, num_tokens, list(self._spans), self._clock)
+        self._recent.append((num_tokens, times.total_s))
+        self._spans.clear()
+        self._began = now
+        return times
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Smoothed over the last steps: their tokens over their seconds. 0 before the first."""
+        total_s = sum(seconds for _, seconds in self._recent)
+        return sum(tokens for tokens, _ in self._recent) / total_s if total_s > 0 else 0.0
+
+
+def memory_bytes(device: object = "cpu") -> tuple[int, int]:
+    """(now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        return torch.cuda.memory_allocated(str(device)), torch.cuda.max_memory_allocated(str(device))
+    import resource
+
+    import psutil
+
+    # Kilobytes on Linux, bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    now = psutil.Process().memory_info().rss
+    return now, max(now, peak)

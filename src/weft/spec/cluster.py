@@ -1,0 +1,251 @@
+"""The machines: what one device can do, and how many there are. Numbers are in base units: bytes, FLOP/s, watts.
+
+The devices that Weft knows are in `devices.toml` beside this file; a cluster file may change any of their numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import cast
+
+from weft.errors import ConfigError, Problem, did_you_mean
+
+#: How the fast links join the devices of a scale-up domain.
+TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
+
+_SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
+#: Number of a device file -> (field of DeviceSpec, factor to its base unit).
+_NUMBERS = {
+    "memory_gib": ("memory_bytes", 2**30),
+    "memory_gb_s": ("memory_bytes_per_s", 1e9),
+    "scale_up_gb_s": ("scale_up_bytes_per_s", 1e9),
+    "scale_up_domain": ("scale_up_domain", 1),
+    "nic_gb_s": ("nic_bytes_per_s", 1e9),
+    "host_gb_s": ("host_bytes_per_s", 1e9),
+    "watts": ("watts", 1),
+    "measured_tflops": ("measured_flops", 1e12),
+}
+_WHOLE = ("memory_gib", "scale_up_domain")
+_TEXTS = ("title", "scale_up_topology", "sources", "note")
+_LISTS = ("aliases", "torch_names")
+_MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
+_DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+_DEVICE_KEYS = (*_NUMBERS, *_TEXTS, *_LISTS, "tflops")
+_CLUSTER_KEYS = ("nodes", "devices_per_node", "device")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """What one device can do. None is not known; every rate is for one device and one direction.
+
+    peaks: dense peak FLOP/s by precision. measured_flops: the best bf16 matmul that was measured, in FLOP/s.
+    scale_up_bytes_per_s: the fast links between the devices of one domain of `scale_up_domain` devices.
+    nic_bytes_per_s: its share of the network between nodes. host_bytes_per_s: the link to host memory.
+    sources: D data sheet, S published measurements, W press and web (uncertain).
+    """
+
+    name: str
+    title: str = ""
+    peaks: tuple[tuple[str, float], ...] = ()
+    memory_bytes: int = 0
+    memory_bytes_per_s: float = 0.0
+    scale_up_bytes_per_s: float = 0.0
+    scale_up_domain: int = 1
+    scale_up_topology: str = "switch"
+    nic_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
+    watts: float | None = None
+    measured_flops: float | None = None
+    aliases: tuple[str, ...] = ()
+    torch_names: tuple[str, ...] = ()
+    sources: str = ""
+    note: str = ""
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Dense peak FLOP/s of a precision ("bf16", "fp16", "fp8", "fp4", "tf32"), or None where it has none."""
+        return dict(self.peaks).get(precision)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` gives the shorthand."""
+
+    nodes: int
+    devices_per_node: int
+    device: DeviceSpec
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of all nodes."""
+        return self.nodes * self.devices_per_node
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterSpec:
+        """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
+
+        Raises ConfigError.
+        """
+        match = _SHORTHAND.fullmatch(text.strip().lower())
+        if match is None:
+            raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
+        first, second, name = match.groups()
+        nodes, devices = (first, second) if second else ("1", first or "1")
+        if int(nodes) < 1 or int(devices) < 1:
+            raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
+        return cls(nodes=int(nodes), devices_per_node=int(devices), device=device(name))
+
+    @classmethod
+    def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
+        """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers.
+
+        A device's table starts from a known one where it has `like = "h100"`. Raises ConfigError with every mistake.
+        """
+        problems = _unknown_keys(table, _CLUSTER_KEYS, "cluster")
+        counts: dict[str, int] = {}
+        for key in ("nodes", "devices_per_node"):
+            count = table.get(key, 1 if key == "nodes" else None)
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 9_999_999:
+                problems.append(Problem(key, f"{key}={_shown(count)}: a whole number from 1 is needed. Use e.g. 8."))
+            else:
+                counts[key] = count
+        spec: DeviceSpec | None = None
+        try:
+            spec = _device_of(table.get("device"))
+        except ConfigError as error:
+            problems += error.problems
+        if spec is None or problems:
+            raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
+        return cls(**counts, device=spec)
+
+    @classmethod
+    def load(cls, path: Path | str) -> ClusterSpec:
+        """Read a TOML file in the form of `from_mapping`. Raises ConfigError."""
+        try:
+            table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+        except OSError as error:
+            raise _error(f"cluster={path}: the file cannot be read ({error.strerror}). Check its path.") from None
+        except (ValueError, RecursionError) as error:
+            raise _error(f"{path}: this is not TOML text ({error}). Correct that place.") from None
+        return cls.from_mapping(table, str(path))
+
+    def __str__(self) -> str:
+        size = f"{self.devices_per_node}x{self.device.name}"
+        return size if self.nodes == 1 else f"{self.nodes}x{size}"
+
+
+@functools.cache
+def devices() -> Mapping[str, DeviceSpec]:
+    """The devices that Weft knows, by name."""
+    text = resources.files("weft.spec").joinpath("devices.toml").read_text(encoding="utf-8")
+    tables = cast(dict[str, dict[str, object]], tomllib.loads(text))
+    return {name: _changed(DeviceSpec(name=name), table) for name, table in tables.items()}
+
+
+def device(name: str) -> DeviceSpec:
+    """A known device by its name or an alias. Raises ConfigError that lists the known ones."""
+    wanted = name.strip().lower()
+    for spec in devices().values():
+        if wanted == spec.name or wanted in spec.aliases:
+            return spec
+    known = [*devices(), *(alias for spec in devices().values() for alias in spec.aliases)]
+    hint = did_you_mean(wanted, known)
+    raise _error(f"device={_shown(name)}: not a device that Weft knows.{hint} Known: {', '.join(devices())}.", "device")
+
+
+def device_by_torch_name(name: str) -> DeviceSpec | None:
+    """The device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
+    wanted = " ".join(word for word in name.split() if word not in _MAKERS)
+    return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
+
+
+def _device_of(value: object) -> DeviceSpec:
+    if isinstance(value, str):
+        return device(value)
+    if not isinstance(value, dict):
+        rule = 'a device is a name or a table. Use e.g. device = "h100" or device = {like = "h100", watts = 500}.'
+        raise _error(f"device={_shown(value)}: {rule}", "device")
+    table = dict(cast(dict[str, object], value))
+    like, name = table.pop("like", None), table.pop("name", "")
+    if not isinstance(like, str | None) or not isinstance(name, str):
+        raise _error(f'device={_shown(value)}: like and name are texts. Use e.g. like = "h100".', "device")
+    base = device(like) if like is not None else DeviceSpec(name="custom")
+    changed = _changed(base, table)
+    return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
+
+
+def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:
+    """`base` with the numbers of a device table; ConfigError with every mistake."""
+    problems = _unknown_keys(table, (*_DEVICE_KEYS, "like", "name"), "device")
+    values: dict[str, object] = {}
+    for key, value in table.items():
+        if key in _NUMBERS:
+            field, factor = _NUMBERS[key]
+            if not _is_positive(value) or (key in _WHOLE and not isinstance(value, int)):
+                kind = "whole number" if key in _WHOLE else "number"
+                problems.append(Problem(key, f"device.{key}={_shown(value)}: a {kind} above 0 is needed. Use e.g. 8."))
+            else:
+                values[field] = cast(float, value) * factor
+        elif key == "tflops":
+            values["peaks"] = tuple(_peaks(value, problems))
+        elif key in _TEXTS or key in _LISTS:
+            values[key] = _text(key, value, problems)
+    if problems:
+        raise ConfigError(problems)
+    return replace(base, **values)  # pyright: ignore[reportArgumentType]
+
+
+def _peaks(value: object, problems: list[Problem]) -> list[tuple[str, float]]:
+    table = cast(dict[str, object], value) if isinstance(value, dict) else {"": value}
+    for dtype, peak in table.items():
+        if dtype not in _DTYPES or not _is_positive(peak):
+            rule = f"peaks are numbers by precision ({', '.join(_DTYPES)}). Use e.g. tflops = {{bf16 = 989}}."
+            problems.append(Problem("tflops", f"device.tflops={_shown(table)}: {rule}"))
+            return []
+    return [(dtype, cast(float, peak) * 1e12) for dtype, peak in table.items()]
+
+
+def _text(key: str, value: object, problems: list[Problem]) -> str | tuple[str, ...]:
+    if key in _LISTS:
+        parts = cast(list[object], value) if isinstance(value, list) else [None]
+        texts = tuple(part for part in parts if isinstance(part, str))
+        if len(texts) < len(parts):
+            problems.append(Problem(key, f'device.{key}={_shown(parts)}: a list of texts is needed. Use ["h100"].'))
+        return texts
+    if not isinstance(value, str):
+        problems.append(Problem(key, f'device.{key}={_shown(value)}: a text is needed. Use e.g. "h100".'))
+        return ""
+    if key == "scale_up_topology" and value not in TOPOLOGIES:
+        hint = did_you_mean(value, TOPOLOGIES) or " Use switch."
+        problems.append(Problem(key, f"device.{key}={_shown(value)}: not one of {', '.join(TOPOLOGIES)}.{hint}"))
+    return value
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e18 and math.isfinite(value)
+
+
+def _unknown_keys(table: Mapping[str, object], known: tuple[str, ...], place: str) -> list[Problem]:
+    every = f" Known: {', '.join(known)}."
+    return [
+        Problem(key, f"unknown {place} key {key!r}.{did_you_mean(key, known) or every}")
+        for key in table
+        if key not in known
+    ]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and abs(value) > 10**18:
+        return "(a huge number)"
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _error(message: str, field: str = "cluster") -> ConfigError:
+    return ConfigError([Problem(field, message)])

@@ -1,0 +1,51 @@
+"""Print a config: as a TOML file, and what may stand in one as a JSON Schema."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from weft.spec.config import RunConfig
+from weft.spec.plan import OFFLOADS, PRECISIONS, SCHEDULES, plan_fields
+
+
+def format_config(config: RunConfig) -> str:
+    """The config as a TOML file that loads back to an equal one."""
+    import tomli_w
+
+    tables = config.model_dump(by_alias=True, exclude_none=True)
+    for name in ("train", "eval"):  # a table for each source reads better than one long line
+        for source in tables["data"][name]:
+            if not source["columns"]:
+                del source["columns"]
+    return tomli_w.dumps(tables)
+
+
+def config_schema() -> dict[str, object]:
+    """JSON Schema of a config file, short forms included; editors use it to complete and check."""
+    schema = cast(dict[str, object], RunConfig.model_json_schema())
+    properties = cast(dict[str, dict[str, object]], schema["properties"])
+    plan = properties["plan"]
+    plan["anyOf"] = [{"type": plan.pop("type")}, _plan_table()]
+    definitions = cast(dict[str, dict[str, object]], schema["$defs"])
+    sources = cast(dict[str, dict[str, object]], definitions["DataSection"]["properties"])
+    for name in ("train", "eval"):
+        of_tables = {"type": sources[name].pop("type"), "items": {"anyOf": [sources[name].pop("items"), _TEXT]}}
+        sources[name]["anyOf"] = [of_tables, _TEXT]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+_TEXT = {"type": "string"}
+
+
+def _plan_table() -> dict[str, object]:
+    whole: dict[str, object] = {"anyOf": [{"type": "integer", "minimum": 0}, {"const": "*"}]}
+    special: dict[str, dict[str, object]] = {
+        "sp": {"type": "boolean"},
+        "compile": {"type": "boolean"},
+        "schedule": {"enum": list(SCHEDULES)},
+        "precision": {"enum": list(PRECISIONS)},
+        "recompute": {"type": "string"},
+        "offload": {"type": "array", "items": {"enum": list(OFFLOADS)}},
+    }
+    fields = {name: special.get(name, whole) for name in plan_fields()}
+    return {"type": "object", "additionalProperties": False, "properties": fields}

@@ -1,0 +1,132 @@
+"""The layout: which part of a model is cut how, by module path. Pure data; `parallel/` carries it out.
+
+Text form: words `pattern=style`, in order; the first pattern that fits decides. In a pattern `*` stands for one part
+of a path and `{q,k,v}` for one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise".
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from weft.errors import LayoutError, did_you_mean
+
+#: colwise: output features are cut; rowwise: input features are cut, outputs are partial sums; vocab: rows of an
+#: embedding or head are cut; replicate: every rank has all of it; expert: whole experts are spread.
+STYLES = ("colwise", "rowwise", "vocab", "replicate", "expert")
+
+_PART = r"(?:\*|[A-Za-z0-9_]+|\{[A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)*\})"
+_PATTERN = re.compile(rf"{_PART}(?:\.{_PART})*", re.ASCII)
+
+_LLAMA = (
+    ("embed", "vocab"),
+    ("blocks.*.{norm1,norm2}", "replicate"),
+    ("blocks.*.attn.{q,k,v}", "colwise"),
+    ("blocks.*.attn.o", "rowwise"),
+    ("blocks.*.mlp.{gate,up}", "colwise"),
+    ("blocks.*.mlp.down", "rowwise"),
+    ("norm", "replicate"),
+    ("head", "vocab"),
+)
+_GPT2 = (
+    ("embed", "vocab"),
+    ("pos_embed", "replicate"),
+    ("blocks.*.{norm1,norm2}", "replicate"),
+    ("blocks.*.attn.{q,k,v}", "colwise"),
+    ("blocks.*.attn.o", "rowwise"),
+    ("blocks.*.mlp.up", "colwise"),
+    ("blocks.*.mlp.down", "rowwise"),
+    ("norm", "replicate"),
+    ("head", "vocab"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ordered pairs of module-path pattern and style. Hashable; `Layout.parse(layout.format()) == layout`.
+
+    Raises LayoutError for a pattern or style that cannot be used, or a pattern given twice.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for pattern, style in self.pairs:
+            _check_pair(pattern, style)
+            if pattern in seen:
+                raise LayoutError(f"layout pattern {pattern!r} is given twice. Keep one.")
+            seen.add(pattern)
+
+    def match(self, path: str) -> str | None:
+        """Style of the module at `path`, or None where no pattern fits."""
+        return next((style for pattern, style in self.pairs if _compiled(pattern).fullmatch(path)), None)
+
+    def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """Patterns that fit none of the module paths: a layout made for another model."""
+        known = list(paths)
+        return tuple(pattern for pattern, _ in self.pairs if not any(map(_compiled(pattern).fullmatch, known)))
+
+    @classmethod
+    def named(cls, name: str) -> Layout:
+        """The layout of one of the project's own families: "llama" or "gpt2"."""
+        known = {"llama": _LLAMA, "gpt2": _GPT2}
+        if name not in known:
+            hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
+            raise LayoutError(f"layout={name}: no layout has this name.{hint}")
+        return cls(known[name])
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read the text form."""
+        pairs: list[tuple[str, str]] = []
+        for word in text.split():
+            pattern, equals, style = word.partition("=")
+            if not equals:
+                raise LayoutError(
+                    f"layout word {word!r}: a layout is made of pattern=style words. Use e.g. embed=vocab."
+                )
+            pairs.append((pattern, style))
+        return cls(tuple(pairs))
+
+    @classmethod
+    def from_mapping(cls, table: Mapping[str, object]) -> Layout:
+        """Read a table such as `[layout]` in TOML: {"embed" = "vocab", "blocks.*.attn.o" = "rowwise"}."""
+        return cls(
+            tuple((pattern, style if isinstance(style, str) else repr(style)) for pattern, style in table.items())
+        )
+
+    def to_mapping(self) -> dict[str, str]:
+        """The table that `from_mapping` reads."""
+        return dict(self.pairs)
+
+    def format(self) -> str:
+        """The one-line text form."""
+        return " ".join(f"{pattern}={style}" for pattern, style in self.pairs)
+
+    def __str__(self) -> str:
+        return self.format()
+
+
+def _check_pair(pattern: str, style: str) -> None:
+    if not _PATTERN.fullmatch(pattern):
+        raise LayoutError(
+            f"layout pattern {pattern!r}: a module path with '*' or {{a,b}} for a part is needed. "
+            f"Use e.g. 'blocks.*.attn.q'."
+        )
+    if style not in STYLES:
+        hint = did_you_mean(style, STYLES) or f" Use {pattern}=replicate."
+        raise LayoutError(f"{pattern}={style}: not one of {', '.join(STYLES)}.{hint}")
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\.".join(_part_expression(part) for part in pattern.split(".")))
+
+
+def _part_expression(part: str) -> str:
+    if part == "*":
+        return r"[^.]+"
+    return f"(?:{part[1:-1].replace(',', '|')})" if part.startswith("{") else part

@@ -1,0 +1,158 @@
+"""What a rule of plans is: the rule, the facts that it may look at, and the violation that it finds.
+
+The rules themselves are in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from weft.errors import PlanError
+from weft.spec.cluster import DeviceSpec
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan, plan_fields
+
+_T = TypeVar("_T")
+
+
+class _UnknownFact(Exception):
+    """A rule asked for a fact that nobody knows yet."""
+
+
+class Facts:
+    """What is known besides the plan; None is unknown. Reading an unknown fact ends the rule that reads it.
+
+    model: the model's shape. world_size: ranks that were started. global_batch: sequences in one optimizer step.
+    seq_len: tokens in one sequence. device: what each rank runs on.
+    open_axis: the mesh axis that is still `*`, and 1 in the plan; None where all are numbers.
+    """
+
+    __slots__ = ("_device", "_global_batch", "_model", "_seq_len", "_world_size", "open_axis")
+
+    def __init__(
+        self,
+        *,
+        model: DecoderSpec | None = None,
+        world_size: int | None = None,
+        global_batch: int | None = None,
+        seq_len: int | None = None,
+        device: DeviceSpec | None = None,
+        open_axis: str | None = None,
+    ):
+        self._model = model
+        self._world_size = world_size
+        self._global_batch = global_batch
+        self._seq_len = seq_len
+        self._device = device
+        self.open_axis = open_axis
+
+    @property
+    def model(self) -> DecoderSpec:
+        return _known(self._model)
+
+    @property
+    def world_size(self) -> int:
+        return _known(self._world_size)
+
+    @property
+    def global_batch(self) -> int:
+        return _known(self._global_batch)
+
+    @property
+    def seq_len(self) -> int:
+        return _known(self._seq_len)
+
+    @property
+    def device(self) -> DeviceSpec:
+        return _known(self._device)
+
+
+def _known(fact: _T | None) -> _T:
+    if fact is None:
+        raise _UnknownFact
+    return fact
+
+
+def _no_fix(plan: Plan, facts: Facts) -> Plan | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that a plan must not ask for.
+
+    name: for tests and docs. field: the plan's field, or the dotted config key, that is to blame.
+    predicate: True where the plan breaks the rule. reason: why, in one sentence that holds for every plan.
+    finding: this plan's case in numbers, without a full stop. remedy: what to type instead, likewise.
+    fix: the nearest legal plan, or None where the plan alone cannot be mended.
+    """
+
+    name: str
+    field: str
+    reason: str
+    predicate: Callable[[Plan, Facts], bool]
+    finding: Callable[[Plan, Facts], str]
+    remedy: Callable[[Plan, Facts], str]
+    fix: Callable[[Plan, Facts], Plan | None] = _no_fix
+
+    def check(self, plan: Plan, facts: Facts) -> Violation | None:
+        """The violation, or None where the plan keeps the rule or a fact is unknown."""
+        try:
+            if not self.predicate(plan, facts):
+                return None
+            case = f"{self.field}={self._value(plan, facts)}"
+            message = f"{case}: {self.finding(plan, facts)}. {self.remedy(plan, facts)}."
+            return Violation(self.name, self.field, message, self._mended(plan, facts))
+        except _UnknownFact:
+            return None
+
+    def _mended(self, plan: Plan, facts: Facts) -> Plan | None:
+        try:
+            return self.fix(plan, facts)
+        except PlanError:
+            return None  # the numbers are so large that no plan holds the mended one
+
+    def _value(self, plan: Plan, facts: Facts) -> str:
+        name = self.field.rpartition(".")[2]
+        value: object = getattr(plan if self.field in plan_fields() else facts, name)
+        if name == facts.open_axis:
+            return "*"
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return "+".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that a plan breaks: the message in the error grammar, and the nearest legal plan where there is one."""
+
+    rule: str
+    field: str
+    message: str
+    fix: Plan | None = None
+
+
+def alternatives(values: Sequence[object], field: str) -> str:
+    """'Use tp=1, 2, 4 or 8': the legal values of a field, at most eight of them."""
+    shown = [str(value) for value in values[:8]]
+    listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]
+    return f"Use {field}={listed}"
+
+
+def common_divisors(*numbers: int) -> list[int]:
+    """Whole numbers that divide all of `numbers`, ascending."""
+    smallest = min(numbers)
+    low = [divisor for divisor in range(1, int(smallest**0.5) + 1) if smallest % divisor == 0]
+    every = sorted({*low, *(smallest // divisor for divisor in low)})
+    return [divisor for divisor in every if all(number % divisor == 0 for number in numbers)]
+
+
+def nearest(values: Iterable[int], wanted: int) -> int:
+    return min(values, key=lambda value: (abs(value - wanted), value))
+
+
+def asks(plan: Plan, facts: Facts, axis: str) -> bool:
+    """Whether the plan uses this axis: more than one rank on it, or `*`."""
+    return facts.open_axis == axis or getattr(plan, axis) > 1

@@ -1,0 +1,312 @@
+"""The rules of plans, as data. One list feeds config errors, the planner's pruning, the docs' table and the tests.
+
+To add a rule, add one `Rule` to `NOT_BUILT` (a technique that waits for its code; delete it when the code is there)
+or to `LASTING` (a combination that cannot work). A rule need not test whether its facts are known: reading an
+unknown fact ends the rule, and the plan passes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.errors import PlanError, Problem
+from weft.spec.plan import Plan
+from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
+
+
+def _as_replicas(plan: Plan, facts: Facts) -> Plan:
+    """The nearest plan of today: the same ranks, all of them data-parallel replicas."""
+    return Plan(
+        dp_replicate=plan.world_size,
+        accumulation=plan.microbatches_per_step,
+        precision=plan.precision,
+        compile=plan.compile,
+    )
+
+
+def _replicas_remedy(plan: Plan, facts: Facts) -> str:
+    return f"Use dp_replicate={'*' if facts.open_axis else plan.world_size} in its place"
+
+
+def _axis_not_built(axis: str, technique: str) -> Rule:
+    return Rule(
+        name=f"{axis}-not-built",
+        field=axis,
+        reason=f"{technique} is not built yet.",
+        predicate=lambda plan, facts: asks(plan, facts, axis),
+        finding=lambda plan, facts: f"{technique[0].lower()}{technique[1:]} is not built yet",
+        remedy=_replicas_remedy,
+        fix=_as_replicas,
+    )
+
+
+#: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
+NOT_BUILT: tuple[Rule, ...] = (
+    _axis_not_built("dp_shard", "Sharded data parallelism"),
+    Rule(
+        name="zero-not-built",
+        field="zero",
+        reason="ZeRO (sharding optimizer states, gradients or parameters) is not built yet.",
+        predicate=lambda plan, facts: plan.zero > 0 and not asks(plan, facts, "dp_shard"),
+        finding=lambda plan, facts: "ZeRO is not built yet",
+        remedy=lambda plan, facts: "Use zero=0, with dp_replicate for more ranks",
+        fix=lambda plan, facts: plan.replace(zero=0),
+    ),
+    _axis_not_built("tp", "Tensor parallelism"),
+    _axis_not_built("pp", "Pipeline parallelism"),
+    _axis_not_built("cp", "Context parallelism"),
+    _axis_not_built("ep", "Expert parallelism"),
+    Rule(
+        name="sp-not-built",
+        field="sp",
+        reason="Sequence parallelism is not built yet.",
+        predicate=lambda plan, facts: plan.sp,
+        finding=lambda plan, facts: "sequence parallelism is not built yet",
+        remedy=lambda plan, facts: "Use sp=off",
+        fix=lambda plan, facts: plan.replace(sp=False),
+    ),
+    Rule(
+        name="recompute-not-built",
+        field="recompute",
+        reason="Recomputing activations in the backward pass is not built yet.",
+        predicate=lambda plan, facts: plan.recompute != "none",
+        finding=lambda plan, facts: "recomputing activations is not built yet",
+        remedy=lambda plan, facts: "Use recompute=none, with a larger accumulation where memory is short",
+        fix=lambda plan, facts: plan.replace(recompute="none"),
+    ),
+    Rule(
+        name="offload-not-built",
+        field="offload",
+        reason="Keeping states on the host is not built yet.",
+        predicate=lambda plan, facts: plan.offload != (),
+        finding=lambda plan, facts: "offload to the host is not built yet",
+        remedy=lambda plan, facts: "Use offload=none, with a larger accumulation where memory is short",
+        fix=lambda plan, facts: plan.replace(offload=()),
+    ),
+)
+
+
+def _product(plan: Plan) -> str:
+    return " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "dp_replicate=1"
+
+
+def _batch_unit(plan: Plan) -> int:
+    return plan.dp_size * plan.microbatches_per_step
+
+
+def _batch_choices(plan: Plan, facts: Facts) -> list[int]:
+    below = facts.global_batch // _batch_unit(plan) * _batch_unit(plan)
+    return [size for size in (below, below + _batch_unit(plan)) if size > 0]
+
+
+def _smaller_accumulation(plan: Plan, facts: Facts) -> Plan | None:
+    """The same ranks with the nearest number of passes that divides the batch."""
+    passes = "microbatches" if plan.pp > 1 else "accumulation"
+    if facts.global_batch % plan.dp_size:
+        return None
+    legal = common_divisors(facts.global_batch // plan.dp_size)
+    return plan.replace(**{passes: nearest(legal, plan.microbatches_per_step)})
+
+
+def _heads_finding(plan: Plan, facts: Facts) -> str:
+    heads, kv_heads = facts.model.num_heads, facts.model.num_kv_heads
+    number, kind = (heads, "heads") if heads % plan.tp else (kv_heads, "key-value heads")
+    return f"the model has {number} {kind}, and {number} is not a multiple of {plan.tp}"
+
+
+def _tp_choices(facts: Facts) -> list[int]:
+    return common_divisors(facts.model.num_heads, facts.model.num_kv_heads, facts.model.ffn_dim)
+
+
+def _precision_choices(facts: Facts) -> list[str]:
+    return ["fp32", *(name for name in ("fp16", "bf16") if facts.device.peak_flops(name) is not None)]
+
+
+#: Combinations that cannot work, whatever is built.
+LASTING: tuple[Rule, ...] = (
+    Rule(
+        name="world-size",
+        field="world_size",
+        reason="The product of the mesh axes is the number of ranks, so exactly that many must be started.",
+        predicate=lambda plan, facts: facts.open_axis is None and plan.world_size != facts.world_size,
+        finding=lambda plan, facts: (
+            f"the plan asks for {plan.world_size} ranks ({_product(plan)}), but {facts.world_size} were started"
+        ),
+        remedy=lambda plan, facts: f"Start {plan.world_size} ranks, or put dp_replicate=* in the plan",
+        fix=lambda plan, facts: (
+            plan.replace(dp_replicate=facts.world_size * plan.dp_replicate // plan.world_size)
+            if facts.world_size % (plan.world_size // plan.dp_replicate) == 0
+            else None
+        ),
+    ),
+    Rule(
+        name="global-batch",
+        field="train.global_batch",
+        reason="Every rank takes the same number of sequences in every pass of a step.",
+        predicate=lambda plan, facts: facts.global_batch % _batch_unit(plan) != 0,
+        finding=lambda plan, facts: (
+            f"{plan.dp_size} data-parallel ranks with {plan.microbatches_per_step} passes each take a multiple of "
+            f"{_batch_unit(plan)} sequences, and {facts.global_batch} is not one"
+        ),
+        remedy=lambda plan, facts: alternatives(_batch_choices(plan, facts), "train.global_batch"),
+        fix=_smaller_accumulation,
+    ),
+    Rule(
+        name="zero-needs-shard",
+        field="zero",
+        reason="ZeRO shards states over the ranks of dp_shard, so it needs more than one of them.",
+        predicate=lambda plan, facts: plan.zero > 0 and not asks(plan, facts, "dp_shard"),
+        finding=lambda plan, facts: "ZeRO shards over dp_shard, and dp_shard is 1",
+        remedy=lambda plan, facts: "Use zero=0, or dp_shard=2 or more",
+        fix=lambda plan, facts: plan.replace(zero=0),
+    ),
+    Rule(
+        name="shard-needs-zero",
+        field="dp_shard",
+        reason="With zero=0 nothing is sharded, so the ranks of dp_shard would be replicas under a wrong name.",
+        predicate=lambda plan, facts: plan.zero == 0 and asks(plan, facts, "dp_shard"),
+        finding=lambda plan, facts: "zero=0 shards nothing over these ranks",
+        remedy=lambda plan, facts: f"Use zero=1, 2 or 3, or dp_replicate={plan.dp_size} for replicas",
+        fix=lambda plan, facts: plan.replace(zero=1),
+    ),
+    Rule(
+        name="tp-heads",
+        field="tp",
+        reason="Tensor parallelism gives each rank whole heads, so tp divides the heads and the key-value heads.",
+        predicate=lambda plan, facts: facts.model.num_heads % plan.tp != 0 or facts.model.num_kv_heads % plan.tp != 0,
+        finding=_heads_finding,
+        remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
+        fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
+    ),
+    Rule(
+        name="tp-ffn",
+        field="tp",
+        reason="Tensor parallelism cuts the feed-forward layer, so tp divides its width.",
+        predicate=lambda plan, facts: facts.model.ffn_dim % plan.tp != 0,
+        finding=lambda plan, facts: (
+            f"the model's ffn_dim is {facts.model.ffn_dim}, and that is not a multiple of {plan.tp}"
+        ),
+        remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
+        fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
+    ),
+    Rule(
+        name="sp-needs-tp",
+        field="sp",
+        reason="Sequence parallelism works between tensor-parallel regions, so it needs tp.",
+        predicate=lambda plan, facts: plan.sp and not asks(plan, facts, "tp"),
+        finding=lambda plan, facts: "sequence parallelism needs tp of at least 2, and tp is 1",
+        remedy=lambda plan, facts: "Use sp=off, or tp=2 or more",
+        fix=lambda plan, facts: plan.replace(sp=False),
+    ),
+    Rule(
+        name="pp-layers",
+        field="pp",
+        reason="Every stage of a pipeline holds at least one layer.",
+        predicate=lambda plan, facts: plan.pp > 1 and plan.pp * plan.virtual_stages > facts.model.num_layers,
+        finding=lambda plan, facts: (
+            f"{plan.pp} x {plan.virtual_stages} stages are more than the model's {facts.model.num_layers} layers"
+        ),
+        remedy=lambda plan, facts: f"Use pp * virtual_stages of at most {facts.model.num_layers}",
+        fix=lambda plan, facts: plan.replace(pp=min(plan.pp, facts.model.num_layers), virtual_stages=1),
+    ),
+    Rule(
+        name="microbatches-need-pp",
+        field="microbatches",
+        reason="Microbatches fill a pipeline; without one, the passes of a step are counted by accumulation.",
+        predicate=lambda plan, facts: plan.microbatches > 1 and not asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "microbatches belong to a pipeline, and pp is 1",
+        remedy=lambda plan, facts: f"Use accumulation={plan.accumulation * plan.microbatches}",
+        fix=lambda plan, facts: plan.replace(microbatches=1, accumulation=plan.accumulation * plan.microbatches),
+    ),
+    Rule(
+        name="accumulation-without-pp",
+        field="accumulation",
+        reason="Under a pipeline the passes of a step are its microbatches.",
+        predicate=lambda plan, facts: plan.accumulation > 1 and asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "under a pipeline the passes of a step are its microbatches",
+        remedy=lambda plan, facts: f"Use microbatches={plan.accumulation * plan.microbatches}",
+        fix=lambda plan, facts: plan.replace(microbatches=plan.accumulation * plan.microbatches, accumulation=1),
+    ),
+    Rule(
+        name="schedule-needs-pp",
+        field="schedule",
+        reason="A schedule orders the passes of a pipeline, so it needs pp.",
+        predicate=lambda plan, facts: plan.schedule != "1f1b" and not asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "a schedule orders a pipeline, and pp is 1",
+        remedy=lambda plan, facts: "Leave schedule out, or use pp=2 or more",
+        fix=lambda plan, facts: plan.replace(schedule="1f1b"),
+    ),
+    Rule(
+        name="virtual-stages-need-interleaving",
+        field="virtual_stages",
+        reason="Several stages on one rank need pp and a schedule that interleaves them.",
+        predicate=lambda plan, facts: (
+            plan.virtual_stages > 1 and (not asks(plan, facts, "pp") or plan.schedule in ("gpipe", "1f1b", "zb_h1"))
+        ),
+        finding=lambda plan, facts: f"pp={plan.pp} with schedule={plan.schedule} has one stage on each rank",
+        remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
+        fix=lambda plan, facts: plan.replace(virtual_stages=1),
+    ),
+    Rule(
+        name="ep-divides-ranks",
+        field="ep",
+        reason="Experts are spread over dp_shard x cp x tp, so ep divides that product.",
+        predicate=lambda plan, facts: (
+            facts.open_axis not in ("dp_shard", "cp", "tp") and (plan.dp_shard * plan.cp * plan.tp) % plan.ep != 0
+        ),
+        finding=lambda plan, facts: (
+            f"experts are spread over dp_shard x cp x tp = {plan.dp_shard * plan.cp * plan.tp} ranks, "
+            f"and that is not a multiple of {plan.ep}"
+        ),
+        remedy=lambda plan, facts: alternatives(common_divisors(plan.dp_shard * plan.cp * plan.tp), "ep"),
+        fix=lambda plan, facts: plan.replace(ep=nearest(common_divisors(plan.dp_shard * plan.cp * plan.tp), plan.ep)),
+    ),
+    Rule(
+        name="cp-divides-sequence",
+        field="cp",
+        reason="Context parallelism cuts every sequence into equal parts.",
+        predicate=lambda plan, facts: facts.seq_len % plan.cp != 0,
+        finding=lambda plan, facts: f"a sequence has {facts.seq_len} tokens, and that is not a multiple of {plan.cp}",
+        remedy=lambda plan, facts: alternatives(common_divisors(facts.seq_len), "cp"),
+        fix=lambda plan, facts: plan.replace(cp=nearest(common_divisors(facts.seq_len), plan.cp)),
+    ),
+    Rule(
+        name="seq-len-fits-model",
+        field="train.seq_len",
+        reason="A sequence is never longer than the model can read.",
+        predicate=lambda plan, facts: facts.seq_len > facts.model.max_seq_len,
+        finding=lambda plan, facts: f"the model reads at most {facts.model.max_seq_len} tokens (model.max_seq_len)",
+        remedy=lambda plan, facts: f"Use train.seq_len={facts.model.max_seq_len} or less",
+    ),
+    Rule(
+        name="precision-on-device",
+        field="precision",
+        reason="The device must have arithmetic of the precision that the plan asks for.",
+        predicate=lambda plan, facts: (
+            plan.precision in ("bf16", "fp16") and facts.device.peak_flops(plan.precision) is None
+        ),
+        finding=lambda plan, facts: f"{facts.device.title} has no {plan.precision} arithmetic",
+        remedy=lambda plan, facts: alternatives(_precision_choices(facts), "precision"),
+        fix=lambda plan, facts: plan.replace(precision=_precision_choices(facts)[-1]),
+    ),
+)
+
+
+RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
+
+
+def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:
+    """Every rule that the plan breaks, at most one for each field: the first in the list says the most."""
+    found: dict[str, Violation] = {}
+    for rule in RULES if rules is None else rules:
+        violation = rule.check(plan, facts or Facts()) if rule.field not in found else None
+        if violation is not None:
+            found[rule.field] = violation
+    return list(found.values())
+
+
+def check_plan(plan: Plan, facts: Facts | None = None) -> None:
+    """Raise PlanError with every rule that the plan breaks."""
+    violations = check(plan, facts)
+    if violations:
+        raise PlanError(Problem(violation.field, violation.message) for violation in violations)

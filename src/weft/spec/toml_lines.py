@@ -1,0 +1,187 @@
+"""On which line of a TOML file each key was typed. tomllib does not say; this scanner reads only what it needs to know.
+
+It expects text that tomllib has accepted, and never decides whether a file is right.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+
+#: A place in nested tables and arrays: ("data", "train", 0, "path").
+KeyPath = tuple[str | int, ...]
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_AT_LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Line (from 1) of every key, table and array element of a valid TOML text, by path."""
+    scanner = _Scanner(text.replace("\r\n", "\n"))
+    scanner.scan()
+    return scanner.lines
+
+
+def error_place(error: Exception, text: str) -> tuple[int, str]:
+    """Line of a TOML syntax error, and its reason without the place. Errors at the end are on the last typed line."""
+    reason = str(error)
+    place = _AT_LINE.search(reason)
+    line = int(place.group(1)) if place else max(1, text.rstrip().count("\n") + 1)
+    reason = _AT_LINE.sub("", reason).replace("(at end of document)", "").strip()
+    return line, reason
+
+
+def dotted(path: KeyPath) -> str:
+    """The path as it is typed in an override: data.train.0.path; a part that is no bare key is quoted."""
+    return ".".join(
+        str(part) if isinstance(part, int) or _BARE_KEY.fullmatch(part) else json.dumps(part) for part in path
+    )
+
+
+def split_key(text: str) -> tuple[str, ...]:
+    """The parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c"). ValueError where it is none."""
+    if "=" in text or "\n" in text or "#" in text:
+        raise ValueError("not a dotted key")
+    node: object = tomllib.loads(f"{text} = 0")
+    parts: list[str] = []
+    while isinstance(node, dict):
+        ((key, node),) = node.items()  # pyright: ignore[reportUnknownVariableType]
+        parts.append(str(key))  # pyright: ignore[reportUnknownArgumentType]
+    return tuple(parts)
+
+
+class _Scanner:
+    """One pass over the characters; `lines` fills up as it goes."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.at = 0
+        self.lines: dict[KeyPath, int] = {}
+        self._line = 1
+        self._line_at = 0  # the position up to which line breaks were counted
+        self._lengths: dict[KeyPath, int] = {}  # of arrays of tables
+
+    def scan(self) -> None:
+        table: KeyPath = ()
+        while self._skip_blank():
+            if self._peek() == "[":
+                table = self._header()
+            else:
+                self._pair(table)
+
+    def _peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _skip_blank(self) -> bool:
+        """Skip spaces, line breaks and comments; False at the end of the text."""
+        while self.at < len(self.text):
+            if self._peek() == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            elif self._peek() in " \t\n":
+                self.at += 1
+            else:
+                return True
+        return False
+
+    def _mark(self, path: KeyPath) -> None:
+        self._line += self.text.count("\n", self._line_at, self.at)
+        self._line_at = self.at
+        self.lines.setdefault(path, self._line)
+
+    def _header(self) -> KeyPath:
+        is_array = self.text.startswith("[[", self.at)
+        start = self.at
+        self.at += 2 if is_array else 1
+        parts = self._key()
+        self._skip_blank()
+        self.at += 2 if is_array else 1
+        end, self.at = self.at, start
+        place: list[str | int] = []
+        for number, part in enumerate(parts):
+            place.append(part)
+            path = tuple(place)
+            if is_array and number == len(parts) - 1:
+                self._lengths[path] = self._lengths.get(path, 0) + 1
+            self._mark(path)
+            if path in self._lengths:  # a header names the newest element of an array of tables
+                place.append(self._lengths[path] - 1)
+                self._mark(tuple(place))
+        self.at = end
+        return tuple(place)
+
+    def _key(self) -> list[str]:
+        """The parts of a dotted key; stands behind it afterwards."""
+        parts: list[str] = []
+        while True:
+            self._skip_blank()
+            start = self.at
+            if self._peek() in ('"', "'"):
+                self._skip_string()
+                parts.append(_unquoted(self.text[start : self.at]))
+            else:
+                match = _BARE_KEY.match(self.text, self.at)
+                self.at = match.end() if match else len(self.text)
+                parts.append(self.text[start : self.at])
+            self._skip_blank()
+            if self._peek() != ".":
+                return parts
+            self.at += 1
+
+    def _pair(self, table: KeyPath) -> None:
+        start = self.at
+        parts = self._key()
+        end, self.at = self.at, start
+        for number in range(len(parts)):
+            self._mark((*table, *parts[: number + 1]))
+        self.at = end + 1  # the equals sign
+        self._value((*table, *parts))
+
+    def _value(self, path: KeyPath) -> None:
+        self._skip_blank()
+        mark = self._peek()
+        if mark in ('"', "'"):
+            self._skip_string()
+        elif mark == "{":
+            self._items("}", path)
+        elif mark == "[":
+            self._items("]", path)
+        else:
+            while self.at < len(self.text) and self._peek() not in ",]}#\n":
+                self.at += 1
+
+    def _items(self, close: str, path: KeyPath) -> None:
+        """An inline table or an array."""
+        self.at += 1
+        index = 0
+        while self._skip_blank() and self._peek() != close:
+            if self._peek() == ",":
+                self.at += 1
+            elif close == "}":
+                self._pair(path)
+            else:
+                self._mark((*path, index))
+                self._value((*path, index))
+                index += 1
+        self.at += 1
+
+    def _skip_string(self) -> None:
+        mark = self._peek()
+        if self.text.startswith(mark * 3, self.at):
+            self.at += 3
+            self._skip_to(mark * 3, mark == '"')
+            while self._peek() == mark:  # up to two more quotes belong to the text
+                self.at += 1
+        else:
+            self.at += 1
+            self._skip_to(mark, mark == '"')
+
+    def _skip_to(self, close: str, escapes: bool) -> None:
+        while self.at < len(self.text) and not self.text.startswith(close, self.at):
+            self.at += 2 if escapes and self._peek() == "\\" else 1
+        self.at += len(close)
+
+
+def _unquoted(literal: str) -> str:
+    return str(tomllib.loads(f"key = {literal}")["key"])

@@ -1,0 +1,243 @@
+"""Writers that are killed, or whose disk is full, at every single contact with the file system."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from weft.errors import CheckpointError
+
+from .faults import DONE, FAILED, at_contact, content, die, disk_full, in_fork, names, save
+
+
+def assert_whole(path: Path) -> str:
+    """The checkpoint has exactly what was saved for its step; returns its tag."""
+    checkpoint = load_checkpoint(path, verify=True)
+    tensors, state = content(checkpoint.step, checkpoint.state["tag"])
+    assert checkpoint.state == state
+    for group, members in tensors.items():
+        loaded = checkpoint.tensors(group)
+        assert set(loaded) == set(members)
+        for name, tensor in members.items():
+            torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)
+    return checkpoint.state["tag"]
+
+
+def at_every_contact(tmp_path: Path, before: list[int], action: Callable[[Path], object], fault: Callable[[], None]):
+    """Yield (root, exit status) for a fault at the 1st, 2nd, ... contact, until the action runs through without one."""
+    for contact in range(1, 500):
+        root = tmp_path / f"at_{contact}"
+        root.mkdir()
+        for step in before:
+            save(root, step)
+        status = in_fork(lambda root=root: action(root), at_contact(root, contact, fault))
+        yield root, status
+        shutil.rmtree(root)
+        if status == DONE:
+            assert contact > 10, "the faults did not reach the writer"
+            return
+    raise AssertionError("the action never ran through")
+
+
+def test_kill_anywhere_while_saving_a_new_step(tmp_path):
+    steps = []
+    for root, status in at_every_contact(tmp_path, [1, 2], lambda root: save(root, 3), die):
+        assert status in (DONE, -signal.SIGKILL)
+        found = newest_checkpoint(root)
+        assert found is not None
+        assert_whole(found.path)
+        steps.append(found.step)
+        assert assert_whole(save(root, 3)) == "first"
+        assert names(root) == ["step_00000001", "step_00000002", "step_00000003"]
+    assert steps == sorted(steps)  # Once the new one counts, it goes on counting.
+    assert set(steps) == {2, 3}
+
+
+def test_kill_anywhere_while_saving_the_first_step(tmp_path):
+    seen = []
+    for root, _ in at_every_contact(tmp_path, [], lambda root: save(root, 1), die):
+        found = newest_checkpoint(root)
+        assert (found is None) == (list_checkpoints(root) == [])
+        seen.append(found is not None)
+        if found is not None:
+            assert_whole(found.path)
+    assert seen[0] is False
+    assert seen[-1] is True
+
+
+def test_kill_anywhere_while_saving_a_step_again(tmp_path):
+    tags = []
+    for root, _ in at_every_contact(tmp_path, [1, 2], lambda root: save(root, 2, "second"), die):
+        found = newest_checkpoint(root)
+        assert found is not None
+        assert found.step == 2  # No moment without a whole copy of the step.
+        tags.append(assert_whole(found.path))
+        assert list_checkpoints(root)[-1] == found.path
+        save(root, 3)  # The next save tidies up whatever was left half-way.
+        assert names(root) == ["step_00000001", "step_00000002", "step_00000003"]
+        assert assert_whole(root / "step_00000002") == tags[-1]
+    assert tags == sorted(tags)
+    assert set(tags) == {"first", "second"}
+
+
+def test_kill_anywhere_while_pruning(tmp_path):
+    for root, _ in at_every_contact(tmp_path, [1, 2, 3, 4], lambda root: prune_checkpoints(root, 2) and DONE, die):
+        found = newest_checkpoint(root)
+        assert found is not None
+        assert found.step == 4
+        for path in list_checkpoints(root):
+            assert_whole(path)
+        prune_checkpoints(root, 1)
+        save(root, 5)
+        assert names(root) == ["step_00000004", "step_00000005"]
+
+
+def test_disk_full_anywhere_leaves_older_checkpoints_and_no_debris(tmp_path):
+    def action(root: Path) -> int:
+        try:
+            save(root, 3)
+        except CheckpointError:
+            return FAILED
+        return 1 if os.path.exists(root / "step_00000003" / "COMMIT") else 2
+
+    # A fault may also hit the deletion of debris, which does not matter; then the save succeeds with status 1.
+    statuses = []
+    for contact in range(1, 500):
+        root = tmp_path / f"at_{contact}"
+        for step in (1, 2):
+            save(root, step)
+        status = in_fork(lambda root=root: action(root), at_contact(root, contact, disk_full))
+        statuses.append(status)
+        assert status in (1, FAILED)
+        found = newest_checkpoint(root)
+        assert found is not None
+        assert_whole(found.path)
+        assert found.passed_over == ()
+        assert found.step == (3 if status == 1 else 2)
+        assert [name for name in names(root) if name.startswith((".tmp", "step_00000003"))] == (
+            ["step_00000003"] if status == 1 else []
+        )
+        if statuses[-5:] == [1] * 5:
+            break
+    assert statuses.count(FAILED) > 15
+
+
+def test_killed_at_random_times_while_writing_larger_files(tmp_path):
+    torch.manual_seed(0)
+    weight = torch.randn(1_500_000)
+    chance = random.Random(3)
+
+    def write_forever(first: int) -> None:
+        for step in range(first, first + 10_000):
+            save_checkpoint(tmp_path, step, {"model": {"w": weight, "v": weight[:7]}}, {"step": step})
+            prune_checkpoints(tmp_path, 2)
+
+    newest = 0
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            try:
+                write_forever(newest + 1)
+            finally:
+                os._exit(1)
+        time.sleep(chance.uniform(0.03, 0.25))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = newest_checkpoint(tmp_path)
+        if found is None:
+            continue
+        assert found.step >= newest
+        newest = found.step
+        loaded = load_checkpoint(found.path, verify=True)
+        assert torch.equal(loaded.tensors("model")["w"], weight)
+        assert loaded.state == {"step": newest}
+    assert newest > 3
+
+
+def test_a_file_size_limit_is_a_checkpoint_error(tmp_path):
+    save(tmp_path, 1)
+    large = {"model": {"w": torch.zeros(2_000_000)}}
+
+    def action() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+        try:
+            save_checkpoint(tmp_path, 2, large, {})
+        except CheckpointError as error:
+            return FAILED if "could not be written (File too large)" in str(error) else 5
+        return 6
+
+    assert in_fork(action) == FAILED
+    assert names(tmp_path) == ["step_00000001"]
+    assert_whole(tmp_path / "step_00000001")
+
+
+def test_too_little_free_space_is_found_before_anything_is_written(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(tmp_path, 2, {"model": {"w": torch.zeros(1_000_000, dtype=torch.float64)}}, {})
+    assert str(caught.value) == (
+        f"run.dir={tmp_path}: the checkpoint needs 8.63 MiB (9049093 bytes), and 4.77 MiB (5000000 bytes) are free."
+        " Free 3.86 MiB or choose another run.dir, and run the command again."
+    )
+    assert names(tmp_path) == ["step_00000001"]
+    assert save_checkpoint(tmp_path, 2, {"model": {"w": torch.zeros(100)}}, {}).is_dir()
+
+
+def test_two_writers_at_once_do_not_meet(tmp_path):
+    save(tmp_path, 1)
+    ready, go = os.pipe(), os.pipe()
+
+    def hold() -> int:
+        import weft.checkpoint.folders as folders
+
+        with folders.writer_lock(tmp_path):
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+        return DONE
+
+    child = os.fork()
+    if child == 0:
+        try:
+            hold()
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    with pytest.raises(CheckpointError, match="another process is saving a checkpoint here"):
+        save(tmp_path, 2)
+    os.kill(child, signal.SIGKILL)  # The lock dies with its holder.
+    os.waitpid(child, 0)
+    assert verify_checkpoint(save(tmp_path, 2)) == []
+
+
+def test_an_interrupt_leaves_no_debris(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("weft.checkpoint.save._commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2)
+    assert names(tmp_path) == ["step_00000001"]
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.step, found.passed_over) == (1, ())

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from weft.checkpoint import list_checkpoints, newest_checkpoint, prune_checkpoints
+from weft.errors import CheckpointError
+
+from .faults import names, save
+from .test_load import flip
+
+
+def steps(root) -> list[int]:
+    return [int(path.name[5:]) for path in list_checkpoints(root)]
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    for step in range(1, 7):
+        save(tmp_path, step)
+    gone = prune_checkpoints(tmp_path, 2, best_step=3)
+    assert steps(tmp_path) == [3, 5, 6]
+    assert [path.name for path in gone] == ["step_00000001", "step_00000002", "step_00000004"]
+    assert prune_checkpoints(tmp_path, 2, best_step=3) == []
+    prune_checkpoints(tmp_path, 1, best_step=77)
+    assert names(tmp_path) == ["step_00000006"]
+    assert prune_checkpoints(tmp_path / "missing", 1) == []
+
+
+def test_the_last_whole_one_stays_even_when_it_is_old(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    for step in (3, 4):
+        flip(tmp_path / f"step_0000000{step}" / "model.safetensors", -1)
+    prune_checkpoints(tmp_path, 2)
+    assert steps(tmp_path) == [2, 3, 4]
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_one_whole_one_among_the_kept_is_enough(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    flip(tmp_path / "step_00000003" / "state.json", 2)
+    prune_checkpoints(tmp_path, 2)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_folders_that_were_never_finished_go_when_a_newer_one_was(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step_00000002" / "COMMIT").unlink()
+    (tmp_path / "step_00000009").mkdir()
+    prune_checkpoints(tmp_path, 5)
+    assert names(tmp_path) == ["step_00000001", "step_00000003", "step_00000009"]
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_at_least_one_stays(tmp_path, keep):
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.keep=.*: at least 1 checkpoint stays\. Use 1 or more\.$"):
+        prune_checkpoints(tmp_path, keep)
+    assert steps(tmp_path) == [1]

@@ -1,0 +1,177 @@
+"""`weft doctor`: comes to an end on any machine, and gives nothing away."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import subprocess
+import sys
+import types
+
+import pytest
+
+from weft import env
+from weft.cli.doctor import gpus, machine, network, software
+from weft.cli.doctor import verb as doctor_verb
+from weft.cli.doctor.line import Line, examine
+from weft.cli.doctor.verb import text
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> subprocess.CompletedProcess[str]:
+    """One real run, with a secret and a telling folder in its environment."""
+    home = tmp_path_factory.mktemp("home")
+    variables = env.child_env(
+        WEFT_HOME=str(home / "cache"), HF_TOKEN="hf_verysecret", NCCL_DEBUG="WARN", SLURM_JOB_USER="somebody", CI="true"
+    )
+    command = [sys.executable, "-m", "weft", "doctor", "--json"]
+    return subprocess.run(command, env=variables, cwd=home, capture_output=True, text=True, timeout=60, check=False)
+
+
+def lines_of(report) -> dict[str, dict[str, str]]:
+    return {line["name"]: line for line in json.loads(report.stdout)["lines"]}
+
+
+def test_this_machine_can_train(report):
+    assert report.returncode == 0
+    assert report.stderr == ""
+    assert json.loads(report.stdout)["healthy"] is True
+    for name in ("weft", "python", "torch", "backends", "cpu", "memory", "limits", "driver", "loopback", "interfaces"):
+        assert name in lines_of(report)
+
+
+def test_two_ranks_meet(report):
+    assert lines_of(report)["two ranks"]["text"].startswith("gloo: met in ")
+
+
+def test_nothing_is_given_away(report):
+    variables = lines_of(report)["variables"]["text"]
+    assert "HF_TOKEN=[redacted]" in variables
+    assert "NCCL_DEBUG=WARN" in variables
+    assert "SLURM_JOB_USER is set" in variables
+    assert "verysecret" not in report.stdout
+    assert "somebody" not in report.stdout
+    assert socket.gethostname() not in report.stdout
+    if getpass.getuser() != "root":
+        assert getpass.getuser() not in report.stdout
+
+
+def test_nothing_is_left_behind(report):
+    assert report.returncode == 0
+    assert not list(machine.Path.cwd().glob(".weft-doctor-*"))
+
+
+def test_a_check_that_breaks_is_a_line_and_not_the_end():
+    def broken() -> list[Line]:
+        raise PermissionError("no /proc here")
+
+    [line] = examine("machine", broken)
+    assert (line.status, line.name) == ("warn", "broken")
+    assert line.text == "could not be read (PermissionError: no /proc here)"
+
+
+def test_the_text_is_plain_and_has_the_remedy():
+    lines = [Line("machine", "memory", "1 GiB", "fail", "Buy some."), Line("gpus", "driver", "none")]
+    assert text(lines).splitlines() == [
+        "machine",
+        "  fail  memory         1 GiB",
+        "                       -> Buy some.",
+        "gpus",
+        "  ok    driver         none",
+    ]
+
+
+@pytest.mark.parametrize("status, code", [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_only_a_fail_is_an_exit_code(monkeypatch, capsys, status, code):
+    from weft.cli.main import run
+
+    monkeypatch.setattr(doctor_verb, "report", lambda: [Line("a", "b", "c", status)])
+    assert run(["doctor"]) == code
+    assert run(["doctor", "--markdown"]) == code
+    assert capsys.readouterr().out.endswith("```\n")
+
+
+def test_a_disk_that_cannot_be_written(monkeypatch, tmp_path):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(machine, "_write_speed", refuse)
+    [line, _] = machine.disks()
+    assert line.status == "fail"
+    assert "Permission denied" in line.text
+    assert "WEFT_HOME" in line.remedy
+
+
+def test_a_missing_package_is_a_fail(monkeypatch):
+    from importlib import metadata
+
+    def version(package):
+        if package in ("tokenizers", "transformers"):
+            raise metadata.PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr(software.metadata, "version", version)
+    lines = {line.name: line for line in software.versions()}
+    assert lines["missing"].status == "fail"
+    assert lines["missing"].remedy == "Run: pip install tokenizers"
+    assert "transformers" in lines["not installed"].text
+    assert lines["not installed"].status == "ok"
+
+
+class FakeNvml(types.ModuleType):
+    """One GPU that answers some questions."""
+
+    NVML_NVLINK_MAX_LINKS = 4
+
+    class NVMLError(Exception):
+        pass
+
+    def __getattr__(self, name):
+        answers = {
+            "nvmlInit": None,
+            "nvmlShutdown": None,
+            "nvmlDeviceGetCount": 1,
+            "nvmlSystemGetDriverVersion": "570.1",
+            "nvmlSystemGetCudaDriverVersion_v2": 12080,
+            "nvmlDeviceGetHandleByIndex": 0,
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetMemoryInfo": types.SimpleNamespace(free=2**37, total=2**37),
+            "nvmlDeviceGetPowerManagementLimit": 700_000,
+            "nvmlDeviceGetCurrPcieLinkWidth": 16,
+            "nvmlDeviceGetMaxPcieLinkWidth": 16,
+            "nvmlDeviceGetCurrPcieLinkGeneration": 5,
+        }
+
+        def call(*args):
+            if name == "nvmlDeviceGetNvLinkState" and args[1] < 3:
+                return int(args[1] > 0)
+            if name not in answers:
+                raise self.NVMLError("not supported")
+            return answers[name]
+
+        return call
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_fail(monkeypatch):
+    import torch
+
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lines = list(gpus.gpus())
+    assert lines[0].text == "570.1, up to CUDA 12.8; 1 GPUs"
+    assert lines[1].text == (
+        "NVIDIA H200, 128 GiB free of 128 GiB, power limit 700 W, PCIe 5.0 x16 of x16, NVLink 2 up"
+    )
+    assert (lines[2].name, lines[2].status) == ("torch", "fail")
+
+
+def test_no_port_on_loopback_is_a_fail(monkeypatch):
+    class NoSocket:
+        def __init__(self):
+            raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(network.socket, "socket", NoSocket)
+    [line] = network.loopback()
+    assert line.status == "fail"
+    assert "Operation not permitted" in line.text

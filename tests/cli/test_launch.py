@@ -1,0 +1,409 @@
+"""Launching: real processes, small programs. Every test has a time limit and checks that nothing stays behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from weft.cli.console import say
+from weft.cli.failure import Failure, first_failure, read_failure, write_failure
+from weft.cli.launch import launch_ranks
+from weft.cli.main import show_error
+from weft.errors import CommError, DataError, WeftError
+
+LIMIT_S = 40.0
+
+# Launchers are forked from a server that has imported torch once: a second saved in each test.
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch.distributed.launcher.api", "tests.cli.test_launch"])
+
+
+def launcher(
+    command: list[str], ranks: int, logs: Path, out: str, err: str, grace_s: float, peer_grace_s: float
+) -> None:
+    """The launcher as a process of its own, ended as `weft train` is; out and err: files for its standard streams."""
+    for descriptor, path in ((1, out), (2, err)):
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, descriptor)
+        os.close(target)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    code = 0
+    try:
+        launch_ranks(command, ranks, logs, notice=say, grace_s=grace_s, peer_grace_s=peer_grace_s)
+    except WeftError as error:
+        show_error(error)
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+RANK = """
+import ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from weft import env
+from weft.cli.rank import run_as_rank
+from weft.errors import DataError
+place = env.rank_env()
+logs = Path(sys.argv[1])
+def ready():
+    (logs / f"draft_{place.rank}").write_text(str(os.getpid()))
+    os.replace(logs / f"draft_{place.rank}", logs / f"ready_{place.rank}")
+def wait_for(name):
+    while not (logs / name).exists():
+        time.sleep(0.01)
+def wait_for_zombie(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists() and ") Z" not in stat.read_text():
+        time.sleep(0.001)
+def stop_softly():
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    ready()
+    while not stop.is_set():
+        time.sleep(0.01)
+def body(terminal):
+"""
+
+
+class Launched:
+    """One launcher process with its ranks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        body: str,
+        *,
+        ranks: int = 2,
+        grace_s: float = 20,
+        peer_grace_s: float = 2,
+        command: list[str] | None = None,
+        streams: str = "",
+    ):
+        self.logs = folder / "logs"
+        program = folder / "rank.py"
+        program.write_text(RANK + textwrap.indent(textwrap.dedent(body), "    ") + "\nrun_as_rank(logs, place, body)\n")
+        self._out, self._err = folder / "out", folder / "err"
+        command = command or [sys.executable, str(program), str(self.logs)]
+        streams_of = (streams or str(self._out), streams or str(self._err))
+        self.process = FORKSERVER.Process(
+            target=launcher, args=(command, ranks, self.logs, *streams_of, grace_s, peer_grace_s)
+        )
+        self.process.start()
+
+    def signal(self, signum: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
+    def end(self) -> tuple[int | None, str, str]:
+        """Exit code, stdout, stderr."""
+        self.process.join(LIMIT_S)
+        return self.process.exitcode, self._out.read_text(), self._err.read_text()
+
+    def wait_ready(self, ranks: int = 2) -> list[int]:
+        """Process ids of the ranks, once each has come to its `ready()`."""
+        files = [self.logs / f"ready_{rank}" for rank in range(ranks)]
+        wait_until(lambda: all(file.exists() for file in files))
+        return [int(file.read_text()) for file in files]
+
+    def log(self, rank: int) -> str:
+        return (self.logs / f"rank_{rank}.log").read_text()
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Generator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(body: str, **options: float) -> Launched:
+        started.append(Launched(tmp_path, body, **options))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        if launched.process.is_alive():
+            for child in psutil.Process(launched.process.pid).children(recursive=True):
+                child.kill()
+            launched.process.kill()
+        launched.process.join(10)
+
+
+def test_output_of_python_and_of_compiled_code_lands_in_the_ranks_log(launch):
+    launched = launch("""
+        print("from python", place.rank)
+        ctypes.CDLL(None).puts(b"from C")
+        ctypes.CDLL(None).fflush(None)
+        os.system("echo from a child")
+        print("to stderr", file=sys.stderr)
+        if terminal is not None:
+            print("seen by the user", file=terminal)
+    """)
+    code, out, err = launched.end()
+    assert (code, out, err) == (0, "seen by the user\n", "")
+    for rank in (0, 1):
+        log = launched.log(rank)
+        assert log.startswith(f"--- rank {rank} of 2, pid ")
+        for line in (f"from python {rank}", "from C", "from a child", "to stderr"):
+            assert line in log.splitlines()
+
+
+def test_logs_are_appended_to_and_an_old_error_is_forgotten(launch, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0.log").write_text("an earlier start\n")
+    write_failure(tmp_path / "logs", Failure(0, 7, kind="DataError", message="old", expected=True, when=time.time()))
+    launched = launch("print('again')")
+    assert launched.end()[0] == 0
+    assert launched.log(0).startswith("an earlier start\n--- rank 0 of 2")
+    assert not (tmp_path / "logs" / "rank_0.error.json").exists()
+
+
+def test_a_crash_shows_the_ranks_traceback_once_and_ends_its_peer(launch):
+    launched = launch("""
+        ready()
+        if place.rank == 1:
+            wait_for("ready_0")
+            raise ValueError("boom")
+        time.sleep(60)
+    """)
+    code, out, err = launched.end()
+    assert code == 1
+    assert out == ""
+    assert err.count("Traceback (most recent call last)") == 1
+    assert "ValueError: boom" in err
+    assert "error: rank 1 failed: ValueError: boom" in err
+    assert f"(rank 1; its output is in {launched.logs / 'rank_1.log'})" in err
+    assert "torch" not in err
+    assert "ValueError: boom" in launched.log(1)
+    assert not any(map(is_running, launched.wait_ready()))
+
+
+def test_an_error_raised_on_purpose_is_only_its_sentence_and_keeps_its_exit_code(launch):
+    launched = launch("""
+        ready()
+        if place.rank == 0:
+            wait_for("ready_1")
+            raise DataError("data.train=x: there is no such file. Check the path.")
+        time.sleep(60)
+    """)
+    code, _, err = launched.end()
+    assert code == 2
+    assert err.splitlines() == [
+        "error: data.train=x: there is no such file. Check the path.",
+        f"  (rank 0; its output is in {launched.logs / 'rank_0.log'})",
+    ]
+
+
+@pytest.mark.parametrize("code", [3, 75])
+def test_sys_exit_keeps_its_code(launch, code):
+    launched = launch(f"sys.exit({code})")
+    seen, _, err = launched.end()
+    assert seen == code
+    assert f"left with exit code {code}" in err
+
+
+def test_a_killed_rank_is_named_with_its_signal(launch):
+    launched = launch("""
+        ready()
+        time.sleep(60)
+    """)
+    pids = launched.wait_ready()
+    os.kill(pids[1], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 1
+    assert "error: rank 1 was killed by signal 9 (SIGKILL). Is the machine out of memory?" in err
+    assert not any(map(is_running, pids))
+
+
+def test_a_fault_in_compiled_code_leaves_the_python_stack_in_the_log(launch):
+    launched = launch("""
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)
+    """)
+    code, _, err = launched.end()
+    assert code == 1
+    assert "rank 1 was killed by signal 11 (SIGSEGV)" in err
+    assert "Fatal Python error: Segmentation fault" in launched.log(1)
+
+
+def test_the_killed_rank_is_named_and_not_the_peer_that_lost_its_connection(launch):
+    launched = launch("""
+        ready()
+        if place.rank == 0:
+            wait_for("ready_1")
+            wait_for_zombie(int((logs / "ready_1").read_text()))
+            raise RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+        time.sleep(60)
+    """)
+    os.kill(launched.wait_ready()[1], signal.SIGKILL)
+    assert "rank 1 was killed by signal 9" in launched.end()[2]
+
+
+def test_a_killed_rank_is_named_though_the_launcher_had_to_kill_another(launch):
+    launched = launch(
+        """
+        if place.rank == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready()
+        if place.rank == 0:
+            wait_for("ready_1")
+            wait_for("ready_2")
+            wait_for_zombie(int((logs / "ready_1").read_text()))
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(60)
+        """,
+        ranks=3,
+        peer_grace_s=0.5,
+    )
+    os.kill(launched.wait_ready(3)[1], signal.SIGKILL)
+    assert "error: rank 1 was killed by signal 9" in launched.end()[2]
+
+
+def test_both_ranks_failing_at_once_gives_one_report(launch):
+    launched = launch("""
+        ready()
+        wait_for(f"ready_{1 - place.rank}")
+        raise ValueError(f"boom of {place.rank}")
+    """)
+    code, _, err = launched.end()
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert err.count("error: rank ") == 1
+
+
+def test_a_peer_that_does_not_end_after_a_failure_is_killed_soon(launch):
+    launched = launch(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready()
+        if place.rank == 0:
+            wait_for("ready_1")
+            raise ValueError("boom")
+        time.sleep(60)
+        """,
+        peer_grace_s=0.5,
+    )
+    pids = launched.wait_ready()
+    begin = time.monotonic()
+    code, _, err = launched.end()
+    assert (code, time.monotonic() - begin < 10) == (1, True)
+    assert "rank 0 failed: ValueError: boom" in err
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_lets_ranks_stop_softly(launch, signum, code):
+    launched = launch("stop_softly()\ntime.sleep(0.3)\nprint('saved')")
+    launched.wait_ready()
+    launched.signal(signum)
+    seen, _, err = launched.end()
+    assert seen == code
+    first, last = err.splitlines()
+    assert first.startswith("weft: stopping after this step")
+    assert last == f"weft: stopped by {signal.Signals(signum).name}. Run the same command to go on."
+    assert all("saved" in launched.log(rank) for rank in (0, 1))
+
+
+def test_a_second_interrupt_kills(launch):
+    launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)")
+    pids = launched.wait_ready()
+    launched.signal(signal.SIGINT)
+    time.sleep(0.2)
+    launched.signal(signal.SIGINT)  # the same key press, passed on by a wrapper
+    time.sleep(0.5)
+    assert all(map(is_running, pids))
+    launched.signal(signal.SIGINT)
+    code, _, err = launched.end()
+    assert code == 130
+    assert "before the ranks could save" in err
+    assert not any(map(is_running, pids))
+
+
+def test_ranks_that_do_not_stop_in_time_are_killed(launch):
+    launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", grace_s=0.5)
+    pids = launched.wait_ready()
+    launched.signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
+    assert not any(map(is_running, pids))
+
+
+def test_an_error_while_stopping_is_told(launch):
+    launched = launch("stop_softly()\nif place.rank == 0:\n    raise OSError(28, 'No space left on device')")
+    launched.wait_ready()
+    launched.signal(signal.SIGTERM)
+    code, _, err = launched.end()
+    assert code == 1
+    assert "rank 0 failed: OSError: [Errno 28] No space left on device" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_killing_the_launcher_leaves_no_rank(launch):
+    launched = launch("ready()\ntime.sleep(60)")
+    pids = launched.wait_ready()
+    launched.process.kill()
+    launched.process.join(10)
+    wait_until(lambda: not any(map(is_running, pids)), 5)
+
+
+def test_a_terminal_reaches_rank_0(launch):
+    pty = pytest.importorskip("pty")
+    master, slave = pty.openpty()
+    body = "(logs / f'tty_{place.rank}').write_text(str(terminal and terminal.isatty()))"
+    launched = launch(body, streams=os.ttyname(slave))
+    launched.process.join(LIMIT_S)
+    os.close(slave)
+    os.close(master)
+    assert launched.process.exitcode == 0
+    assert (launched.logs / "tty_0").read_text() == "True"
+    assert (launched.logs / "tty_1").read_text() == "None"
+
+
+def test_a_program_that_cannot_start_is_one_sentence(launch):
+    code, _, err = launch("", command=["/no/such/program"]).end()
+    assert code == 2
+    assert err.startswith("error: the ranks could not be started: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_first_failure_is_the_earliest_that_no_other_caused():
+    lost = Failure.from_exception(0, RuntimeError("Connection reset by peer"))
+    comm = Failure.from_exception(3, CommError("rank 2 is gone"))
+    told = Failure.from_exception(1, DataError("data.train=x: no file."))
+    ended = Failure(2, -signal.SIGTERM, when=1.0)
+    aborted = Failure(4, -signal.SIGABRT, when=1.0)
+    killed = Failure(5, -signal.SIGKILL, when=told.when + 1)
+    assert first_failure([lost, comm, ended, aborted, told, killed]) is told
+    assert first_failure([lost, killed]) is killed
+    assert first_failure([lost, comm]) is lost
+
+
+def test_a_record_survives_its_file_and_an_old_one_is_not_taken(tmp_path):
+    error = ValueError("boom")
+    error.step = 12  # type: ignore[attr-defined]
+    failure = Failure.from_exception(3, error)
+    write_failure(tmp_path, failure)
+    assert read_failure(tmp_path, 3, failure.when) == failure
+    assert failure.sentence() == "rank 3 failed at step 12: ValueError: boom"
+    assert read_failure(tmp_path, 3, failure.when + 5) is None
+    assert read_failure(tmp_path, 4, 0) is None
+    (tmp_path / "rank_3.error.json").write_text('{"rank": 3')
+    assert read_failure(tmp_path, 3, 0) is None

@@ -1,0 +1,175 @@
+"""`weft train`: words, the number of ranks, and the two ways to start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.cli import train as verb
+from weft.cli.train import split_words
+from weft.cli.world import count_ranks, threads_variables, usable_cores
+from weft.errors import ConfigError, LaunchError, PlanError
+from weft.spec.config import RunConfig
+
+pytestmark = pytest.mark.usefixtures("no_place")
+
+
+@pytest.fixture
+def no_place(monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def config(plan: str = "dp_replicate=*", **launch: object) -> RunConfig:
+    return RunConfig.model_validate({"plan": plan, "launch": launch})
+
+
+def test_words_with_an_equals_sign_are_settings():
+    Path("a.toml").touch()
+    Path("odd=name.toml").touch()
+    assert split_words([]) == (None, [])
+    assert split_words(["train.steps=3", "a.toml", "seed=1"]) == (Path("a.toml"), ["train.steps=3", "seed=1"])
+    assert split_words(["odd=name.toml"]) == (Path("odd=name.toml"), [])
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["quikstart.toml"], "quikstart.toml: there is no such file. Did you mean 'quickstart.toml'?"),
+        (["conf/x.toml"], "conf/x.toml: there is no such file. Check the path."),
+        (["zzz.toml"], "zzz.toml: there is no such file. Config files there: quickstart.toml."),
+        (["steps"], "steps: there is no such file. Write a path to a TOML file, or a setting such as steps=..."),
+        (["folder"], "folder: this is a folder, not a config file. Give the file inside it."),
+        (["run"], "run: this is a folder, not a config file. Use run/config.toml."),
+        (
+            ["quickstart.toml", "b.toml"],
+            "b.toml: a second config file after quickstart.toml. Give one file; settings are written key=value.",
+        ),
+    ],
+)
+def test_words_that_are_no_file(words, text):
+    Path("quickstart.toml").touch()
+    Path("folder").mkdir()
+    Path("run").mkdir()
+    Path("run/config.toml").touch()
+    with pytest.raises(ConfigError) as caught:
+        split_words(words)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    "plan, launch, gpus, cores, ranks",
+    [
+        ("dp_replicate=*", {}, 0, 2, 2),
+        ("dp_replicate=*", {}, 0, 1, 1),
+        ("dp_replicate=*", {}, 0, 64, 2),
+        ("dp_replicate=*", {}, 8, 64, 8),
+        ("dp_replicate=*", {"device": "cpu"}, 8, 64, 2),
+        ("dp_replicate=*", {"ranks": 4}, 8, 64, 4),
+        ("dp_replicate=*", {"ranks": 4}, 0, 2, 4),
+        ("dp_replicate=3", {}, 0, 2, 3),
+        ("dp_replicate=2", {}, 8, 64, 2),
+        ("", {}, 8, 64, 1),
+        ("dp_replicate=* tp=2", {}, 8, 64, 8),
+    ],
+)
+def test_number_of_ranks(plan, launch, gpus, cores, ranks):
+    assert count_ranks(config(plan, **launch), gpus, cores) == ranks
+
+
+@pytest.mark.parametrize(
+    "plan, launch, gpus, text",
+    [
+        ("dp_replicate=*", {"device": "cuda"}, 0, "launch.device=cuda: torch sees no GPU on this machine. Use "),
+        ("dp_replicate=8", {"device": "cuda"}, 2, "plan=dp_replicate=8: 8 ranks need 8 GPUs, and torch sees 2 here. "),
+        ("dp_replicate=8", {}, 2, "plan=dp_replicate=8: 8 ranks need 8 GPUs, and torch sees 2 here. "),
+        ("dp_replicate=*", {"ranks": 4}, 2, "launch.ranks=4: 4 ranks need 4 GPUs, and torch sees 2 here. "),
+        ("dp_replicate=2", {"ranks": 4}, 0, "launch.ranks=4: the plan 'dp_replicate=2' is made for 2 ranks. "),
+    ],
+)
+def test_a_machine_that_lacks_what_was_asked_for(plan, launch, gpus, text):
+    with pytest.raises(LaunchError) as caught:
+        count_ranks(config(plan, **launch), gpus, 2)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_star_that_does_not_come_out_even():
+    with pytest.raises(PlanError, match="not a multiple of 4"):
+        count_ranks(config("dp_replicate=* tp=4"), 0, 2)
+
+
+def test_cores_are_divided_unless_the_user_has_spoken(monkeypatch):
+    assert threads_variables(2, 8) == {"OMP_NUM_THREADS": "4"}
+    assert threads_variables(8, 2) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_variables(2, 8) == {}
+    assert usable_cores() >= 1
+
+
+def test_started_alone_it_starts_its_ranks(monkeypatch):
+    pytest.importorskip("weft.spec.config_file")
+    started: list[RunConfig] = []
+    monkeypatch.setattr(verb, "train_here", started.append)
+    verb.train(["train.steps=70"])
+    assert started[0].train.steps == 70
+
+
+def test_started_by_torchrun_it_is_a_rank(monkeypatch):
+    pytest.importorskip("weft.spec.config_file")
+    places = []
+    monkeypatch.setattr(verb, "train_as_rank", lambda config, place: places.append(place))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    verb.train([])
+    assert (places[0].rank, places[0].world_size, places[0].starter) == (1, 2, "torchrun")
+
+
+AS_RANK = """
+import sys
+from pathlib import Path
+from weft import env
+from weft.cli.rank import run_as_rank
+from weft.errors import DataError, TrainingHalted
+def body(terminal):
+    print("into the log")
+    if place.rank == 0:
+        print("on the terminal", file=terminal)
+    raise {error}
+place = env.rank_env()
+run_as_rank(Path("logs"), place, body)
+"""
+
+
+def as_torchrun_rank(error: str, rank: int = 0) -> subprocess.CompletedProcess[str]:
+    from weft import env
+
+    variables = env.child_env(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    code = AS_RANK.format(error=error)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_a_rank_of_torchrun_says_its_own_sentence_and_keeps_its_exit_code():
+    done = as_torchrun_rank("TrainingHalted('loss is NaN.')")
+    assert done.returncode == 3
+    assert done.stdout == "on the terminal\n"
+    assert done.stderr == "error: loss is NaN.\n  (rank 0; its output is in logs/rank_0.log)\n"
+    assert "into the log" in Path("logs/rank_0.log").read_text()
+
+
+def test_a_crash_of_a_rank_of_torchrun_shows_its_traceback():
+    done = as_torchrun_rank("ValueError('boom')", rank=1)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "error: rank 1 failed: ValueError: boom\n" in done.stderr
+
+
+def test_a_rank_that_only_lost_its_peer_is_brief():
+    done = as_torchrun_rank("RuntimeError('Connection closed by peer')", rank=1)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "rank 1 lost the other ranks; one of them says why."
+    assert "Traceback" not in done.stderr

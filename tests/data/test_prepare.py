@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.data.prepare import PreparedData, prepare_data, verify_data
+from weft.data.stream import SampleStream
+from weft.errors import DataError
+from weft.spec.config import RunConfig
+
+
+def config(tmp_path: Path, *paths: str | dict[str, Any], kind: str = "bytes", **data: Any) -> RunConfig:
+    train = [{"path": path} if isinstance(path, str) else path for path in paths]
+    return RunConfig.model_validate(
+        {
+            "data": {"train": train, "cache_dir": str(tmp_path / "cache"), "holdout": 0.1, **data},
+            "tokenizer": {"kind": kind, "vocab_size": 300, "train_bytes": 20_000},
+            "train": {"seq_len": 32},
+        }
+    )
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"document number {n}"}) + "\n" for n in range(300)))
+    return str(path)
+
+
+def no_tokenising(stage: str, *_: int) -> None:
+    raise AssertionError(stage)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_it_is_done_once(tmp_path: Path, text: str, kind: str) -> None:
+    stages: list[str] = []
+    first = prepare_data(config(tmp_path, text, kind=kind), lambda stage, *_: stages.append(stage))
+    assert f"tokenise {text}" in stages
+    again = prepare_data(config(tmp_path, text, kind=kind), no_tokenising)
+    assert again == first
+    assert again.digest == first.digest
+    assert PreparedData.from_json(first.to_json()) == first
+    assert first.vocab_size == first.tokenizer.vocab_size
+    assert sum(source.num_documents for source in (*first.train, *first.eval)) == 300
+    assert verify_data(first) == []
+
+
+def test_the_summary_says_what_was_found(tmp_path: Path, text: str) -> None:
+    prepared = prepare_data(config(tmp_path, text))
+    assert prepared.summary[0] == "tokenizer: bytes, 260 entries"
+    assert prepared.summary[1].startswith(f"{text}: text, column 'text'; ")
+    assert " documents, " in prepared.summary[1]
+    assert "; kept for evaluation " in prepared.summary[1]
+
+
+@pytest.mark.parametrize("change", ["content", "holdout", "tokenizer", "columns"])
+def test_what_matters_makes_it_new(tmp_path: Path, text: str, change: str) -> None:
+    before = prepare_data(config(tmp_path, text))
+    if change == "content":
+        os.utime(text, ns=(1, 1))
+        after = prepare_data(config(tmp_path, text))
+    elif change == "holdout":
+        after = prepare_data(config(tmp_path, text, holdout=0.2))
+    elif change == "tokenizer":
+        after = prepare_data(config(tmp_path, text, kind="bpe"))
+    else:
+        after = prepare_data(config(tmp_path, {"path": text, "columns": {"text": "text"}}))
+    assert before.digest != after.digest
+
+
+def test_packing_plans_are_made_beforehand(tmp_path: Path, text: str) -> None:
+    prepared = prepare_data(config(tmp_path, text, packing="fit"))
+    assert (prepared.train[0].folder / "fit-32-v1.npy").is_file()
+    stream = SampleStream(prepared.train, seed=0, seq_len=32, packing="fit", borders=True)
+    assert prepared.tokenizer.decode(stream.sample(0).input_ids).startswith("document number")
+
+
+def test_damaged_shards_are_made_again(tmp_path: Path, text: str) -> None:
+    prepared = prepare_data(config(tmp_path, text))
+    shard = prepared.train[0].folder / "tokens-00000.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2])
+    assert prepare_data(config(tmp_path, text)) == prepared
+    assert shard.read_bytes() == content
+    shard.write_bytes(content[:-2] + b"\1\1")
+    assert verify_data(prepared) == [f"{shard.parent}: tokens-00000.bin does not match its digest"]
+    (prepared.tokenizer_dir / "vocabulary.json").write_text("{}")
+    assert prepare_data(config(tmp_path, text)).tokenizer.vocab_size == 260
+
+
+def test_evaluation_sources_of_their_own(tmp_path: Path, text: str) -> None:
+    (tmp_path / "e.txt").write_text("evaluate this")
+    prepared = prepare_data(config(tmp_path, text, eval=[{"path": str(tmp_path / "e.txt")}]))
+    assert (prepared.train[0].num_documents, prepared.eval[0].num_documents) == (300, 1)
+    assert prepare_data(config(tmp_path, text, holdout=0.0)).eval == ()
+
+
+@pytest.mark.parametrize(
+    ("holdout", "expected"),
+    [
+        (1e-6, "data.holdout=1e-06: none of the 2 documents falls into that share. Use data.holdout=0."),
+        (0.9999, "data.holdout=0.9999: it keeps every document of "),
+    ],
+)
+def test_an_empty_split_is_said(tmp_path: Path, holdout: float, expected: str) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
+    with pytest.raises(DataError) as caught:
+        prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=holdout))
+    assert str(caught.value).startswith(expected)
+
+
+def test_the_holdout_that_is_proposed_works(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"{n}"}) + "\n" for n in range(20)))
+    with pytest.raises(DataError) as caught:
+        prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=1e-6))
+    proposed = float(str(caught.value).split("Use data.holdout=")[1].split(" ")[0])
+    assert prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=proposed)).eval[0].num_documents >= 1
+
+
+def test_other_errors(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    (tmp_path / "none.jsonl").write_text("")
+    (tmp_path / "blank.txt").write_text("")
+    for paths, expected in (
+        ([str(tmp_path / "ids.jsonl")], 'tokenizer.kind="bpe": the training data holds only token ids'),
+        ([{"path": text, "weight": 2.0}, text], f"data.train.1.weight: {text} has no weight while another source has."),
+        (
+            [text, str(tmp_path / "none.jsonl")],
+            f"data.train.1.path={tmp_path}/none.jsonl: none of the first 50 records",
+        ),
+        ([text, str(tmp_path / "blank.txt")], f"data.train.1.path={tmp_path}/blank.txt: the files hold no records."),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepare_data(config(tmp_path, *paths, kind="bpe"))
+        assert str(caught.value).startswith(expected)
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cache").write_text("a file is in the way")
+    with pytest.raises(DataError, match=rf"^data.cache_dir={tmp_path}/cache: cannot be used \(File exists\)"):
+        prepare_data(config(tmp_path, text))
+
+
+def test_a_stricter_limit_holds_for_data_that_is_there(tmp_path: Path, text: str) -> None:
+    with Path(text).open("a") as file:
+        file.write("{oops\n")
+    prepared = prepare_data(config(tmp_path, text))
+    assert "1 of 301 records quarantined (1 invalid JSON): " in prepared.summary[2]
+    assert Path(prepared.summary[2].rsplit(": ", 1)[1]).is_file()
+    with pytest.raises(DataError, match=r"1 of 301 records are broken .* data\.max_bad_fraction=0\.001 allows"):
+        prepare_data(config(tmp_path, text, max_bad_fraction=0.001))
+
+
+def test_the_tokenizer_does_not_see_what_is_kept_aside(tmp_path: Path) -> None:
+    """Each document is one letter many times, so that its merges show whether it was read."""
+    path = tmp_path / "a.jsonl"
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    path.write_text("".join(json.dumps({"text": letter * 40}) + "\n" for letter in letters))
+    prepared = prepare_data(config(tmp_path, str(path), kind="bpe", holdout=0.4))
+    kept = {
+        prepared.tokenizer.decode(SampleStream(
+            prepared.eval, seed=0, seq_len=64, packing="pad", borders=True, shuffle=False
+        ).sample(n).input_ids)[0]
+        for n in range(prepared.eval[0].num_documents)
+    }  # fmt: skip
+    assert 0 < len(kept) < 26
+    assert {letter for letter in letters if len(prepared.tokenizer.encode(letter * 2)) == 2} >= kept
+    assert any(len(prepared.tokenizer.encode(letter * 2)) == 1 for letter in set(letters) - kept)
+
+
+WORKER = """
+import sys
+from weft.data.prepare import prepare_data
+from weft.spec.config import RunConfig
+work = []
+prepared = prepare_data(RunConfig.model_validate_json(sys.argv[1]), lambda stage, *_: work.append(stage))
+print(prepared.digest, any(stage.startswith("tokenise") for stage in work))
+"""
+
+
+def start(settings: RunConfig) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, settings.model_dump_json(by_alias=True)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_of_several_processes_one_does_the_work(tmp_path: Path, text: str) -> None:
+    with Path(text).open("a") as file:
+        file.writelines(json.dumps({"text": f"more {n}"}) + "\n" for n in range(20_000))
+    workers = [start(config(tmp_path, text)) for _ in range(3)]
+    results = [worker.communicate(timeout=60)[0].split() for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0]
+    assert len({digest for digest, _ in results}) == 1
+    assert sorted(did for _, did in results) == ["False", "False", "True"]
+    assert not list((tmp_path / "cache").glob(".*partial*"))
+
+
+def test_a_killed_writer_leaves_nothing_that_counts(tmp_path: Path, text: str) -> None:
+    with Path(text).open("a") as file:
+        file.writelines(json.dumps({"text": f"more {n}"}) + "\n" for n in range(80_000))
+    settings = config(tmp_path, text)
+    worker = start(settings)
+    cache = tmp_path / "cache"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not list(cache.glob(".data-*.partial-*/train/tokens-00000.bin")):
+        time.sleep(0.005)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.communicate()
+    assert len(list(cache.glob(".data-*.partial-*"))) == 1
+    assert not list(cache.glob("data-*"))
+    prepared = prepare_data(settings)
+    assert sum(source.num_documents for source in (*prepared.train, *prepared.eval)) == 80_300
+    assert not list(cache.glob(".data-*"))
+    assert verify_data(prepared) == []
+
+
+MEMORY = """
+import gzip, json, resource, sys
+from pathlib import Path
+from weft.data.prepare import prepare_data
+from weft.spec.config import RunConfig
+folder = Path(sys.argv[1])
+line = "some words that fill a line, number {0}, and a few more of them to make it long enough\\n"
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+for name, num_lines in (("small", 30_000), ("large", 300_000)):
+    with (folder / f"{name}.txt").open("w") as file:
+        file.writelines(line.format(n) for n in range(num_lines))
+    with gzip.open(folder / f"{name}.jsonl.gz", "wt", compresslevel=1) as file:
+        file.writelines(json.dumps({"text": line.format(n) * 3}) + "\\n" for n in range(num_lines // 4))
+    train = [{"path": str(folder / f"{name}.{suffix}")} for suffix in ("txt", "jsonl.gz")]
+    prepared = prepare_data(RunConfig.model_validate({
+        "data": {"train": train, "cache_dir": str(folder / "cache"), "holdout": 0.02}, "tokenizer": {"kind": "bytes"},
+    }))
+    print(name, sum(source.num_tokens for source in prepared.train), peak())
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True)
+    (_, _, before), (_, num_tokens, after) = (line.split() for line in result.stdout.splitlines())
+    assert int(num_tokens) > 40_000_000
+    assert int(after) - int(before) < 25 * 2**20

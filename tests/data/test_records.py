@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.data.records import Broken, Record, RecordReader
+from weft.data.source import find_files
+from weft.errors import DataError
+
+ROWS = [{"text": "first\nline"}, {"text": 'quoted "x", é 漢字 🎉'}, {"text": ""}]
+
+
+def read(path: Path, max_record_bytes: int = 10_000, **options: Any) -> list[Record | Broken]:
+    files = find_files(str(path), "data.train.0").files
+    return [item for file in files for item in RecordReader(file, max_record_bytes=max_record_bytes, **options)]
+
+
+def values(path: Path, **options: Any) -> list[Any]:
+    return [item.value if isinstance(item, Record) else (item.number, item.reason) for item in read(path, **options)]
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_jsonl(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / f"a.jsonl{compression}"
+    lines = (
+        "\ufeff" + "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS[:2]) + "\n\n  \n" + json.dumps(ROWS[2])
+    )
+    path.write_bytes(COMPRESS[compression](lines.encode()))
+    assert values(path) == ROWS
+    assert [item.number for item in read(path)] == [1, 2, 5]
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+def test_csv(tmp_path: Path, compression: str) -> None:
+    for suffix, delimiter in ((".csv", ","), (".tsv", "\t")):
+        plain = tmp_path / "plain"
+        with plain.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.writer(file, delimiter=delimiter)
+            writer.writerows([["id", "text"], *([str(n), row["text"]] for n, row in enumerate(ROWS))])
+        path = tmp_path / f"a{suffix}{compression}"
+        path.write_bytes(COMPRESS[compression](plain.read_bytes()))
+        assert values(path) == [{"id": str(n), **row} for n, row in enumerate(ROWS)]
+
+
+def test_parquet_reads_only_the_columns_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [row["text"] for row in ROWS], "n": [1, 2, 3]}), path, row_group_size=2)
+    assert values(path) == [{**row, "n": n} for n, row in enumerate(ROWS, 1)]
+    assert values(path, columns=["text", "not there"]) == ROWS
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(min_size=1, max_size=400), piece_bytes=st.integers(8, 64))
+def test_text_pieces_join_to_the_file(
+    tmp_path_factory: pytest.TempPathFactory, compression: str, text: str, piece_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("t") / f"a.txt{compression}"
+    path.write_bytes(COMPRESS[compression](text.encode()))
+    pieces = read(path, piece_bytes=piece_bytes)
+    assert all(isinstance(piece, Record) for piece in pieces)
+    assert "".join(piece.value for piece in pieces if isinstance(piece, Record)) == text.removeprefix("\ufeff")
+    assert [piece.part for piece in pieces if isinstance(piece, Record)] == list(range(len(pieces)))
+    assert [piece.last for piece in pieces if isinstance(piece, Record)] == [False] * (len(pieces) - 1) + [True] * bool(
+        pieces
+    )
+    assert all(len(piece.value.encode()) <= 2 * piece_bytes for piece in pieces if isinstance(piece, Record))
+
+
+def test_text_is_cut_at_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {n}\n" for n in range(100)))
+    assert all(piece.endswith("\n") for piece in values(path, piece_bytes=50))
+    assert len(values(path, piece_bytes=50)) > 10
+
+
+def test_broken_lines_have_number_reason_and_excerpt(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    deep = b"[" * 100_000
+    path.write_bytes(
+        b'{"text": "ok"}\n{"text": oops}\n[1, 2]\n{"text": "\xff"}\n{"text": "' + b"x" * 500 + b'"}\n'
+        b'{"text": "fine"}\n' + b'{"a": ' + deep + b"\n"
+    )
+    found = read(path, max_record_bytes=300)
+    assert [(item.number, item.reason) for item in found if isinstance(item, Broken)] == [
+        (2, "invalid JSON"), (3, "not an object"), (4, "invalid UTF-8"), (5, "too long"), (7, "too long"),
+    ]  # fmt: skip
+    assert [item.value for item in found if isinstance(item, Record)] == [{"text": "ok"}, {"text": "fine"}]
+    assert next(item for item in found if isinstance(item, Broken)).excerpt == '{"text": oops}\n'
+    assert all(len(item.excerpt) <= 200 for item in found if isinstance(item, Broken))
+    assert values(path, max_record_bytes=10**6)[-1] == (7, "invalid JSON")
+
+
+def test_broken_csv_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"id,text\n1,ok\n2\n3,\xff\n4,a,b\n5," + b"y" * 400 + b'\n6,fine\n7,"never closed\n8,z\n')
+    assert values(path, max_record_bytes=300) == [
+        {"id": "1", "text": "ok"}, (3, "wrong number of columns"), (4, "invalid UTF-8"), (5, "wrong number of columns"),
+        (6, "too long"), {"id": "6", "text": "fine"}, {"id": "7", "text": "never closed\n8,z\n"},
+    ]  # fmt: skip
+
+
+def test_text_that_is_not_utf8_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("é".encode("latin-1") * 10)
+    assert values(tmp_path / "a.txt") == [(1, "invalid UTF-8")]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_cut_off_file_is_an_error_not_an_end(tmp_path: Path, suffix: str) -> None:
+    whole = COMPRESS[suffix]("\n".join(json.dumps({"text": f"line {n * 7919}"}) for n in range(2000)).encode())
+    path = tmp_path / f"a.jsonl{suffix}"
+    for content in (whole[: len(whole) // 2], whole[:-1], b"not compressed at all, but long enough"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.jsonl\.\w+: .*Repair it or leave it out\."):
+            read(path)
+    path.write_bytes(whole + whole)
+    assert len(read(path)) == 3999
+
+
+def test_a_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1" + bytes(100))
+    with pytest.raises(DataError, match=r"a\.parquet: the file is damaged or cut off"):
+        read(path)
+
+
+def test_position_grows_to_the_size_of_the_file(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["x" * 50] * 1000}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 1000)
+    for name in ("a.parquet", "a.jsonl"):
+        file = find_files(str(tmp_path / name), "f").files[0]
+        reader = RecordReader(file, max_record_bytes=1000)
+        positions = [reader.position() for _ in reader]
+        assert positions == sorted(positions)
+        assert reader.position() == file.size_bytes

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.data.source import find_files
+from weft.errors import DataError
+from weft.spec.config import STDLIB_SOURCE
+
+
+def make(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x\n")
+
+
+def names(folder: Path, path: str) -> list[str]:
+    return [file.path.relative_to(folder.resolve()).as_posix() for file in find_files(path, "data.train.0").files]
+
+
+def test_a_folder_is_read_in_sorted_order_without_hidden_and_unknown_files(tmp_path: Path) -> None:
+    make(tmp_path, "b.txt", "a/z.md", "a/a.txt.gz", ".git/x.txt", "a/.hidden.txt", "picture.png", "c.log.zst")
+    found = find_files(str(tmp_path), "data.train.0")
+    assert names(tmp_path, str(tmp_path)) == ["a/a.txt.gz", "a/z.md", "b.txt", "c.log.zst"]
+    assert [(file.format, file.compression) for file in found.files] == [
+        ("text", "gz"), ("text", ""), ("text", ""), ("text", "zst"),
+    ]  # fmt: skip
+    assert found.num_skipped == 1
+    assert found.size_bytes == 8
+
+
+def test_globs(tmp_path: Path) -> None:
+    make(tmp_path, "a.jsonl", "b.jsonl.gz", "sub/c.jsonl", "sub/d.txt", "we[i]rd.txt")
+    assert names(tmp_path, f"{tmp_path}/*.jsonl*") == ["a.jsonl", "b.jsonl.gz"]
+    assert names(tmp_path, f"{tmp_path}/**/*.jsonl") == ["a.jsonl", "sub/c.jsonl"]
+    # A name that exists is that file, though it looks like a glob.
+    assert names(tmp_path, f"{tmp_path}/we[i]rd.txt") == ["we[i]rd.txt"]
+
+
+def test_the_standard_library_is_there_without_its_tests() -> None:
+    found = find_files(STDLIB_SOURCE, "data.train.0")
+    parts = {part for file in found.files for part in file.path.parts}
+    assert len(found.files) > 200
+    assert {file.path.suffix for file in found.files} == {".py"}
+    assert not parts & {"site-packages", "idlelib", "__pycache__", "tests"}
+    assert any(file.path.name == "textwrap.py" for file in found.files)
+    assert found == find_files(STDLIB_SOURCE, "data.train.0")
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "{0}/dat.txt",
+            "data.train.0.path={0}/dat.txt: no file matches. Did you mean 'data.txt'? Use a file, a folder",
+        ),
+        ("{0}/none/x.txt", "data.train.0.path={0}/none/x.txt: no file matches. The folder {0}/none does not exist."),
+        ("{0}/*.parquet", "data.train.0.path={0}/*.parquet: no file matches. Use a file"),
+        ("{0}/a.docx", "data.train.0.path={0}/a.docx: .docx is not a known format. Use one of .jsonl,"),
+        ("{0}/only", "data.train.0.path={0}/only: no file of a known format (.png found)."),
+        ("{0}", "data.train.0.path={0}: a source has files of one format, and these are 1 jsonl, 1 text."),
+        ("hf://x/y", "data.train.0.path=hf://x/y: Weft reads local files only."),
+        (
+            "builtin:python-stdlb",
+            "data.train.0.path=builtin:python-stdlb: no such built-in source. Did you mean 'builtin:python-stdlib'?",
+        ),
+    ],
+)
+def test_what_cannot_be_found_is_said(tmp_path: Path, path: str, text: str) -> None:
+    make(tmp_path, "data.txt", "a.docx", "only/x.png", "b.jsonl")
+    with pytest.raises(DataError) as caught:
+        find_files(path.format(tmp_path), "data.train.0")
+    assert str(caught.value).startswith(text.format(tmp_path))

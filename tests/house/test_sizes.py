@@ -1,0 +1,41 @@
+"""One file, one idea: no file above 400 lines, no function above 60, few names out of each door."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "weft"
+FILES = sorted(SOURCE.rglob("*.py"))
+MOST_LINES, MOST_FUNCTION_LINES, MOST_EXPORTS = 400, 60, 16
+
+
+def test_a_file_is_one_idea():
+    too_long = []
+    for path in FILES:
+        text = path.read_text()
+        if len(text.splitlines()) > MOST_LINES:
+            too_long.append(f"{path.relative_to(SOURCE)}: {len(text.splitlines())} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                if length > MOST_FUNCTION_LINES:
+                    too_long.append(f"{path.relative_to(SOURCE)}: {node.name} has {length} lines")
+    assert not too_long
+
+
+def test_no_function_rebinds_a_module_name():
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}: global {', '.join(node.names)}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Global)
+    ]
+    assert not found
+
+
+def test_doors_are_thin():
+    for path in SOURCE.rglob("__init__.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                assert len(node.value.elts) <= MOST_EXPORTS, path

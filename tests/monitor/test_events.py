@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import DataError, TrainingHalted
+from weft.monitor import EventLog, StepRecord, last_per_step, read_events
+from weft.monitor.events import number
+
+
+def record(step: int, loss: float = 4.0, **more) -> StepRecord:
+    return StepRecord(step=step, loss=loss, lr=1e-3, grad_norm=0.5, tokens=100, tokens_per_s=1e4, **more)
+
+
+def test_a_step_is_one_line_of_json(tmp_path):
+    with EventLog(tmp_path / "run" / "events.jsonl") as log:
+        log.write(record(3, seconds={"forward": 0.1, "total": 0.25}, memory_bytes=7, skipped=None).to_event())
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert len(lines) == 1
+    event = json.loads(lines[0])
+    assert abs(event.pop("time") - time.time()) < 60
+    assert event == {
+        "event": "step", "step": 3, "loss": 4.0, "lr": 1e-3, "grad_norm": 0.5, "tokens": 100, "tokens_per_s": 1e4,
+        "seconds": {"forward": 0.1, "total": 0.25}, "memory_bytes": 7,
+    }  # fmt: skip
+
+
+def refuse(constant: str):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.text(), st.floats() | st.text() | st.integers() | st.lists(st.floats()) | st.none()))
+def test_every_line_is_strict_json_whatever_the_floats(tmp_path_factory, fields):
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    with EventLog(path) as log:
+        log.write({"event": "x", **fields})
+        log.write({"event": "y"})
+    first, second = (json.loads(line, parse_constant=refuse) for line in path.read_bytes().splitlines())
+    assert second["event"] == "y"
+    for key, value in fields.items():
+        if isinstance(value, float):
+            assert number(first[key]) == value or math.isnan(value)
+        elif not isinstance(value, list):
+            assert first[key] == value
+
+
+def test_non_finite_floats_are_text_and_come_back(tmp_path):
+    with EventLog(tmp_path / "e") as log:
+        log.write({"event": "step", "step": 1, "loss": math.nan, "deep": {"list": [math.inf, (-math.inf, 1.0)]}})
+    (event,) = read_events(tmp_path / "e")
+    assert event["loss"] == "nan"
+    assert event["deep"] == {"list": ["inf", ["-inf", 1.0]]}
+    assert math.isnan(number(event["loss"]))
+    assert [number(value) for value in ("inf", "-inf", 2)] == [math.inf, -math.inf, 2.0]
+    assert all(math.isnan(number(value)) for value in (None, "x", [1]))
+
+
+def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_writer(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.write({"event": "a"})
+    with path.open("ab") as file:
+        file.write(b'{"event": "torn", "x": "' + b"y" * 200_000)
+    assert [event["event"] for event in read_events(path)] == ["a"]
+    with EventLog(path) as log:
+        log.write({"event": "b"})
+    assert [event["event"] for event in read_events(path)] == ["a", "b"]
+    path.write_bytes(b"only torn")
+    EventLog(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_damage_in_the_middle_is_said_and_hides_nothing_else(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event":"a"}\n\0\0\0\n[1]\n' + b"[" * 100_000 + b'\n{"event":"b"}\n')
+    assert read_events(path) == [
+        {"event": "a"},
+        *({"event": "damaged", "line": line} for line in (2, 3, 4)),
+        {"event": "b"},
+    ]
+
+
+def test_lines_survive_the_writers_sudden_death(tmp_path):
+    child = os.fork()
+    if child == 0:
+        log = EventLog(tmp_path / "e")
+        for step in range(50):
+            log.write(record(step).to_event())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [event["step"] for event in read_events(tmp_path / "e")] == list(range(50))
+
+
+def test_each_event_is_one_write_call(tmp_path, monkeypatch):
+    calls = []
+    with EventLog(tmp_path / "e") as log:
+        real = os.write
+        monkeypatch.setattr(os, "write", lambda handle, data: calls.append(data) or real(handle, data))
+        log.write({"event": "a", "text": "x" * 50_000})
+    assert len(calls) == 1
+    assert calls[0].endswith(b"\n")
+
+
+def test_a_missing_log_is_empty_and_a_folder_is_an_error(tmp_path):
+    assert read_events(tmp_path / "none") == []
+    with pytest.raises(DataError, match="events cannot be read"):
+        read_events(tmp_path)
+    with pytest.raises(TrainingHalted, match="events cannot be written to"):
+        EventLog(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_halts_with_a_sentence():
+    with EventLog("/dev/full") as log, pytest.raises(TrainingHalted) as caught:
+        log.write({"event": "a"})
+    assert str(caught.value) == (
+        "run.dir=/dev: events cannot be written to full (No space left on device)."
+        " Make room or choose another run.dir, and run the same command again: it resumes."
+    )
+
+
+def test_the_later_of_two_events_of_a_step_is_kept():
+    events = [record(step, loss=1.0).to_event() for step in (1, 2, 3)]
+    events += [{"event": "eval", "step": 2, "loss": 9.0}, {"event": "note"}, {"event": "step", "step": "3"}]
+    events += [record(step, loss=2.0).to_event() for step in (3, 2)]
+    assert [(event["step"], event["loss"]) for event in last_per_step(events)] == [(1, 1.0), (2, 2.0), (3, 2.0)]
+    assert last_per_step(events, "eval") == [{"event": "eval", "step": 2, "loss": 9.0}]
+
+
+def test_a_resume_drops_what_will_be_done_again():
+    events = [record(step).to_event() for step in range(1, 8)]
+    events += [{"event": "resume", "step": 4}, record(5, loss=2.0).to_event()]
+    assert [event["step"] for event in last_per_step(events)] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_costs_little(tmp_path):
+    event = record(1, seconds=dict.fromkeys(("data", "forward", "backward", "optimizer", "total"), 0.1), mfu=0.4)
+    best = math.inf
+    with EventLog(tmp_path / "e") as log:
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(400):
+                log.write(event.to_event())
+            best = min(best, (time.perf_counter() - began) / 400)
+    assert best < 50e-6

@@ -1,0 +1,32 @@
+"""Random plans for property tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from weft.spec.plan import OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, Plan
+
+_sizes = st.integers(1, 64) | st.integers(1, 999_999_999)
+_budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
+    "{}%".format, st.integers(1, 99)
+)
+
+plans = st.builds(
+    Plan,
+    pp=_sizes,
+    dp_replicate=_sizes,
+    dp_shard=_sizes,
+    cp=_sizes,
+    tp=_sizes,
+    ep=_sizes,
+    zero=st.integers(0, 3),
+    sp=st.booleans(),
+    schedule=st.sampled_from(SCHEDULES),
+    microbatches=_sizes,
+    virtual_stages=_sizes,
+    accumulation=_sizes,
+    precision=st.sampled_from(PRECISIONS),
+    recompute=st.sampled_from(RECOMPUTES) | _budgets,
+    offload=st.lists(st.sampled_from(OFFLOADS)).map(tuple),
+    compile=st.booleans(),
+)

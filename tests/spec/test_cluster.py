@@ -1,0 +1,144 @@
+"""Clusters and the table of devices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.spec.cluster import TOPOLOGIES, ClusterSpec, device, device_by_torch_name, devices
+
+
+def test_shorthand():
+    cluster = ClusterSpec.parse("2048x8xh100")
+    assert (cluster.nodes, cluster.devices_per_node, cluster.device.name) == (2048, 8, "h100")
+    assert cluster.num_devices == 16384
+    assert str(cluster) == "2048x8xh100"
+    assert ClusterSpec.parse("8xh100").num_devices == 8
+    assert ClusterSpec.parse("h200") == ClusterSpec.parse("1xH200")
+    assert ClusterSpec.parse("2x4x4090").device.name == "rtx4090"
+    for name in devices():
+        assert str(ClusterSpec.parse(f"3x2x{name}")) == f"3x2x{name}"
+    assert len({cluster, ClusterSpec.parse("2048x8xh100")}) == 1
+
+
+def test_the_table_is_complete_and_plausible():
+    table = devices()
+    assert len(table) == 22
+    for spec in table.values():
+        assert spec.title
+        assert spec.sources
+        assert set(spec.sources.split(",")) <= {"D", "S", "W"}
+        assert spec.scale_up_topology in TOPOLOGIES
+        assert 16 * 2**30 <= spec.memory_bytes < 300 * 2**30
+        assert 0.5e12 < spec.memory_bytes_per_s < 10e12
+        assert all(50e12 < peak < 1e16 for _, peak in spec.peaks)
+        top = spec.peak_flops("bf16") or spec.peak_flops("fp16")
+        assert top is not None
+        assert spec.measured_flops is None or 0.4 * top < spec.measured_flops < top
+
+
+def test_rows_of_the_table():
+    h100 = device("h100")
+    assert h100.peak_flops("bf16") == 989e12
+    assert h100.peak_flops("fp8") == 1979e12
+    assert h100.memory_bytes == 80 * 2**30
+    assert h100.memory_bytes_per_s == 3.35e12
+    assert (h100.scale_up_bytes_per_s, h100.scale_up_domain) == (450e9, 8)
+    assert (h100.nic_bytes_per_s, h100.host_bytes_per_s, h100.watts, h100.measured_flops) == (50e9, 55e9, 700, 794e12)
+    assert device("gb200").scale_up_domain == 72
+    assert device("v100").peak_flops("bf16") is None
+    assert device("tpu-v5e").watts is None
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_names_that_torch_prints(torch_name, name):
+    found = device_by_torch_name(torch_name)
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize(
+    "torch_name",
+    ["", "NVIDIA H2000", "NVIDIA L40", "Tesla T4", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla V100-SXM2-16GB"],
+)
+def test_names_that_are_not_in_the_table(torch_name):
+    assert device_by_torch_name(torch_name) is None
+
+
+def test_unknown_devices_and_shapes():
+    with pytest.raises(
+        ConfigError, match=r"device=h10: not a device that Weft knows. Did you mean 'h100'\? Known: v100,"
+    ):
+        ClusterSpec.parse("8xh10")
+    with pytest.raises(ConfigError, match=r"Write e\.g\. '2x8xh100'"):
+        ClusterSpec.parse("")
+    with pytest.raises(ConfigError, match="at least one device"):
+        ClusterSpec.parse("0x8xh100")
+
+
+def test_a_cluster_file(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text('nodes = 4\ndevices_per_node = 8\n[device]\nlike = "h100"\nwatts = 500\nnic_gb_s = 12.5\n')
+    cluster = ClusterSpec.load(path)
+    assert cluster.num_devices == 32
+    assert (cluster.device.watts, cluster.device.nic_bytes_per_s) == (500, 12.5e9)
+    assert cluster.device.peaks == device("h100").peaks
+    assert cluster.device.name != "h100"
+    path.write_text('devices_per_node = 8\ndevice = "a100"')
+    assert ClusterSpec.load(path) == ClusterSpec.parse("8xa100")
+
+
+def test_a_device_of_ones_own():
+    own = {"name": "npu", "tflops": {"bf16": 100}, "memory_gib": 32, "memory_gb_s": 1000}
+    spec = ClusterSpec.from_mapping({"devices_per_node": 2, "device": own}).device
+    assert (spec.name, spec.peak_flops("bf16"), spec.nic_bytes_per_s) == ("npu", 100e12, None)
+
+
+def test_all_mistakes_of_a_cluster_at_once():
+    table = {
+        "node": 3,
+        "devices_per_node": 0,
+        "device": {"like": "h100", "wats": 3, "memory_gib": -1, "tflops": {"bf61": 3}, "scale_up_topology": "ring"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        ClusterSpec.from_mapping(table, "c.toml")
+    fields = [problem.field for problem in caught.value.problems]
+    assert fields == ["node", "devices_per_node", "wats", "memory_gib", "tflops", "scale_up_topology"]
+    assert all(problem.origin == "c.toml" for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("value", [None, 3, [], {"like": 3}, {"memory_gib": math.nan}, {"watts": 10**400},
+                                   {"aliases": "x"}, {"title": 3}, {"tflops": 3}, {"like": "h1oo"}])  # fmt: skip
+def test_bad_devices(value):
+    with pytest.raises(ConfigError):
+        ClusterSpec.from_mapping({"devices_per_node": 1, "device": value})
+
+
+@pytest.mark.parametrize("data", [b"nodes = ", b"\xff", b"a = " + b"[" * 5000])
+def test_bad_cluster_files(tmp_path, data):
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"cluster\.toml"):
+        ClusterSpec.load(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ClusterSpec.load(tmp_path / "none.toml")

@@ -1,0 +1,75 @@
+"""Layouts: patterns match module paths in order, and texts are inverses."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import LayoutError
+from weft.spec.layout import STYLES, Layout
+
+LLAMA_PATHS = ["embed", "blocks.0.norm1", "blocks.0.attn.q", "blocks.11.attn.k", "blocks.0.attn.v",
+               "blocks.0.attn.o", "blocks.0.norm2", "blocks.0.mlp.gate", "blocks.0.mlp.up", "blocks.0.mlp.down", "norm", "head"]  # fmt: skip
+
+
+def test_the_named_layouts_cover_their_models():
+    styles = [Layout.named("llama").match(path) for path in LLAMA_PATHS]
+    assert styles == ["vocab", "replicate", "colwise", "colwise", "colwise", "rowwise",
+                      "replicate", "colwise", "colwise", "rowwise", "replicate", "vocab"]  # fmt: skip
+    assert Layout.named("llama").unused(LLAMA_PATHS) == ()
+    gpt2_paths = [path for path in LLAMA_PATHS if "gate" not in path] + ["pos_embed"]
+    assert None not in [Layout.named("gpt2").match(path) for path in gpt2_paths]
+    assert Layout.named("gpt2").unused(gpt2_paths) == ()
+    assert Layout.named("gpt2").unused(LLAMA_PATHS) == ("pos_embed",)
+
+
+def test_the_first_pattern_that_fits_decides():
+    layout = Layout.parse("blocks.0.attn.q=replicate blocks.*.attn.{q,k}=colwise")
+    assert layout.match("blocks.0.attn.q") == "replicate"
+    assert layout.match("blocks.1.attn.q") == "colwise"
+    for path in ("blocks.1.attn.v", "blocks.1.attn.q.lora", "xblocks.1.attn.q", "blocks.1.2.attn.q", "blocksx0xattnxq"):
+        assert layout.match(path) is None
+
+
+_parts = st.sampled_from(["*", "embed", "blocks", "{q,k}", "0", "mlp"])
+_pairs = st.dictionaries(st.lists(_parts, min_size=1, max_size=4).map(".".join), st.sampled_from(STYLES))
+
+
+@settings(max_examples=100, deadline=None)
+@given(_pairs.map(lambda pairs: Layout(tuple(pairs.items()))))
+def test_text_and_table_are_inverses(layout):
+    assert Layout.parse(layout.format()) == layout
+    assert Layout.from_mapping(layout.to_mapping()) == layout
+    assert hash(Layout.parse(str(layout))) == hash(layout)
+
+
+def test_a_toml_table_is_read():
+    table = tomllib.loads('embed = "vocab"\n"blocks.*.attn.o" = "rowwise"')
+    assert Layout.from_mapping(table).match("blocks.3.attn.o") == "rowwise"
+
+
+GOLDEN = {
+    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, expert. Did you mean 'vocab'?",
+    "embed": "layout word 'embed': a layout is made of pattern=style words. Use e.g. embed=vocab.",
+    "a..b=vocab": (
+        "layout pattern 'a..b': a module path with '*' or {a,b} for a part is needed. Use e.g. 'blocks.*.attn.q'."
+    ),
+    "a=vocab a=expert": "layout pattern 'a' is given twice. Keep one.",
+}
+
+
+@pytest.mark.parametrize("text", GOLDEN)
+def test_golden_errors(text):
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text)
+    assert str(caught.value) == GOLDEN[text]
+
+
+def test_other_errors():
+    with pytest.raises(LayoutError, match="Did you mean 'llama'"):
+        Layout.named("lama")
+    with pytest.raises(LayoutError, match="not one of"):
+        Layout.from_mapping({"embed": 3})

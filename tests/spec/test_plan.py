@@ -1,0 +1,136 @@
+"""Plan: text and value are inverses, and every mistake is told in one grammar, all at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.spec.plans import plans
+from weft.errors import PlanError
+from weft.spec.plan import AXES, Plan, plan_fields
+
+
+@settings(max_examples=150, deadline=None)
+@given(plans)
+def test_parse_and_format_are_inverses(plan):
+    assert Plan.parse(plan.format()) == plan
+    assert hash(Plan.parse(str(plan))) == hash(plan)
+    assert Plan.from_mapping({name: getattr(plan, name) for name in plan_fields()}) == plan
+    assert "\n" not in plan.format()
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans, st.sampled_from(AXES), st.integers(1, 64))
+def test_a_star_keeps_its_meaning_through_the_text(plan, axis, size):
+    text = plan.format(open_axis=axis)
+    assert f"{axis}=*" in text.split()
+    read, open_axis = Plan.read_open(text)
+    assert (read, open_axis) == (plan.replace(**{axis: 1}), axis)
+    assert Plan.parse(text, read.world_size * size) == plan.replace(**{axis: size})
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.text() | st.lists(st.sampled_from([*plan_fields(), "=", "*", " ", "9", "-1", "x", "+"])).map("".join))
+def test_any_text_is_a_plan_or_a_plan_error(text):
+    try:
+        plan = Plan.parse(text, 8)
+    except PlanError as caught:
+        error: PlanError | None = caught
+    else:
+        error = None
+        assert Plan.parse(plan.format()) == plan
+    assert error is None or len(str(error).splitlines()) == len(error.problems) > 0
+
+
+def test_the_text_holds_only_what_differs_in_the_order_of_the_fields():
+    assert Plan().format() == ""
+    assert str(Plan()) == "dp_replicate=1"
+    assert Plan.parse("zero=3 tp=2 dp_shard=4").format() == "dp_shard=4 tp=2 zero=3"
+    assert Plan.parse("compile=on offload=params+optimizer").format() == "offload=optimizer+params compile=on"
+
+
+def test_a_toml_table_is_read():
+    table = tomllib.loads('dp_shard = 4\ntp = 2\nzero = 3\ncompile = true\noffload = ["params"]\nrecompute = "12 GiB"')
+    assert Plan.from_mapping(table) == Plan(
+        dp_shard=4, tp=2, zero=3, compile=True, offload=("params",), recompute="12GiB"
+    )
+
+
+def test_sizes_that_follow_from_the_axes():
+    plan = Plan(pp=2, dp_replicate=3, dp_shard=4, cp=5, tp=6, ep=7, microbatches=8, accumulation=9)
+    assert plan.world_size == 2 * 3 * 4 * 5 * 6
+    assert plan.dp_size == 12
+    assert plan.microbatches_per_step == 8
+    assert plan.replace(pp=1).microbatches_per_step == 9
+    assert tuple(plan.axis_sizes()) == AXES
+
+
+GOLDEN = {
+    "dp_shrad=4": "unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?",
+    "tp=0": "tp=0: a whole number from 1 to 999999999 is needed. Use tp=1 to leave it out.",
+    "tp=two": "tp=two: a whole number from 1 to 999999999 is needed. Use tp=1 to leave it out.",
+    "zero=4": "zero=4: ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3.",
+    "tp=2 tp=4": "plan field 'tp' is given twice in 'tp=2 tp=4'. Keep one.",
+    "tp": "plan word 'tp': a plan is made of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'.",
+    "auto": "plan=auto: the planner that would choose a plan is not built yet. Use plan='dp_replicate=*'.",
+    "dp_shard=* tp=*": (
+        "dp_shard and tp have '*': '*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate."
+    ),
+    "zero=*": "zero=*: '*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate.",
+    "dp_replicate=* tp=3": (
+        "dp_replicate=*: the other axes ask for 3 ranks, and 8 is not a multiple of 3. "
+        "Change them, or start a multiple of 3 ranks."
+    ),
+    "precision=bf61": "precision=bf61: not one of fp32, bf16, fp16, fp64. Did you mean 'bf16'?",
+    "sp=maybe": "sp=maybe: this is a switch. Use sp=on or sp=off.",
+    "offload=disk": "offload=disk: not one of optimizer, params, activations. Use offload=optimizer.",
+    "recompute=0%": (
+        "recompute=0%: not one of none, full, attention, selective, nor a budget. "
+        "Use one of them, or e.g. recompute=12GiB or recompute=50%."
+    ),
+}
+
+
+@pytest.mark.parametrize("text", GOLDEN)
+def test_golden_errors(text):
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text, 8)
+    assert str(caught.value) == GOLDEN[text]
+
+
+def test_all_mistakes_at_once():
+    with pytest.raises(PlanError) as caught:
+        Plan.parse("tp=0 zero=9 dp_shrad=2 oops")
+    assert {problem.field for problem in caught.value.problems} == {"tp", "zero", "dp_shrad", "oops"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"zero": 2.0}, {"zero": True}, {"tp": True}, {"tp": 10**30}, {"tp": 10**5000}, {"sp": 1}, {"offload": 3},
+     {"recompute": None}, {"precision": ["bf16"]}, {"schedule": "1F1B"}],
+)  # fmt: skip
+def test_values_of_the_wrong_type_are_refused_when_the_plan_is_made(changes):
+    with pytest.raises(PlanError, match=next(iter(changes))):
+        Plan(**changes)
+    with pytest.raises(PlanError, match=next(iter(changes))):
+        Plan.from_mapping(changes)
+
+
+def test_a_star_without_a_number_of_ranks():
+    with pytest.raises(PlanError, match="the number of ranks is not known here"):
+        Plan.parse("dp_replicate=*")
+
+
+def test_replace_refuses_unknown_fields():
+    with pytest.raises(PlanError, match="Did you mean 'tp'"):
+        Plan().replace(tpp=2)
+
+
+def test_spec_needs_no_torch():
+    code = "import weft.spec.config_file, weft.spec.layout, weft.spec.rules, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -1,0 +1,171 @@
+"""Rules of plans: each fires on its case with its text, is quiet where facts are unknown, and names a way out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.spec.plans import plans
+from weft.errors import PlanError
+from weft.spec.cluster import device
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan, plan_fields
+from weft.spec.rule import alternatives, common_divisors, nearest
+from weft.spec.rules import LASTING, NOT_BUILT, RULES, Facts, check, check_plan
+
+MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=6, num_heads=32, num_kv_heads=8, ffn_dim=768, max_seq_len=1024)
+FACTS = Facts(model=MODEL, world_size=8, global_batch=16, seq_len=1024)
+OPEN = Facts(open_axis="dp_replicate")
+
+CASES = [
+    ("dp_shard-not-built", "dp_shard=4 zero=3", OPEN,
+     "dp_shard=4: sharded data parallelism is not built yet. Use dp_replicate=* in its place.", "dp_replicate=4"),
+    ("zero-not-built", "zero=3", Facts(),
+     "zero=3: ZeRO is not built yet. Use zero=0, with dp_replicate for more ranks.", ""),
+    ("tp-not-built", "tp=2 dp_replicate=3", Facts(),
+     "tp=2: tensor parallelism is not built yet. Use dp_replicate=6 in its place.", "dp_replicate=6"),
+    ("pp-not-built", "pp=2 microbatches=4", Facts(),
+     "pp=2: pipeline parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2 accumulation=4"),
+    ("cp-not-built", "cp=2 precision=bf16", Facts(),
+     "cp=2: context parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2 precision=bf16"),
+    ("ep-not-built", "dp_replicate=2 ep=2", Facts(),
+     "ep=2: expert parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2"),
+    ("sp-not-built", "sp=on", Facts(), "sp=on: sequence parallelism is not built yet. Use sp=off.", ""),
+    ("recompute-not-built", "recompute=50%", Facts(),
+     "recompute=50%: recomputing activations is not built yet. "
+     "Use recompute=none, with a larger accumulation where memory is short.", ""),
+    ("offload-not-built", "offload=optimizer+params", Facts(),
+     "offload=optimizer+params: offload to the host is not built yet. "
+     "Use offload=none, with a larger accumulation where memory is short.", ""),
+    ("world-size", "dp_replicate=2 tp=2", FACTS,
+     "world_size=8: the plan asks for 4 ranks (dp_replicate=2 * tp=2), but 8 were started. "
+     "Start 4 ranks, or put dp_replicate=* in the plan.", "dp_replicate=4 tp=2"),
+    ("global-batch", "dp_replicate=4 accumulation=3", FACTS,
+     "train.global_batch=16: 4 data-parallel ranks with 3 passes each take a multiple of 12 sequences, "
+     "and 16 is not one. Use train.global_batch=12 or 24.", "dp_replicate=4 accumulation=2"),
+    ("zero-needs-shard", "zero=2", Facts(),
+     "zero=2: ZeRO shards over dp_shard, and dp_shard is 1. Use zero=0, or dp_shard=2 or more.", ""),
+    ("shard-needs-zero", "dp_shard=4", Facts(),
+     "dp_shard=4: zero=0 shards nothing over these ranks. Use zero=1, 2 or 3, or dp_replicate=4 for replicas.",
+     "dp_shard=4 zero=1"),
+    ("tp-heads", "tp=6", FACTS,
+     "tp=6: the model has 32 heads, and 32 is not a multiple of 6. Use tp=1, 2, 4 or 8.", "tp=4"),
+    ("tp-heads", "tp=16", FACTS,
+     "tp=16: the model has 8 key-value heads, and 8 is not a multiple of 16. Use tp=1, 2, 4 or 8.", "tp=8"),
+    ("tp-ffn", "tp=4", Facts(model=DecoderSpec(vocab_size=9, dim=32, num_layers=1, num_heads=8, num_kv_heads=8,
+                                               ffn_dim=70, max_seq_len=8)),
+     "tp=4: the model's ffn_dim is 70, and that is not a multiple of 4. Use tp=1 or 2.", "tp=2"),
+    ("sp-needs-tp", "sp=on", Facts(),
+     "sp=on: sequence parallelism needs tp of at least 2, and tp is 1. Use sp=off, or tp=2 or more.", ""),
+    ("pp-layers", "pp=4 virtual_stages=2 schedule=interleaved", FACTS,
+     "pp=4: 4 x 2 stages are more than the model's 6 layers. Use pp * virtual_stages of at most 6.",
+     "pp=4 schedule=interleaved"),
+    ("microbatches-need-pp", "microbatches=4 accumulation=2", Facts(),
+     "microbatches=4: microbatches belong to a pipeline, and pp is 1. Use accumulation=8.", "accumulation=8"),
+    ("accumulation-without-pp", "pp=2 microbatches=4 accumulation=2", Facts(),
+     "accumulation=2: under a pipeline the passes of a step are its microbatches. Use microbatches=8.",
+     "pp=2 microbatches=8"),
+    ("schedule-needs-pp", "schedule=gpipe", Facts(),
+     "schedule=gpipe: a schedule orders a pipeline, and pp is 1. Leave schedule out, or use pp=2 or more.", ""),
+    ("virtual-stages-need-interleaving", "pp=2 virtual_stages=2", Facts(),
+     "virtual_stages=2: pp=2 with schedule=1f1b has one stage on each rank. "
+     "Use virtual_stages=1, or pp=2 or more with schedule=interleaved.", "pp=2"),
+    ("ep-divides-ranks", "dp_shard=4 tp=2 zero=1 ep=3", Facts(),
+     "ep=3: experts are spread over dp_shard x cp x tp = 8 ranks, and that is not a multiple of 3. "
+     "Use ep=1, 2, 4 or 8.",
+     "dp_shard=4 tp=2 ep=2 zero=1"),
+    ("cp-divides-sequence", "cp=3", FACTS,
+     "cp=3: a sequence has 1024 tokens, and that is not a multiple of 3. "
+     "Use cp=1, 2, 4, 8, 16, 32, 64 or 128.", "cp=2"),
+    ("seq-len-fits-model", "", Facts(model=MODEL, seq_len=4096),
+     "train.seq_len=4096: the model reads at most 1024 tokens (model.max_seq_len). "
+     "Use train.seq_len=1024 or less.", None),
+    ("precision-on-device", "precision=bf16", Facts(device=device("v100")),
+     "precision=bf16: NVIDIA V100 SXM2 32 GB has no bf16 arithmetic. Use precision=fp32 or fp16.", "precision=fp16"),
+]  # fmt: skip
+BY_NAME = {rule.name: rule for rule in RULES}
+
+
+@pytest.mark.parametrize(("name", "text", "facts", "message", "fix"), CASES)
+def test_a_rule_fires_with_its_text_and_its_fix_keeps_it(name, text, facts, message, fix):
+    rule = BY_NAME[name]
+    violation = rule.check(Plan.parse(text), facts)
+    assert violation is not None
+    assert violation.message == message
+    assert violation.fix == (None if fix is None else Plan.parse(fix))
+    if violation.fix is not None:
+        assert rule.check(violation.fix, facts) is None
+
+
+def test_every_rule_has_a_case_and_says_why_in_one_sentence():
+    assert {case[0] for case in CASES} == set(BY_NAME)
+    assert len(BY_NAME) == len(RULES)
+    for rule in RULES:
+        assert rule.reason.endswith(".")
+        assert rule.reason.count(". ") == 0
+        assert rule.field in plan_fields() or "." in rule.field or rule.field == "world_size"
+
+
+def test_what_is_built_is_not_refused():
+    for text in ("", "dp_replicate=8", "dp_replicate=8 accumulation=2 precision=bf16 compile=on", "precision=fp64"):
+        assert check(Plan.parse(text), Facts(model=MODEL, global_batch=16, seq_len=1024)) == []
+    assert check(Plan(dp_replicate=8), FACTS) == []
+
+
+def test_everything_else_is_refused_by_a_rule_that_says_so():
+    for word in ("dp_shard=2", "zero=1", "tp=2", "pp=2", "cp=2", "ep=2", "sp=on", "recompute=full", "offload=params"):
+        (violation,) = check(Plan.parse(word), Facts())
+        assert "is not built yet" in violation.message
+    assert len(NOT_BUILT) == 9
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp", "cp"])
+def test_a_star_on_an_axis_that_is_not_built_is_refused(axis):
+    plan, open_axis = Plan.read_open(f"{axis}=*")
+    (violation,) = check(plan, Facts(open_axis=open_axis))
+    assert violation.message.startswith(f"{axis}=*: ")
+
+
+@settings(max_examples=80, deadline=None)
+@given(plans)
+def test_unknown_facts_never_fire_and_never_fail(plan):
+    needs_facts = {"world-size", "global-batch", "tp-heads", "tp-ffn", "pp-layers", "cp-divides-sequence",
+                   "seq-len-fits-model", "precision-on-device"}  # fmt: skip
+    assert not needs_facts & {violation.rule for violation in check(plan, Facts(), LASTING)}
+
+
+@settings(max_examples=80, deadline=None)
+@given(plans, st.integers(1, 512))
+def test_one_sentence_for_each_field_and_every_fix_mends_its_rule(plan, global_batch):
+    facts = Facts(model=MODEL, global_batch=global_batch, seq_len=1024)
+    violations = check(plan, facts)
+    assert len({violation.field for violation in violations}) == len(violations)
+    for rule in RULES:
+        violation = rule.check(plan, facts)
+        if violation is not None and violation.fix is not None:
+            assert rule.check(violation.fix, facts) is None, violation
+            assert "\n" not in violation.message
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
+def test_batch_rule_is_exactly_divisibility(global_batch, replicas, accumulation):
+    plan = Plan(dp_replicate=replicas, accumulation=accumulation)
+    fired = bool(check(plan, Facts(global_batch=global_batch)))
+    assert fired == (global_batch % (replicas * accumulation) != 0)
+
+
+def test_check_plan_raises_everything():
+    with pytest.raises(PlanError) as caught:
+        check_plan(Plan(tp=2, recompute="full"), Facts(global_batch=3))
+    assert [problem.field for problem in caught.value.problems] == ["tp", "recompute"]
+    check_plan(Plan())
+
+
+def test_arithmetic():
+    assert common_divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert common_divisors(36, 24) == [1, 2, 3, 4, 6, 12]
+    assert nearest([1, 2, 4], 3) == 2
+    assert alternatives([1], "tp") == "Use tp=1"
+    assert alternatives(list(range(1, 20)), "tp") == "Use tp=1, 2, 3, 4, 5, 6, 7 or 8"
