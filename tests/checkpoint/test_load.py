@@ -159,6 +159,14 @@ def test_without_digests_a_flip_is_not_looked_for_but_sizes_are(tmp_path):
     assert found.step == 2
 
 
+def test_the_state_is_digested_even_without_digests(tmp_path):
+    path = save_checkpoint(tmp_path, 1, {}, {"lr": 1.25})
+    text = (path / "state.json").read_text()
+    (path / "state.json").write_text(text.replace("1.25", "1.35"))
+    with pytest.raises(CheckpointError, match="state.json does not match its digest"):
+        load_checkpoint(path)
+
+
 def test_steps_sort_as_numbers(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         save(tmp_path, step)

@@ -97,6 +97,11 @@ def test_tensors_made_on_the_way_are_not_taken_for_tied(tmp_path):
     assert [loaded[name][0].item() for name in "abc"] == [97, 98, 99]
 
 
+def test_empty_tensors_are_never_tied(tmp_path):
+    path = save_checkpoint(tmp_path, 1, {"model": {"a": torch.zeros(0, 2), "b": torch.zeros(0, 2)}}, {})
+    assert "same_as" not in (path / "manifest.json").read_text()
+
+
 def test_equal_views_of_different_shape_are_not_tied(tmp_path):
     base = torch.arange(6.0)
     path = save_checkpoint(tmp_path, 1, {"model": {"a": base, "b": base.view(2, 3), "c": base.view(torch.int32)}}, {})

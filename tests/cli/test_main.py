@@ -46,9 +46,13 @@ def test_help_names_every_verb(capsys):
         assert verb.help.split()[0] in out
 
 
-def test_no_words_is_help(capsys):
-    assert main.run([]) == 0
-    assert "Usage: weft" in capsys.readouterr().out
+@pytest.mark.parametrize("words", [[], ["config"], ["data"]])
+def test_no_words_is_help(capsys, words):
+    assert main.run(words) == 0
+    captured = capsys.readouterr()
+    assert "Usage: weft" in captured.out
+    assert "Commands:" in captured.out
+    assert captured.err == ""
 
 
 @pytest.mark.parametrize("words", [["version"], ["--version"]])

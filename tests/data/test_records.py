@@ -85,6 +85,11 @@ def test_text_pieces_join_to_the_file(
     assert all(len(piece.value.encode()) <= 2 * piece_bytes for piece in pieces if isinstance(piece, Record))
 
 
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc\n\xef\xbb\xbfdef\n")
+    assert values(tmp_path / "a.txt", piece_bytes=2) == ["abc\n", "\ufeff", "def\n"]
+
+
 def test_text_is_cut_at_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {n}\n" for n in range(100)))

@@ -37,6 +37,13 @@ def test_reads_what_was_written_across_shards(
     assert verify_split(stored.folder, stored.counts) == []
 
 
+def test_borders_past_the_end_count_from_the_beginning(tmp_path: Path) -> None:
+    reader = SplitReader((stored := store(tmp_path / "train", [2, 3])).folder, stored.counts)
+    assert reader.borders(4, 3).tolist() == [1, 3]
+    assert reader.borders(4, 1).tolist() == [1]
+    assert reader.borders(1, 5).tolist() == [1, 4]
+
+
 def test_small_vocabularies_take_two_bytes(tmp_path: Path) -> None:
     for vocab_size, num_bytes in ((65536, 2), (65537, 4)):
         writer = SplitWriter(tmp_path / str(vocab_size), vocab_size=vocab_size, with_mask=False)

@@ -74,7 +74,7 @@ def test_every_sample_equals_the_slow_reference(
 def sources(tmp_path: Path) -> list[Stored]:
     return [
         store(tmp_path / "a", [30, 12, 50], weight=1.0),
-        store(tmp_path / "b", [9] * 40, weight=3.0),
+        store(tmp_path / "b", [5] * 72, weight=3.0),
     ]
 
 

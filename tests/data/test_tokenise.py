@@ -162,8 +162,10 @@ def test_a_broken_piece_is_a_border(tmp_path: Path, tokenizer: Tokenizer) -> Non
     """Pieces before and after it, and those of the next file, do not run together."""
     (tmp_path / "d").mkdir()
     piece = b"x" * 255 + b"\n"
-    (tmp_path / "d" / "a.txt").write_bytes(piece + b"\xff" * 255 + b"\n" + piece * 2)
-    (tmp_path / "d" / "b.txt").write_bytes(b"\xff" * 255 + b"\n" + b"y" * 255 + b"\n" + piece)
+    bad = b"\xff" * 255 + b"\n"
+    (tmp_path / "d" / "a.txt").write_bytes(piece + bad + piece * 2)
+    (tmp_path / "d" / "b.txt").write_bytes(piece + bad * 2)
+    (tmp_path / "d" / "c.txt").write_bytes(bad + piece * 2)
     folder, manifest = tokenise(tmp_path, tokenizer, tmp_path / "d", holdout=1e-9, max_bad=0.9)
     assert [len(text.removesuffix("<|endoftext|>")) for text in documents(folder, manifest, tokenizer)] == [
         256,

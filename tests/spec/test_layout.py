@@ -12,7 +12,8 @@ from weft.errors import LayoutError
 from weft.spec.layout import STYLES, Layout
 
 LLAMA_PATHS = ["embed", "blocks.0.norm1", "blocks.0.attn.q", "blocks.11.attn.k", "blocks.0.attn.v",
-               "blocks.0.attn.o", "blocks.0.norm2", "blocks.0.mlp.gate", "blocks.0.mlp.up", "blocks.0.mlp.down", "norm", "head"]  # fmt: skip
+               "blocks.0.attn.o", "blocks.0.norm2",
+               "blocks.0.mlp.gate", "blocks.0.mlp.up", "blocks.0.mlp.down", "norm", "head"]  # fmt: skip
 
 
 def test_the_named_layouts_cover_their_models():

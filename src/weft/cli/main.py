@@ -78,6 +78,9 @@ def run(args: Sequence[str]) -> int:
     try:
         code = _command(app)(args=args, prog_name="weft", standalone_mode=False)
     except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.ctx.get_help())
+            return 0
         complain(_usage_text(error))
         return 2
     except _ClickException as error:

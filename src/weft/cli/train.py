@@ -108,8 +108,9 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 def _file_hint(path: Path) -> str:
     if path.suffix == "" and path.parent == Path("."):
         return f" Write a path to a TOML file, or a setting such as {path}=..."
-    beside = [str(found) for found in sorted(path.parent.glob("*.toml"))] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(str(path), beside, n=1, cutoff=0.6)
+    places = {path.parent, path.parent / "configs"}
+    known = sorted(str(found) for place in places for found in place.glob("*.toml") if found.name != "pyproject.toml")
+    near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.6)
     if near:
         return f" Did you mean '{near[0]}'?"
-    return f" Config files there: {', '.join(beside[:5])}." if beside else " Check the path."
+    return f" Config files there: {', '.join(known[:5])}." if known else " Check the path."

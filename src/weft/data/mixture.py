@@ -66,8 +66,7 @@ class Mixture:
             low, high = (middle, high) if sum(self._due(middle)) <= total else (low, middle - 1)
         counts, following = self._due(low), self._due(low + 1)
         for source in range(len(counts)):
-            if sum(counts) < total:
-                counts[source] += min(following[source] - counts[source], total - sum(counts))
+            counts[source] += min(following[source] - counts[source], total - sum(counts))
         return counts
 
     def _due(self, tick: int) -> list[int]:

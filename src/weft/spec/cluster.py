@@ -174,7 +174,7 @@ def _device_of(value: object) -> DeviceSpec:
     table = dict(cast(dict[str, object], value))
     like, name = table.pop("like", None), table.pop("name", "")
     if not isinstance(like, str | None) or not isinstance(name, str):
-        raise _error(f'device={_shown(value)}: like and name are texts. Use e.g. like = "h100".', "device")
+        raise _error(f'device.like={_shown(like)}: like and name are texts. Use e.g. like = "h100".', "device")
     base = device(like) if like is not None else DeviceSpec(name="custom")
     changed = _changed(base, table)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device

@@ -35,12 +35,13 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     name = "" if path is None else shown(str(path), 200)  # one line, whatever the path holds
     tables, origins = ({}, {}) if path is None else _read_tables(_read_text(Path(path), name), name)
     problems: list[Problem] = []
+    _expand_sources(tables)
     for override in overrides:
         typed = apply_override(tables, override, problems)
         if typed is not None:
             origins = {key: origin for key, origin in origins.items() if key[: len(typed)] != typed}
             origins[typed] = COMMAND_LINE
-    _expand_sources(tables)
+            _expand_sources(tables)
     found = _read_plan(tables)
     config, wrong = _validated(tables)
     named = {dotted(key): origin for key, origin in origins.items()}

@@ -137,13 +137,12 @@ def unknown_key(path: KeyPath) -> str:
 
 def _elsewhere(name: str) -> str:
     """The key of another section that carries this name, or what other frameworks call so."""
-    lowered = name.lower()
-    top = keys_of(_schema())
-    leaves = {f"{section}.{key}" for section, node in top.items() for key in keys_of(node)}
-    same = sorted(leaf for leaf in leaves if leaf.rpartition(".")[2] == lowered)
-    if lowered in _OTHER_NAMES:
-        return _OTHER_NAMES[lowered]
-    return same[0] if same else ""
+    meanings = {
+        key: f"{section}.{key}" for section, node in reversed(keys_of(_schema()).items()) for key in keys_of(node)
+    }
+    meanings.update(_OTHER_NAMES)
+    near = nearest_name(name.lower(), meanings)
+    return meanings[near] if near else ""
 
 
 def shown(value: object, limit: int = 60) -> str:

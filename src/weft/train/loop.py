@@ -20,6 +20,9 @@ from weft.train.evaluate import Batch, Evaluation, evaluate
 from weft.train.hooks import Hook
 from weft.train.step import StepMetrics, TrainStep
 
+#: Why a run ended that a signal or a hook stopped.
+ASKED_TO_STOP = "asked to stop"
+
 
 class Batches(Protocol):
     """Where the loop gets this rank's microbatches from, step by step."""
@@ -92,7 +95,7 @@ class Trainer:
             self._save()
             self._end(str(halt))
             raise
-        stop = "asked to stop" if metrics.wants_stop else self._evaluate_if_due()
+        stop = ASKED_TO_STOP if metrics.wants_stop else self._evaluate_if_due()
         if stop or self._due(self.config.checkpoint.every) or self._is_best_now():
             self._save()
         return stop

@@ -23,11 +23,11 @@ from weft.monitor import Meter, flops_per_token, make_display
 from weft.optim import build_optimizer
 from weft.parallel import parallelize
 from weft.spec.cluster import device_by_torch_name
-from weft.spec.config import RunConfig
+from weft.spec.config import RunConfig, SampleSection
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
-from weft.train.loop import Progress, Trainer
+from weft.train.loop import ASKED_TO_STOP, Progress, Trainer
 from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.recorder import Recorder
 from weft.train.sample import write_sample
@@ -127,7 +127,9 @@ class _RankRun:
             if recorder:
                 recorder.close()
         if self.mesh.rank == 0:
-            sample = write_sample(self.folder, self.config.sample, self.model, self.tokenizer, progress.step)
+            # Who stops a run wants it to end: writing a sample takes seconds.
+            wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
+            sample = write_sample(self.folder, wanted, self.model, self.tokenizer, progress.step)
             lines = closing_lines(self.folder, self.config, progress, reason, sample)
             print("\n".join(lines), file=self.terminal, flush=True)
         return RunResult(progress.step, reason)

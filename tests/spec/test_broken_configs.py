@@ -1,0 +1,133 @@
+"""Whatever is wrong with a config: one line for each mistake, which names the key and where it was typed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.spec.broken import BASE, Case, broken_configs
+from weft.errors import ConfigError
+from weft.spec.config_file import load_config
+
+RAW_PYDANTIC = re.compile(
+    r"Input should|validation error|pydantic|type=|Traceback|Field required|valid ", re.IGNORECASE
+)
+
+
+def write(case: Case, path) -> int | None:
+    """Write the broken file; the line of its syntax error, or None where it has none."""
+    lines = tomli_w.dumps(case.tables).splitlines()
+    if case.text_break is None:
+        path.write_text("\n".join(lines) + "\n")
+        return None
+    kind, place = case.text_break
+    # Between whole statements: inside a list a line may continue what stands above it.
+    places = [at for at in range(len(lines) + 1) if at == len(lines) or re.match(r"\[[a-z]", lines[at])]
+    at = places[place % len(places)]
+    added = {"bytes": "# \udcff", "twice": "[late]\nx = 1\nx = 2", "section twice": "[late]\n[late]"}.get(kind, kind)
+    lines[at:at] = added.split("\n")
+    path.write_bytes(("\n".join(lines) + "\n").encode(errors="surrogateescape"))
+    return at + len(added.split("\n"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("broken")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=broken_configs())
+def test_every_broken_config_is_told_in_sentences(folder, case):
+    path = folder / "broken.toml"
+    line = write(case, path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, case.overrides)
+    text = str(caught.value)
+    problems = caught.value.problems
+    assert not RAW_PYDANTIC.search(text), text
+    assert text.splitlines() == [str(problem) for problem in problems]
+    assert all(problem.message.endswith((".", "?", "...")) for problem in problems), text
+    assert all(len(str(problem)) < 500 for problem in problems), text
+    if line is not None:
+        # An error that a quote or bracket opened may be noticed on a line below.
+        found = int(re.fullmatch(rf"{re.escape(str(path))}:(\d+)", problems[0].origin)[1])
+        assert found >= line
+        opened = case.text_break[0] in ('"""', "z = [1, 2", "[unclosed", "lr = ")
+        assert found == line or opened, text
+        return
+    for name in case.names:
+        assert name in text, (name, text)
+    typed = path.read_text().splitlines()
+    for problem in problems:
+        assert problem.origin, text
+        if problem.origin != "command line":
+            number = int(problem.origin.rpartition(":")[2])
+            keys = problem.field.split(".")
+            assert any(key in typed[number - 1] for key in [*keys, "plan"]) or "steps" in text, (
+                problem,
+                typed[number - 1],
+            )
+
+
+def test_the_base_is_valid(tmp_path):
+    path = tmp_path / "base.toml"
+    path.write_text(tomli_w.dumps(BASE))
+    load_config(path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_any_bytes_are_a_config_or_a_config_error(folder, data):
+    path = folder / "any.toml"
+    path.write_bytes(data)
+    try:
+        load_config(path)
+    except ConfigError as error:
+        problems = error.problems
+    else:
+        problems = ()
+    assert all(len(str(problem).splitlines()) == 1 for problem in problems)
+
+
+@settings(max_examples=60, deadline=None)
+@given(overrides=st.lists(st.text(max_size=20) | st.sampled_from(["seed=", "plan.", "data.train."]), max_size=3))
+def test_any_overrides_are_a_config_or_a_config_error(overrides):
+    joined = [*overrides, "".join(overrides)]
+    try:
+        load_config(None, joined)
+    except ConfigError as error:
+        problems = error.problems
+    else:
+        problems = ()
+    assert all(len(str(problem).splitlines()) == 1 for problem in problems)
+
+
+FILES = {
+    "unknown": (b"[optimizer]\nlerning_rate = 1\n", [], ":2: unknown key 'optimizer.lerning_rate'. Did you mean 'optimizer.lr'?"),
+    "syntax": (b"seed = 1\nseed = 2\n", [], ":2: this is not TOML: cannot overwrite a value in 'seed = 2'. Keep one"),
+    "bytes": (b"seed = 1\n# \xff\n", [], ":2: byte 0xff is not UTF-8 text, and a config file is. Save the file as UTF-8."),
+    "rule": (b"plan = 'tp=2'\n", ["seed=x"], ":1: plan.tp=2: tensor parallelism is not built yet."),
+    "override": (b"", ["nonsense"], "command line: override 'nonsense': an override is key=value."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_command_line_prints_the_sentences_and_exits_with_2(tmp_path, name):
+    data, overrides, expected = FILES[name]
+    path = tmp_path / f"{name}.toml"
+    path.write_bytes(data)
+    command = [sys.executable, "-m", "weft", "config", "show", str(path), *overrides]
+    if name == "override":
+        command = [sys.executable, "-m", "weft", "config", "show", str(path), "nonsense=1"]
+        expected = "command line: unknown key 'nonsense'."
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stdout == ""

@@ -1,0 +1,67 @@
+"""RunConfig: strict types, frozen, every key documented, and the shipped files agree with it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from weft.spec.config import RunConfig
+from weft.spec.config_file import config_schema, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
+def test_shipped_configs_load(path):
+    load_config(path)
+
+
+def test_the_quickstart_is_the_default_written_out():
+    path = CONFIGS / "quickstart.toml"
+    assert load_config(path).config == RunConfig()
+    text = path.read_text()
+    for section, field in RunConfig.model_fields.items():
+        assert section in text
+        for name, inner in getattr(field.annotation, "model_fields", {}).items():
+            assert f"{inner.alias or name} = " in text or f"{section}.{name}]" in text, f"{section}.{name}"
+    commented = {"model", "weight", "columns", "decay_steps", "patience"}
+    typed = tomllib.loads(text)
+    default = RunConfig().model_dump(by_alias=True, exclude_none=True)
+    for section, value in default.items():
+        assert section in commented or set(typed[section] if isinstance(value, dict) else ()) >= set(
+            value if isinstance(value, dict) else ()
+        )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"seed": "0"}, {"seed": True}, {"seed": 1.0}, {"train": {"steps": "9"}}, {"optimizer": {"lr": float("inf")}},
+     {"sample": {"temperature": float("nan")}}, {"optimizer": {"betas": [0.9, "0.9"]}}, {"launch": {"ranks": True}},
+     {"seed": 2**63}, {"train": {"seq_len": 10**10}}, {"unknown": 1}, {"run": {"name": "../up"}}],
+)  # fmt: skip
+def test_types_are_strict(values):
+    with pytest.raises(ValidationError):
+        RunConfig.model_validate(values)
+
+
+def test_a_config_is_frozen():
+    config = RunConfig()
+    with pytest.raises(ValidationError):
+        config.seed = 3
+    with pytest.raises(ValidationError):
+        config.train.steps = 3
+
+
+def test_the_schema_describes_keys_and_short_forms():
+    schema = config_schema()
+    train = schema["$defs"]["TrainSection"]["properties"]
+    assert train["steps"]["description"] == "Optimizer steps of the whole run."
+    assert schema["$defs"]["TrainSection"]["additionalProperties"] is False
+    kinds = [option["type"] for option in schema["properties"]["plan"]["anyOf"]]
+    assert kinds == ["string", "object"]
+    sources = schema["$defs"]["DataSection"]["properties"]["train"]["anyOf"]
+    assert [option["type"] for option in sources] == ["array", "string"]
+    assert config_schema() == schema

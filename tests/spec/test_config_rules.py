@@ -1,0 +1,104 @@
+"""Rules between the keys of a config: each with its text, and where the file is to blame."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.spec.cluster import device
+from weft.spec.config import RunConfig
+from weft.spec.config_file import load_config
+from weft.spec.config_rules import CONFIG_RULES, config_problems
+from weft.spec.expect import node_at
+
+CASES = [
+    ("warmup-fits", ["train.steps=10"],
+     "schedule.warmup_steps=20: the run has only train.steps=10. Use schedule.warmup_steps=1, or more steps."),
+    ("decay-fits", ["schedule.kind=wsd", "schedule.decay_steps=290"],
+     "schedule.decay_steps=290: with schedule.warmup_steps=20 that is more than train.steps=300. "
+     "Use at most 280, a shorter warm-up, or more steps."),
+    ("decay-fits", ["schedule.kind=wsd", "schedule.warmup_steps=280"],
+     "schedule.decay_steps=60: with schedule.warmup_steps=280 that is more than train.steps=300. "
+     "Use at most 20, a shorter warm-up, or more steps."),
+    ("decay-belongs-to-wsd", ["schedule.decay_steps=10"],
+     "schedule.decay_steps=10: schedule.kind=cosine has no decay of its own length. "
+     "Leave it out, or use schedule.kind=wsd."),
+    ("tokenizer-path-given", ["tokenizer.kind=file"],
+     'tokenizer.path="": tokenizer.kind=file reads a saved tokenizer. '
+     "Use tokenizer.path= with a tokenizer.json or its folder."),
+    ("tokenizer-path-used", ["tokenizer.path=x"],
+     "tokenizer.path='x': tokenizer.kind=bpe does not read a file. Use tokenizer.kind=file, or leave the path out."),
+    ("nesterov-is-of-sgd", ["optimizer.nesterov=true"],
+     "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=adamw with "
+     "optimizer.momentum=0.9. Use false, or optimizer.name=sgd with momentum=0.9."),
+    ("patience-needs-evaluations", ["train.early_stop.patience=3", "eval.every=0"],
+     "train.early_stop.patience=3: eval.every=0 evaluates only at the end. Use eval.every=50."),
+    ("patience-needs-evaluation-data", ["train.early_stop.patience=3", "data.holdout=0"],
+     "train.early_stop.patience=3: there is no evaluation data (data.holdout=0 and no data.eval). "
+     "Use data.holdout=0.02, or give data.eval."),
+]  # fmt: skip
+OTHERS = [
+    (["train.global_batch=10", "plan=dp_replicate=4"],
+     "train.global_batch=10: 4 data-parallel ranks with 1 passes each take a multiple of 4 sequences, "
+     "and 10 is not one. Use train.global_batch=8 or 12."),
+    (["train.global_batch=10", "plan=dp_replicate=* accumulation=4"],
+     "train.global_batch=10: 1 data-parallel ranks with 4 passes each take a multiple of 4 sequences, "
+     "and 10 is not one. Use train.global_batch=8 or 12."),
+    (["train.seq_len=4096"],
+     "train.seq_len=4096: the model reads at most 1024 tokens (model.max_seq_len). Use train.seq_len=1024 or less."),
+    (["model.name=tinny"], "model.name=tinny: no size has this name. Did you mean 'tiny'?"),
+    (["model.num_heads=7", "model.num_kv_heads=7"],
+     "model.num_heads=7: the heads share dim=256 evenly, and 256 is not a multiple of 7. Use 4 or 8."),
+    (["plan.tp=2"], "plan.tp=2: tensor parallelism is not built yet. Use dp_replicate=* in its place."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), [*(case[1:] for case in CASES), *OTHERS])
+def test_golden_errors(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert str(caught.value) == f"command line: {message}"
+
+
+def test_every_rule_has_a_case_and_looks_at_real_keys():
+    names = [rule.name for rule in CONFIG_RULES]
+    assert {case[0] for case in CASES} == set(names)
+    assert len(set(names)) == len(names)
+    for rule in CONFIG_RULES:
+        assert rule.reason.endswith(".")
+        for key in rule.keys:
+            assert node_at(tuple(key.split("."))) is not None, key
+    for name, overrides, message in CASES:
+        rule = next(rule for rule in CONFIG_RULES if rule.name == name)
+        assert message.startswith(f"{rule.keys[0]}=")
+        assert any(override.partition("=")[0] in rule.keys for override in overrides)
+
+
+def test_the_default_breaks_nothing():
+    assert config_problems(RunConfig()) == []
+
+
+def test_blame_falls_on_the_key_that_was_typed(tmp_path):
+    path = tmp_path / "short.toml"
+    path.write_text("[train]\n\nsteps = 10\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.problems[0].origin == f"{path}:3"
+
+
+def test_no_rule_looks_at_a_key_that_is_refused_already():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["train.steps=-1", "schedule.warmup_steps=1000", "train.seq_len=9999", "model.name=tinny"])
+    assert [problem.field for problem in caught.value.problems] == ["train.steps", "model.name"]
+
+
+def test_the_rules_are_asked_again_with_the_ranks():
+    loaded = load_config(None, ["train.global_batch=6"])
+    loaded.check(world_size=3)
+    with pytest.raises(ConfigError) as caught:
+        loaded.check(world_size=4)
+    assert str(caught.value).startswith("command line: train.global_batch=6: 4 data-parallel ranks")
+    with pytest.raises(ConfigError, match="has no bf16 arithmetic"):
+        load_config(None, ["plan.precision=bf16"]).check(world_size=1, device=device("v100"))
+    with pytest.raises(ConfigError, match="world_size=4: the plan asks for 2 ranks"):
+        load_config(None, ["plan=dp_replicate=2"]).check(world_size=4)

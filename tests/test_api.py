@@ -1,0 +1,67 @@
+"""Adoption: `weft.init` and what a Run gives. examples/01_adopt.py runs it whole, on one process and on two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.errors import PlanError
+
+
+def loss_fn(output, batch):
+    return nn.functional.mse_loss(output, batch[1], reduction="sum"), output.numel()
+
+
+def test_a_plan_that_is_not_built_is_refused_by_its_rule():
+    with pytest.raises(PlanError, match=r"tp=2: tensor parallelism is not built yet"):
+        weft.init("tp=2")
+
+
+def test_a_plan_for_more_ranks_than_were_started_is_refused():
+    with pytest.raises(PlanError, match=r"it asks for 2 ranks .* but 1 .* started|plan asks for 2 ranks"):
+        weft.init("dp_replicate=2")
+
+
+def test_a_misspelt_plan_is_refused_with_a_suggestion():
+    with pytest.raises(PlanError, match=r"unknown plan field 'dp_shrad'. Did you mean 'dp_shard'\?"):
+        weft.init("dp_shrad=4")
+
+
+def test_an_optimizer_may_come_as_class_or_ready_but_not_both():
+    with weft.init(device="cpu") as run:
+        batch = (torch.randn(4, 3), torch.randn(4, 2))
+        losses = []
+        for make in (
+            lambda model: run.train_step(model, torch.optim.SGD, loss_fn, lr=0.1, momentum=0.5),
+            lambda model: run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), loss_fn),
+        ):
+            torch.manual_seed(0)
+            step = make(run.parallelize(nn.Linear(3, 2)))
+            losses.append([step(batch).loss for _ in range(3)])
+        assert losses[0] == losses[1]
+        assert losses[0][2] < losses[0][0]
+        model = run.parallelize(nn.Linear(3, 2))
+        with pytest.raises(PlanError, match="lr: the optimizer is built already"):
+            run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, lr=0.2)
+
+
+def test_inputs_of_any_shape_reach_the_model_through_forward():
+    class TwoInputs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(3, 2)
+
+        def forward(self, x, *, scale):
+            return self.mix(x) * scale
+
+    with weft.init(device="cpu") as run:
+        step = run.train_step(
+            run.parallelize(TwoInputs()),
+            torch.optim.SGD,
+            lambda output, batch: (output.square().sum(), output.numel()),
+            forward=lambda model, batch: model(batch["x"], scale=batch["s"]),
+            lr=0.1,
+        )
+        assert step({"x": torch.randn(4, 3), "s": torch.ones(4, 1)}).num_tokens == 8

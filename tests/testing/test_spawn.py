@@ -1,0 +1,59 @@
+"""The pool of ranks: results in order, the failing rank named, and a pool that goes on after a failure."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from weft.errors import CommError
+from weft.testing import RankPool
+
+
+def who() -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), os.getpid()
+
+
+def fail_on(rank: int) -> str:
+    if dist.get_rank() == rank:
+        raise ValueError("this rank was asked to fail")
+    return "fine"
+
+
+def die_on(rank: int) -> str:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    return "fine"
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(30)
+
+
+def test_results_come_in_order_of_rank_from_processes_that_stay(ranks2):
+    first, second = ranks2.run(who), ranks2.run(who)
+    assert [row[:2] for row in first] == [(0, 2), (1, 2)]
+    assert first == second
+    assert len({row[2] for row in first} | {os.getpid()}) == 3
+
+
+def test_a_failure_names_its_rank_and_leaves_the_pool_usable(ranks2):
+    with pytest.raises(
+        CommError, match=r"rank 1 of 2 failed in fail_on:(.|\n)*ValueError: this rank was asked to fail"
+    ):
+        ranks2.run(fail_on, 1)
+    assert ranks2.run(fail_on, 9) == ["fine", "fine"]
+
+
+def test_a_dead_rank_and_a_late_one_are_told_apart():
+    late = pytest.raises(CommError, match=r"rank 0 of 2 failed in sleep_on:\nno answer within 3 s")
+    with RankPool(2, timeout_s=3) as pool, late:
+        pool.run(sleep_on, 0)
+    with (
+        RankPool(2, timeout_s=30) as pool,
+        pytest.raises(CommError, match=r"rank 1 of 2 .*\n.*ended without an answer"),
+    ):
+        pool.run(die_on, 1)
