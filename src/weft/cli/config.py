@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,3 +51,23 @@ def schema() -> None:
     from weft.spec.config_file import config_schema
 
     typer.echo(json.dumps(config_schema(), indent=2))
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed config, such as ds_config.json.")],
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", help="Ranks that will be started; without it the plan has a '*'.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the config here, as TOML.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 2 where a key is a typo.")] = False,
+) -> None:
+    """Translate a DeepSpeed config, and say what each of its keys became."""
+    from weft.cli.config_import import print_import
+    from weft.spec.deepspeed import import_deepspeed
+
+    imported = import_deepspeed(file, world_size)
+    print_import(imported, out, as_json)
+    if strict and imported.typos:
+        raise typer.Exit(2)

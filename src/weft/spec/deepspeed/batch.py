@@ -59,7 +59,9 @@ def _complete(reading: Reading, batch: _Batch) -> None:
         if micro and passes and ranks and micro * passes * ranks <= MOST:
             batch.total = micro * passes * ranks
         elif micro and passes and micro * passes * (ranks or 1) > MOST:
-            reading.wrong(MICRO, f"with {PASSES}={passes} and {ranks or 1} ranks the batch is above {MOST}", "Lower one")
+            reading.wrong(
+                MICRO, f"with {PASSES}={passes} and {ranks or 1} ranks the batch is above {MOST}", "Lower one"
+            )
         return
     unit = (micro or 1) * (passes or 1) * (ranks or 1)
     if total % unit or (micro and passes and ranks and total != unit):
@@ -105,7 +107,8 @@ def _say_total(reading: Reading, batch: _Batch) -> None:
     elif batch.micro is not None:
         passes = "" if batch.passes == 1 else f" x {batch.passes or 'accumulation'}"
         reading.notes.append(
-            f"{setting} is {batch.micro}{passes} x the data-parallel ranks; give their number (--world-size), or say it."
+            f"{setting} is {batch.micro}{passes} x the data-parallel ranks; "
+            f"give the number of ranks (--world-size), or say it."
         )
         if setting not in reading.open:
             reading.open.append(setting)
@@ -119,7 +122,7 @@ def _say_micro(reading: Reading, batch: _Batch) -> None:
         reading.open.append("plan.accumulation")
         reading.notes.append(
             f"plan.accumulation is {batch.total} / ({batch.micro} x the data-parallel ranks); "
-            f"give their number (--world-size), or say it."
+            f"give the number of ranks (--world-size), or say it."
         )
         reading.follows(MICRO, "the batch and the ranks: it decides plan.accumulation once the ranks are known")
     elif total_typed and PASSES not in reading.values and batch.micro is not None:

@@ -30,7 +30,7 @@ def read_precision(reading: Reading) -> None:
         if value:
             reading.plan_word(key, precision="fp16" if key == "fp16.enabled" else "bf16")
         elif value is False:
-            reading.nothing(key, "off, as it is here")
+            reading.nothing(key, "switched off")
         elif on and reading.is_auto(key):
             reading.nothing(key, f"off, because {on[0]} is true")
             reading.open.remove("plan.precision")
@@ -76,7 +76,7 @@ def _read_autocast(reading: Reading, on: list[str]) -> None:
     elif enabled:
         reading.plan_word("torch_autocast.enabled", precision=_DTYPES[dtype] if dtype else "fp16")
     elif enabled is False:
-        reading.nothing("torch_autocast.enabled", "off, as it is here")
+        reading.nothing("torch_autocast.enabled", "switched off")
 
 
 def read_axes(reading: Reading) -> None:
@@ -218,6 +218,4 @@ def read_recompute(reading: Reading) -> None:
         if compiled:
             reading.plan_word(key, compile=True)
         elif compiled is not None:
-            reading.nothing(key, "switched off, as it is here")
-
-
+            reading.nothing(key, "switched off")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from weft.env import is_secret
 from weft.errors import Problem, did_you_mean
 from weft.spec.config import RunConfig
 from weft.spec.deepspeed.keys import Group, known_keys, meant, sections
@@ -73,7 +74,7 @@ class Reading:
         if group.outcome == "becomes":
             self.values[key] = value
         elif group.outcome == "not built" and (is_off or value in (False, None, "none", "", *group.off)):
-            self.nothing(key, "switched off, as it is here")
+            self.nothing(key, "switched off")
         else:
             self._say(key, _KINDS[group.outcome], group.text)
 
@@ -109,11 +110,15 @@ class Reading:
     def wrong(self, key: str, rule: str, remedy: str) -> None:
         """A mistake at a key: `<key>=<value>: <rule>. <remedy>.` A remedy may be a question."""
         end = "" if remedy.endswith("?") else "."
-        message = f"{key}={value_text(self.typed.get(key))}: {rule}. {remedy}{end}"
+        message = f"{key}={self._value(key)}: {rule}. {remedy}{end}"
         self.problems.append(Problem(key, message, self.source.origin(key)))
 
     def _say(self, key: str, kind: str, text: str, fields: Sequence[str] = ()) -> None:
-        self.lines[key] = Outcome(key, value_text(self.typed.get(key)), kind, text, tuple(fields))
+        self.lines[key] = Outcome(key, self._value(key), kind, text, tuple(fields))
+
+    def _value(self, key: str) -> str:
+        """What was typed, fit to be shown to others: comet.api_key is a key of DeepSpeed."""
+        return "[redacted]" if is_secret(key.rpartition(".")[2]) else value_text(self.typed.get(key))
 
     # What the readers ask: the value, or None where it is absent, "auto" or wrong (then that is said here)
 

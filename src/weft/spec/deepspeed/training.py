@@ -102,6 +102,7 @@ def read_optimizer(reading: Reading) -> str:
         else:
             reading.missing(key, f"{named}. {remedy}")
         _say_params(reading, _OPTIMIZER, f"optimizer.type: {named} is not there")
+        reading.open += ["optimizer.name", "optimizer.lr"]
         return ""
     _read_params(reading, named, name, defaults)
     return name
@@ -248,7 +249,7 @@ def _read_warmup_type(reading: Reading, named: str, schedule: _Schedule) -> None
     elif key in reading.values:
         reading.missing(key, "a logarithmic warm-up; here the rate rises in a line")
     else:
-        reading.notes.append(f"{named} warms up along a logarithm unless warmup_type says linear; Weft rises in a line.")
+        reading.notes.append(f"{named} warms up along a logarithm where the file has no warmup_type; Weft in a line.")
 
 
 def _read_peak(reading: Reading, named: str, optimizer: str) -> None:

@@ -1,0 +1,119 @@
+"""How `weft config import` tells what became of a DeepSpeed config: a table for people, TOML with comments else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from weft.cli.console import say
+from weft.errors import ConfigError
+from weft.spec.config_rules import config_problems
+from weft.spec.config_text import format_config
+from weft.spec.deepspeed import Imported, Outcome
+
+_STYLES = {"became": "green", "follows": "cyan", "nothing": "dim", "not built": "yellow", "removed": "dim"}
+
+
+def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
+    """Print the outcome of every key and the config, and write the config where `out` says.
+
+    Off a terminal, standard output is a TOML file whose comments are the report: it may be sent to a file.
+    """
+    toml = format_config(imported.config())
+    document = _comments(imported) + toml
+    if out is not None:
+        _write(out, document)
+    if as_json:
+        typer.echo(json.dumps(_as_json(imported, toml), indent=2))
+    elif sys.stdout.isatty():
+        _print_table(imported)
+        if out is None:
+            typer.echo(f"\n{toml}", nl=False)
+    else:
+        typer.echo(document if out is None else _comments(imported), nl=False)
+    if imported.typos:
+        count = len(imported.typos)
+        keys = "1 key is" if count == 1 else f"{count} keys are"
+        say(f"warning: {keys} not DeepSpeed's, and left out: {', '.join(line.key for line in imported.typos)}.")
+    if out is not None:
+        say(f"wrote {out}.")
+
+
+def refusals(imported: Imported) -> list[str]:
+    """What the rules refuse of the imported config today."""
+    return [problem.message for problem in config_problems(imported.config())]
+
+
+def sections(imported: Imported) -> list[tuple[str, Sequence[str]]]:
+    """What a person must know besides the table: title and lines, without the empty ones."""
+    every = [
+        ("Warning: typos", [f"{line.key}: {_after(line)}" for line in imported.typos]),
+        ("Refused today", refusals(imported)),
+        ("Left to you, Weft's own values stand", [", ".join(imported.open)] if imported.open else []),
+        ("Differences", imported.notes),
+    ]
+    return [(title, lines) for title, lines in every if lines]
+
+
+def _after(line: Outcome) -> str:
+    return line.text[:1].upper() + line.text[1:]
+
+
+def _comments(imported: Imported) -> str:
+    """The report as TOML comments."""
+    lines = [f"Imported from {imported.name} by `weft config import`.", ""]
+    lines += [str(line) for line in imported.lines]
+    for title, texts in sections(imported):
+        lines += ["", f"{title}:", *(f"  {text}" for text in texts)]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n"
+
+
+def _print_table(imported: Imported) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("key", "value", "outcome"):
+        table.add_column(title, overflow="fold")
+    for line in imported.lines:
+        table.add_row(Text(line.key), Text(line.value), Text(line.sentence, style=_STYLES.get(line.kind, "bold red")))
+    console = Console(highlight=False)
+    console.print(table)
+    for title, texts in sections(imported):
+        console.print(Text(f"\n{title}", style="bold"))
+        for text in texts:
+            console.print(Text(f"  {text}"))
+
+
+def _as_json(imported: Imported, toml: str) -> dict[str, object]:
+    return {
+        "file": imported.name,
+        "plan": imported.plan,
+        "settings": dict(imported.overrides),
+        "keys": [
+            {"key": line.key, "value": line.value, "outcome": line.kind, "text": line.text, "sets": list(line.fields)}
+            for line in imported.lines
+        ],
+        "open": list(imported.open),
+        "notes": list(imported.notes),
+        "refused": refusals(imported),
+        "toml": toml,
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--out {path}: the file is there already. Name another, or remove it.") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"--out {path}: it cannot be written ({reason}). Name a file in a folder that is there."
+        ) from None
