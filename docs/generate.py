@@ -1,4 +1,4 @@
-"""Write the reference pages that come out of the code: docs/reference/rules.md and settings.md.
+"""Write what comes out of the code: docs/reference/rules.md, settings.md, and the keys in how-to/from_deepspeed.md.
 
 python docs/generate.py
 """
@@ -14,9 +14,11 @@ from pydantic_core import PydanticUndefined
 
 from weft.spec.config import RunConfig
 from weft.spec.config_rules import CONFIG_RULES
+from weft.spec.deepspeed.keys import Group, groups
 from weft.spec.rules import RULES
 
 REFERENCE = Path(__file__).parent / "reference"
+DEEPSPEED = Path(__file__).parent / "how-to" / "from_deepspeed.md"
 NOTE = "<!-- Written by docs/generate.py; change the code, not this page. -->\n"
 
 
@@ -101,9 +103,27 @@ def _default(value: object) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
+def deepspeed_page(page: str) -> str:
+    """The how-to page about DeepSpeed with its table of keys as the list of keys has it."""
+    before, begin, rest = page.partition("<!-- keys:")
+    mark, _, rest = rest.partition("\n")
+    _, end, after = rest.partition("<!-- end of keys -->")
+    table = ["| keys | here | |", "|---|---|---|", *(_group_row(group) for group in groups())]
+    return f"{before}{begin}{mark}\n" + "\n".join(table) + f"\n{end}{after}"
+
+
+def _group_row(group: Group) -> str:
+    section = group.keys[0].rpartition(".")[0]
+    names = ", ".join(f"`{key.rpartition('.')[2]}`" for key in group.keys)
+    keys = f"`{section}`: {names}" if section else names
+    return f"| {keys} | {group.outcome} | {group.text} |"
+
+
 PAGES = {"rules.md": rules_page, "settings.md": settings_page}
 
 if __name__ == "__main__":
     for file_name, page in PAGES.items():
         (REFERENCE / file_name).write_text(page())
         print(REFERENCE / file_name)
+    DEEPSPEED.write_text(deepspeed_page(DEEPSPEED.read_text()))
+    print(DEEPSPEED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import tomllib
 from collections.abc import Mapping
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import cast
 
-from weft.errors import did_you_mean, nearest_name
+from weft.errors import nearest_name
+
+#: How near a name of another table must be: among hundreds, something is always a little alike.
+_ELSEWHERE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +75,5 @@ def meant(section: str, name: str) -> str:
     if near:
         return f" Did you mean '{section + '.' if section else ''}{near}'?"
     leaves = {key.rpartition(".")[2]: key for key in sorted(every)}
-    other = nearest_name(name, sorted(leaves)) if len(name) > 3 else ""  # short names are near to everything
-    return did_you_mean(leaves[other], [leaves[other]]) if other else ""
+    near = next(iter(difflib.get_close_matches(name, sorted(leaves), n=1, cutoff=_ELSEWHERE)), "")
+    return f" Did you mean '{leaves[near]}'?" if near else ""

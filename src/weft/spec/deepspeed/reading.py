@@ -218,5 +218,6 @@ def value_text(value: object) -> str:
         return "null"
     if isinstance(value, Mapping):
         return "{...}" if value else "{}"
-    text = number_text(value).encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair cannot be printed
+    shown_whole = number_text(value)
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown_whole)
     return text if len(text) <= 40 else f"{text[:37]}..."
