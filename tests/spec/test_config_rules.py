@@ -92,6 +92,12 @@ def test_no_rule_looks_at_a_key_that_is_refused_already():
     assert [problem.field for problem in caught.value.problems] == ["train.steps", "model.name"]
 
 
+def test_a_model_is_not_blamed_for_a_tokenizer_that_is_refused_already():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["tokenizer.vocab_size=3", "model.vocab_size=3000"])
+    assert [problem.field for problem in caught.value.problems] == ["tokenizer.vocab_size"]
+
+
 def test_the_rules_are_asked_again_with_the_ranks():
     loaded = load_config(None, ["train.global_batch=6"])
     loaded.check(world_size=3)

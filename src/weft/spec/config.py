@@ -101,8 +101,6 @@ class SourceSection(Section):
     """Names of the columns where they differ: {text = "body"}, {messages = "chat", role = "from", content = "value"},
     {ids = "input_ids", mask = "loss_mask"}."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
 
 class DataSection(Section):
     train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1, strict=False)

@@ -156,14 +156,13 @@ def config_problems(
         if problem is not None:
             found.append((problem, rule.keys))
     model = None
-    if not _touches("model", broken) and not _touches("tokenizer", broken):
+    if not _touches("model", broken):
         try:
-            model = resolve_decoder(config.model, least_vocab(config))
+            model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:
             found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
-    if not _touches("plan", broken):
-        of_plan = _plan_problems(config, model, broken, world_size, device)
-        found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
+    of_plan = _plan_problems(config, model, broken, world_size, device)
+    found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
     return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]
 
 
@@ -185,7 +184,9 @@ def _plan_problems(
 ) -> list[Problem]:
     open_axis = None
     try:
-        if world_size is None:
+        if _touches("plan", broken):
+            plan, world_size = Plan(), None  # one rank keeps all rules of plans; the other rules are still asked
+        elif world_size is None:
             plan, open_axis = Plan.read_open(config.plan)
         else:
             plan = Plan.parse(config.plan, world_size)
@@ -194,7 +195,9 @@ def _plan_problems(
     facts = Facts(
         model=model,
         world_size=world_size,
-        global_batch=None if _touches("train.global_batch", broken) else config.train.global_batch,
+        global_batch=None
+        if _touches("plan", broken) or _touches("train.global_batch", broken)
+        else config.train.global_batch,
         seq_len=None if _touches("train.seq_len", broken) else config.train.seq_len,
         device=device,
         open_axis=open_axis,
