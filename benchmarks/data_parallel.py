@@ -2,7 +2,7 @@
 
     python benchmarks/data_parallel.py --ranks 2 --size 10m                      DDP, FSDP2, ... and Weft's stages
     python benchmarks/data_parallel.py --ranks 4 --size 60m --accumulation 4
-    python benchmarks/data_parallel.py --variants ddp,weft-zero0,deepspeed-1     any choice; the first is the ratio's base
+    python benchmarks/data_parallel.py --variants ddp,weft-zero0,deepspeed-1     any choice; ratios are to the first
     python benchmarks/data_parallel.py --mode memory                             peak memory, one variant at a time
 
 Every variant does forward, mean cross-entropy, backward, global-norm clipping and fused AdamW on the same shapes. The

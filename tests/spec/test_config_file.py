@@ -20,7 +20,7 @@ lr = "0.1"
 bettas = 3
 betas = [0.9]
 [train]
-steps = 10
+seq_len = 5000
 global_batch = 0
 [launch]
 ranks = "al"
@@ -40,7 +40,7 @@ FILE:5: optimizer.lr="0.1": a number above 0 is needed. Write it without quotes:
 FILE:6: unknown key 'optimizer.bettas'. Did you mean 'optimizer.betas'?
 FILE:7: optimizer.betas=[0.9]: a list of 2 values, each a number from 0 and below 1, is needed. \
 Use e.g. optimizer.betas=[0.9, 0.95].
-FILE:9: schedule.warmup_steps=20: the run has only train.steps=10. Use schedule.warmup_steps=1, or more steps.
+FILE:9: train.seq_len=5000: the model reads at most 1024 tokens (model.max_seq_len). Use train.seq_len=1024 or less.
 FILE:10: train.global_batch=0: a whole number from 1 to 1000000000 is needed. Use e.g. train.global_batch=16.
 FILE:12: launch.ranks=al: all or a whole number from 1 to 1000000 is needed. Did you mean 'all'?
 FILE:13: unknown key 'optimiser'. Did you mean 'optimizer'?
