@@ -74,7 +74,7 @@ def weft_steps(config: RunConfig, data: Any, options: argparse.Namespace, folder
         model=model,
         step=step,
         loader=loader,
-        eval_batches=list,
+        eval_batches=None,
         token_bytes=None,
         save=lambda progress: None,
         meter=meter,

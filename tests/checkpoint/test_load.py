@@ -163,7 +163,7 @@ def test_the_state_is_digested_even_without_digests(tmp_path):
     path = save_checkpoint(tmp_path, 1, {}, {"lr": 1.25})
     text = (path / "state.json").read_text()
     (path / "state.json").write_text(text.replace("1.25", "1.35"))
-    with pytest.raises(CheckpointError, match="state.json does not match its digest"):
+    with pytest.raises(CheckpointError, match=r"state\.json does not match its digest"):
         load_checkpoint(path)
 
 

@@ -127,6 +127,7 @@ def test_control_tokens_that_are_not_marked_special_are_not_matched_either(tmp_p
     assert found.vocabulary.turn_start_id not in ids
     assert found.vocabulary.turn_end_id not in ids
     assert {1, 2} <= set(ids)
+    assert found.token_bytes[[found.end_id, found.vocabulary.turn_start_id, found.vocabulary.turn_end_id]].sum() == 0
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not json"])

@@ -121,8 +121,9 @@ def test_the_numbers_are_on_the_screen_and_resizing_is_no_error():
 
 
 @pytest.mark.usefixtures("colour")
-def test_no_line_fills_the_terminals_width():
-    terminal = Terminal(80)
+@pytest.mark.parametrize("columns", [60, 80, 132])
+def test_the_panel_is_as_wide_as_its_own_terminal_less_one_column(columns):
+    terminal = Terminal(columns)
     with make_display(terminal.stream, total_steps=30) as display:
         for step in range(1, 31):
             display.step(record(step, loss=math.sin(step)))
@@ -130,7 +131,7 @@ def test_no_line_fills_the_terminals_width():
     terminal.close()
     lines = [line for line in re.split(r"[\r\n]+", terminal.plain()) if line]
     assert lines
-    assert max(cell_len(line) for line in lines) < 80
+    assert max(cell_len(line) for line in lines) == columns - 1
 
 
 @pytest.mark.usefixtures("colour")

@@ -13,7 +13,7 @@ from weft.spec.config import ScheduleSection
 schedules = st.builds(
     ScheduleSection,
     kind=st.sampled_from(["constant", "linear", "cosine", "wsd"]),
-    warmup_steps=st.integers(0, 50),
+    warmup_steps=st.none() | st.integers(0, 50),
     decay_steps=st.none() | st.integers(1, 50),
     final=st.floats(0, 1),
 )
@@ -23,7 +23,7 @@ schedules = st.builds(
 @settings(max_examples=100, deadline=None)
 def test_a_schedule_rises_to_one_then_never_rises_and_ends_at_final(schedule, num_steps):
     factors = [lr_factor(step, num_steps, schedule) for step in range(num_steps)]
-    warm = schedule.warmup_steps
+    warm = schedule.warmup(num_steps)
     assert all(a < b for a, b in itertools.pairwise(factors[:warm]))
     assert warm == 0 or factors[warm - 1] == 1.0
     after = factors[warm:]
@@ -43,3 +43,9 @@ def test_wsd_is_stable_until_its_decay():
     assert [lr_factor(step, 100, schedule) for step in (9, 10, 50, 79)] == [1.0] * 4
     assert lr_factor(80, 100, schedule) == pytest.approx(0.95)
     assert lr_factor(89, 100, schedule) == pytest.approx(0.5)
+
+
+def test_the_warm_up_follows_the_length_of_the_run_unless_it_is_given():
+    assert [ScheduleSection().warmup(steps) for steps in (5, 300, 100_000)] == [0, 15, 1000]
+    assert ScheduleSection(warmup_steps=7).warmup(300) == 7
+    assert lr_factor(14, 300, ScheduleSection()) == 1.0

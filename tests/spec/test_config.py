@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,19 +20,15 @@ def test_shipped_configs_load(path):
 
 def test_the_quickstart_is_the_default_written_out():
     path = CONFIGS / "quickstart.toml"
-    assert load_config(path).config == RunConfig()
+    loaded = load_config(path)
+    assert loaded.config == RunConfig()
+    not_typed = {key for key, origin in loaded.origins.items() if origin == "default"}
+    assert not_typed == {"data.train.0.columns"}  # an empty table has no default to show
     text = path.read_text()
     for section, field in RunConfig.model_fields.items():
-        assert section in text
         for name, inner in getattr(field.annotation, "model_fields", {}).items():
+            # Keys without a default value stand there as comments.
             assert f"{inner.alias or name} = " in text or f"{section}.{name}]" in text, f"{section}.{name}"
-    commented = {"model", "weight", "columns", "decay_steps", "patience"}
-    typed = tomllib.loads(text)
-    default = RunConfig().model_dump(by_alias=True, exclude_none=True)
-    for section, value in default.items():
-        assert section in commented or set(typed[section] if isinstance(value, dict) else ()) >= set(
-            value if isinstance(value, dict) else ()
-        )
 
 
 @pytest.mark.parametrize(

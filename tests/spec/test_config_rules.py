@@ -12,11 +12,11 @@ from weft.spec.config_rules import CONFIG_RULES, config_problems
 from weft.spec.expect import node_at
 
 CASES = [
-    ("warmup-fits", ["train.steps=10"],
+    ("warmup-fits", ["train.steps=10", "schedule.warmup_steps=20"],
      "schedule.warmup_steps=20: the run has only train.steps=10. Use schedule.warmup_steps=1, or more steps."),
     ("decay-fits", ["schedule.kind=wsd", "schedule.decay_steps=290"],
-     "schedule.decay_steps=290: with schedule.warmup_steps=20 that is more than train.steps=300. "
-     "Use at most 280, a shorter warm-up, or more steps."),
+     "schedule.decay_steps=290: with schedule.warmup_steps=15 that is more than train.steps=300. "
+     "Use at most 285, a shorter warm-up, or more steps."),
     ("decay-fits", ["schedule.kind=wsd", "schedule.warmup_steps=280"],
      "schedule.decay_steps=60: with schedule.warmup_steps=280 that is more than train.steps=300. "
      "Use at most 20, a shorter warm-up, or more steps."),
@@ -80,7 +80,7 @@ def test_the_default_breaks_nothing():
 
 def test_blame_falls_on_the_key_that_was_typed(tmp_path):
     path = tmp_path / "short.toml"
-    path.write_text("[train]\n\nsteps = 10\n")
+    path.write_text("[train]\n\nseq_len = 5000\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert caught.value.problems[0].origin == f"{path}:3"
@@ -90,6 +90,12 @@ def test_no_rule_looks_at_a_key_that_is_refused_already():
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["train.steps=-1", "schedule.warmup_steps=1000", "train.seq_len=9999", "model.name=tinny"])
     assert [problem.field for problem in caught.value.problems] == ["train.steps", "model.name"]
+
+
+def test_a_model_is_not_blamed_for_a_tokenizer_that_is_refused_already():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["tokenizer.vocab_size=3", "model.vocab_size=3000"])
+    assert [problem.field for problem in caught.value.problems] == ["tokenizer.vocab_size"]
 
 
 def test_the_rules_are_asked_again_with_the_ranks():

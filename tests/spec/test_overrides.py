@@ -25,6 +25,7 @@ def loaded(*overrides) -> RunConfig:
         (("run", "name"), '"a b"', "a b"),
         (("sample", "prompt"), "1\nx = 2", "1\nx = 2"),
         (("sample", "prompt"), "", ""),
+        (("train", "steps"), "1\nx = 2", "1\nx = 2"),
         (("launch", "ranks"), "all", "all"),
         (("launch", "ranks"), "2", 2),
         (("optimizer", "betas"), "[0.8, 0.9]", [0.8, 0.9]),

@@ -127,6 +127,11 @@ def test_a_star_on_an_axis_that_is_not_built_is_refused(axis):
     assert violation.message.startswith(f"{axis}=*: ")
 
 
+def test_an_open_axis_fits_any_number_of_ranks():
+    plan, open_axis = Plan.read_open("dp_replicate=*")
+    assert check(plan, Facts(world_size=8, open_axis=open_axis)) == []
+
+
 @settings(max_examples=80, deadline=None)
 @given(plans)
 def test_unknown_facts_never_fire_and_never_fail(plan):

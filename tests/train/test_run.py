@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weft.errors import CheckpointError, ConfigError, LaunchError, PlanError, TrainingHalted
+from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, PlanError, TrainingHalted
 from weft.monitor import read_events
 from weft.spec.config_file import load_config
 from weft.train import RunFolder, generate_text, prepare_run, run_rank
@@ -156,6 +156,21 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(text, tm
     with pytest.raises(PlanError, match=r"train.global_batch=4: 3 data-parallel ranks"):
         prepare_run(config, world_size=3)
     assert not (tmp_path / "quickstart").exists()
+
+
+def test_a_run_whose_text_changed_is_refused(start, text):
+    folder, _, _ = start("train.steps=3")
+    text.write_text(text.read_text().replace("loom", "moon"))
+    with pytest.raises(DataError, match=r"data.train: the text has changed since the run in .* was started"):
+        start("train.steps=6")
+    assert folder.config().train.steps == 3
+
+
+def test_a_run_without_evaluation_data_does_not_pretend_to_evaluate(start):
+    folder, result, shown = start("data.holdout=0", "train.steps=4")
+    assert result.step == 4
+    assert not [event for event in read_events(folder.events) if event["event"] == "eval"]
+    assert "eval " not in shown
 
 
 def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):

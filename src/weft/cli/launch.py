@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from weft import env
 from weft.cli.failure import Failure, first_failure, log_path, read_failure
@@ -85,8 +86,6 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     class InheritedStreams(LogsSpecs):
         """Ranks keep our terminal, and redirect themselves: rank 0 needs a real terminal for its display."""
@@ -109,19 +108,7 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
 
     handler = None
     try:
-        # Port 0: the system chooses a free one, so two runs on one machine never meet.
-        handler = get_rendezvous_handler(
-            RendezvousParameters(
-                backend="c10d",
-                endpoint="127.0.0.1:0",
-                run_id=f"weft-{os.getpid()}",
-                min_nodes=1,
-                max_nodes=1,
-                local_addr="127.0.0.1",
-                is_host=True,
-                timeout=60,
-            )
-        )
+        handler = _meeting_point()
         spec = WorkerSpec(
             role="weft",
             local_world_size=num_ranks,
@@ -142,6 +129,26 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
     if result is None:
         raise LaunchError("the rendezvous ended before the ranks were started. Run the command again.")
     return {rank: failure.exitcode for rank, failure in result.failures.items()}
+
+
+def _meeting_point() -> Any:
+    """The rendezvous of this machine's ranks, on a port of their own."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            # Port 0: the system chooses a free one, so two runs on one machine never meet.
+            endpoint="127.0.0.1:0",
+            run_id=f"weft-{os.getpid()}",
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+            is_host=True,
+            timeout=60,
+        )
+    )
 
 
 def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, started: float) -> None:

@@ -67,7 +67,8 @@ class RecordReader:
     ):
         self._file = file
         self._max_record_bytes = max_record_bytes
-        self._piece_bytes = piece_bytes
+        # A piece must be able to hold a character.
+        self._piece_bytes = max(8, piece_bytes)
         self._columns = list(columns) if columns is not None else None
         self._tell: Callable[[], int] = lambda: 0
 

@@ -14,14 +14,13 @@ def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
     last step; wsd (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395) stays at 1 and falls linearly to `final`
     over its last `decay_steps`.
     """
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
+    start = schedule.warmup(num_steps)
+    if step < start:
+        return (step + 1) / start
     if schedule.kind == "constant":
         return 1.0
-    start = schedule.warmup_steps
     if schedule.kind == "wsd":
-        decay_steps = schedule.decay_steps or max(1, num_steps // 5)
-        start = max(start, num_steps - decay_steps)
+        start = max(start, num_steps - schedule.decay(num_steps))
         if step < start:
             return 1.0
     # The last step, num_steps - 1, is at 1.

@@ -101,8 +101,6 @@ class SourceSection(Section):
     """Names of the columns where they differ: {text = "body"}, {messages = "chat", role = "from", content = "value"},
     {ids = "input_ids", mask = "loss_mask"}."""
 
-    model_config = ConfigDict(populate_by_name=True)
-
 
 class DataSection(Section):
     train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1, strict=False)
@@ -144,11 +142,20 @@ class ScheduleSection(Section):
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """linear and cosine fall to `final` at the last step; wsd is warm-up, stable, decay."""
-    warmup_steps: Count = 20
+    warmup_steps: Count | None = None
+    """Steps over which the rate rises to its peak; by default a twentieth of all steps, at most 1000."""
     decay_steps: PositiveInt | None = None
     """Of wsd: length of the decay at the end; by default a fifth of all steps."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Factor at the last step."""
+
+    def warmup(self, num_steps: int) -> int:
+        """Steps of the warm-up in a run of `num_steps`."""
+        return min(1000, num_steps // 20) if self.warmup_steps is None else self.warmup_steps
+
+    def decay(self, num_steps: int) -> int:
+        """Steps of the wsd schedule's decay in a run of `num_steps`."""
+        return self.decay_steps or max(1, num_steps // 5)
 
 
 class EarlyStopSection(Section):

@@ -51,7 +51,10 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     problems += config_problems(config, broken=broken, origins=named, fallback=name)
     if problems:
         raise ConfigError(sorted(dict.fromkeys(problems), key=by_place))
-    typed_at = {dotted(key): origin_of(named, [dotted(key)], DEFAULT) for key, _ in leaves(config)}
+    typed_at: dict[str, str] = {}
+    for key, _ in leaves(config):
+        is_typed = _existing(tables, key)[1]
+        typed_at[dotted(key)] = origin_of(named, [dotted(key)], DEFAULT) if is_typed else DEFAULT
     return LoadedConfig(config, typed_at)
 
 

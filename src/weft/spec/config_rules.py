@@ -40,9 +40,12 @@ class ConfigRule:
         return Problem(self.keys[0], f"{self.keys[0]}={self.message(config)}")
 
 
-def decay_steps(config: RunConfig) -> int:
-    """Steps of the decay at the end of a wsd schedule: as typed, or a fifth of all steps."""
-    return config.schedule.decay_steps or max(1, config.train.steps // 5)
+def _warmup(config: RunConfig) -> int:
+    return config.schedule.warmup(config.train.steps)
+
+
+def _decay(config: RunConfig) -> int:
+    return config.schedule.decay(config.train.steps)
 
 
 CONFIG_RULES: tuple[ConfigRule, ...] = (
@@ -50,7 +53,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         name="warmup-fits",
         keys=("schedule.warmup_steps", "train.steps"),
         reason="The learning rate reaches its peak before the run ends.",
-        predicate=lambda config: config.schedule.warmup_steps > config.train.steps,
+        predicate=lambda config: config.schedule.warmup(config.train.steps) > config.train.steps,
         message=lambda config: (
             f"{config.schedule.warmup_steps}: the run has only train.steps={config.train.steps}. "
             f"Use schedule.warmup_steps={config.train.steps // 10}, or more steps."
@@ -61,12 +64,11 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         keys=("schedule.decay_steps", "schedule.warmup_steps", "schedule.kind", "train.steps"),
         reason="Warm-up and decay do not overlap.",
         predicate=lambda config: (
-            config.schedule.kind == "wsd"
-            and config.schedule.warmup_steps <= config.train.steps < config.schedule.warmup_steps + decay_steps(config)
+            config.schedule.kind == "wsd" and _warmup(config) <= config.train.steps < _warmup(config) + _decay(config)
         ),
         message=lambda config: (
-            f"{decay_steps(config)}: with schedule.warmup_steps={config.schedule.warmup_steps} that is more than "
-            f"train.steps={config.train.steps}. Use at most {config.train.steps - config.schedule.warmup_steps}, "
+            f"{_decay(config)}: with schedule.warmup_steps={_warmup(config)} that is more than "
+            f"train.steps={config.train.steps}. Use at most {config.train.steps - _warmup(config)}, "
             f"a shorter warm-up, or more steps."
         ),
     ),
@@ -156,14 +158,13 @@ def config_problems(
         if problem is not None:
             found.append((problem, rule.keys))
     model = None
-    if not _touches("model", broken) and not _touches("tokenizer", broken):
+    if not _touches("model", broken):
         try:
-            model = resolve_decoder(config.model, least_vocab(config))
+            model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:
             found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
-    if not _touches("plan", broken):
-        of_plan = _plan_problems(config, model, broken, world_size, device)
-        found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
+    of_plan = _plan_problems(config, model, broken, world_size, device)
+    found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
     return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]
 
 
@@ -185,7 +186,9 @@ def _plan_problems(
 ) -> list[Problem]:
     open_axis = None
     try:
-        if world_size is None:
+        if _touches("plan", broken):
+            plan, world_size = Plan(), None  # one rank keeps all rules of plans; the other rules are still asked
+        elif world_size is None:
             plan, open_axis = Plan.read_open(config.plan)
         else:
             plan = Plan.parse(config.plan, world_size)
@@ -194,7 +197,9 @@ def _plan_problems(
     facts = Facts(
         model=model,
         world_size=world_size,
-        global_batch=None if _touches("train.global_batch", broken) else config.train.global_batch,
+        global_batch=None
+        if _touches("plan", broken) or _touches("train.global_batch", broken)
+        else config.train.global_batch,
         seq_len=None if _touches("train.seq_len", broken) else config.train.seq_len,
         device=device,
         open_axis=open_axis,

@@ -110,7 +110,7 @@ def wrong_value(path: KeyPath, value: object) -> str:
         return unknown_key(path)
     # "0.1" in quotes must not look like the number 0.1.
     is_quoted = isinstance(value, str) and _unquoted(value, _branches(node)) != ""
-    text = json.dumps(value) if is_quoted else shown(value)
+    text = f'"{value}"' if is_quoted else shown(value)
     return f"{dotted(path)}={text}: {_description(node)} is needed. {_remedy(path, node, value)}"
 
 
@@ -245,6 +245,8 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f"Use a finite number, e.g. {key}={_example(path, node)}."
     match node.get("type"):
+        case "object" if isinstance(path[-1], int):
+            return f'Write [[{dotted(path[:-1])}]] and below it path = "data/*.txt".'
         case "object":
             inside = next(iter(keys_of(node)), "key")
             return f"Write its keys below a line [{key}], or {key}.{inside}=..."
@@ -257,6 +259,8 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
 def _unquoted(value: str, branches: list[Node]) -> str:
     """The text as the number or switch that was meant, or ''."""
     text = value.strip().lower()
+    if len(text) > 40 or not text.isprintable():
+        return ""
     kinds = {str(branch.get("type")) for branch in branches}
     if "boolean" in kinds and text in ("true", "false"):
         return text

@@ -13,6 +13,7 @@ import tomllib
 KeyPath = tuple[str | int, ...]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_HUGE_NUMBER = re.compile(r"[0-9_]{4000,}")
 _AT_LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
 
 
@@ -24,12 +25,29 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def error_place(error: Exception, text: str) -> tuple[int, str]:
-    """Line of a TOML syntax error, and its reason without the place. Errors at the end are on the last typed line."""
+    """Line of a TOML syntax error, and its reason without the place."""
+    if not isinstance(error, tomllib.TOMLDecodeError):  # Python reads no number of thousands of digits
+        number = _HUGE_NUMBER.search(text)
+        line = text.count("\n", 0, number.start() if number else 0) + 1
+        return line, "a number has too many digits"
     reason = str(error)
     place = _AT_LINE.search(reason)
-    line = int(place.group(1)) if place else max(1, text.rstrip().count("\n") + 1)
-    reason = _AT_LINE.sub("", reason).replace("(at end of document)", "").strip()
-    return line, reason
+    line = int(place.group(1)) if place else _unfinished_line(text)
+    return line, _AT_LINE.sub("", reason).replace("(at end of document)", "").strip()
+
+
+def _unfinished_line(text: str) -> int:
+    """Where the statement begins that runs into the end of the text: all lines above it can be read."""
+    lines = text.split("\n")
+    for count in range(min(len(lines) - 1, 5000), 0, -1):
+        try:
+            tomllib.loads("\n".join(lines[:count]))
+        except (ValueError, RecursionError):
+            continue
+        while count < len(lines) - 1 and not lines[count].strip():
+            count += 1
+        return count + 1
+    return 1
 
 
 def dotted(path: KeyPath) -> str:

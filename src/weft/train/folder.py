@@ -138,6 +138,11 @@ def prepare_run(config: RunConfig, world_size: int, report: Report | None = None
     expected_vocab = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
     _check_plan(plan, config, resolve_decoder(config.model, expected_vocab), world_size)
     data = prepare_data(config, report)
+    if (folder.path / "data.json").exists() and folder.data().digest != data.digest:
+        raise DataError(
+            f"data.train: the text has changed since the run in {str(folder.path)!r} was started, and its order of "
+            f"samples would not be the same. Bring the old files back to resume, or use run.name=... for a new run."
+        )
     decoder = resolve_decoder(config.model, data.vocab_size)
     _check_plan(plan, config, decoder, world_size)
     try:

@@ -16,7 +16,7 @@ from weft.mesh import Mesh
 from weft.monitor import Meter, NonFiniteGuard, StepRecord, memory_bytes, mfu
 from weft.optim import lr_factor
 from weft.spec.config import RunConfig
-from weft.train.evaluate import Batch, Evaluation, evaluate
+from weft.train.evaluate import Batch, evaluate
 from weft.train.hooks import Hook
 from weft.train.step import StepMetrics, TrainStep
 
@@ -53,7 +53,7 @@ class Trainer:
     """One run on one rank: what to train, on what, and who watches.
 
     save: writes a checkpoint of the progress given; called on every rank. flops_per_token, peak_flops: for MFU;
-    peak_flops is None where the device's peak is not known.
+    peak_flops is None where the device's peak is not known. eval_batches is None where there is no evaluation data.
     """
 
     config: RunConfig
@@ -61,7 +61,7 @@ class Trainer:
     model: nn.Module
     step: TrainStep
     loader: Batches
-    eval_batches: Callable[[], Iterable[Batch]]
+    eval_batches: Callable[[], Iterable[Batch]] | None
     token_bytes: torch.Tensor | None
     save: Callable[[Progress], None]
     meter: Meter
@@ -161,9 +161,11 @@ class Trainer:
 
     def _evaluate_if_due(self) -> str | None:
         """Evaluate when due or at the end; a reason to stop early, or None."""
-        if not (self._due(self.config.eval.every) or self.progress.step == self.config.train.steps):
+        if self.eval_batches is None or not (
+            self._due(self.config.eval.every) or self.progress.step == self.config.train.steps
+        ):
             return None
-        evaluation = self.evaluate()
+        evaluation = evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
         rule = self.config.train.early_stop
         self.progress.note_evaluation(self.progress.step, evaluation.loss, rule.min_delta)
         for hook in self.hooks:
@@ -172,10 +174,6 @@ class Trainer:
         if rule.patience is not None and self.progress.evaluations_without_gain >= rule.patience:
             return f"no better evaluation loss in {rule.patience} evaluations"
         return None
-
-    def evaluate(self) -> Evaluation:
-        """Loss on the evaluation data, equal on all ranks."""
-        return evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
 
 
 def derive_seed(*parts: int) -> int:

@@ -111,7 +111,7 @@ class _RankRun:
             model=self.model,
             step=self.step,
             loader=self.loader,
-            eval_batches=self._eval_batches,
+            eval_batches=self._eval_batches if self.eval_stream.num_sequences else None,
             token_bytes=torch.from_numpy(self.tokenizer.token_bytes).to(self.mesh.device),
             save=lambda progress: self._save(progress, recorder),
             meter=self.meter,
