@@ -198,7 +198,7 @@ def default_text(target: str) -> str:
     node: object = RunConfig()
     for part in target.split("."):
         node = getattr(node, part)
-    return number_text(node)
+    return "worked out from the other settings" if node is None else number_text(node)
 
 
 def number_text(value: object) -> str:

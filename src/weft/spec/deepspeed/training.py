@@ -184,9 +184,8 @@ def read_scheduler(reading: Reading, optimizer: str) -> None:
     named = reading.choice(key, (*SCHEDULES, *OTHER_SCHEDULES))
     schedule = SCHEDULES.get(named or "")
     if named is None and key not in reading.values and optimizer:
-        kind, steps = default_text("schedule.kind"), default_text("schedule.warmup_steps")
         reading.notes.append(
-            f"The file has no scheduler: Weft's own stands ({kind} with {steps} steps of warm-up); "
+            f"The file has no scheduler: Weft's own stands ({default_text('schedule.kind')}, after a warm-up); "
             f"schedule.kind=constant with schedule.warmup_steps=0 leaves the learning rate alone."
         )
     if named is not None and schedule is None:
