@@ -46,8 +46,8 @@ def _read_loss_scale(reading: Reading, of_fp16: bool | None) -> None:
     elif scale is not None:
         reading.follows(key, "plan.precision=fp16: the loss scale is dynamic")
     if not of_fp16:
-        for line in [line for line in reading.lines.values() if line.key.startswith("fp16.") and line.key in _SCALING]:
-            reading.nothing(line.key, "fp16 is off")
+        for other in reading.lines.keys() & set(_SCALING):
+            reading.nothing(other, "fp16 is off")
 
 
 _SCALING = tuple(
@@ -65,10 +65,8 @@ _SCALING = tuple(
 
 
 def _read_autocast(reading: Reading, on: list[str]) -> None:
-    enabled, dtype = (
-        reading.switch("torch_autocast.enabled"),
-        reading.choice("torch_autocast.dtype", tuple(_DTYPES)),
-    )
+    enabled = reading.switch("torch_autocast.enabled")
+    dtype = reading.choice("torch_autocast.dtype", tuple(_DTYPES))
     if "torch_autocast.dtype" in reading.values:
         reading.follows("torch_autocast.dtype", "torch_autocast.enabled")
     if enabled and on:
@@ -95,17 +93,20 @@ def read_axes(reading: Reading) -> None:
             reading.plan_word(key, **{axis: size})
         elif size is not None:
             reading.nothing(key, f"plan.{axis} is 1")
-    enabled, size = reading.switch("expert_parallel.enabled"), reading.whole("expert_parallel.autoep_size")
-    if enabled is not None:
-        word = "expert_parallel.autoep_size" if enabled else ""
-        if enabled and size is not None:
-            reading.follows("expert_parallel.enabled", word)
-        else:
-            reading.nothing("expert_parallel.enabled", "plan.ep is 1")
+    _read_experts(reading)
+
+
+def _read_experts(reading: Reading) -> None:
+    enabled_key, size_key = "expert_parallel.enabled", "expert_parallel.autoep_size"
+    enabled, size = reading.switch(enabled_key), reading.whole(size_key)
+    if enabled and size is not None:
+        reading.follows(enabled_key, size_key)
+    elif enabled is not None:
+        reading.nothing(enabled_key, "plan.ep is 1")
     if size is not None and enabled and size > 1:
-        reading.plan_word("expert_parallel.autoep_size", ep=size)
+        reading.plan_word(size_key, ep=size)
     elif size is not None:
-        reading.nothing("expert_parallel.autoep_size", "plan.ep is 1")
+        reading.nothing(size_key, "plan.ep is 1")
 
 
 def read_zero(reading: Reading, dp: int | None) -> None:
