@@ -41,7 +41,7 @@ FILE:6: unknown key 'optimizer.bettas'. Did you mean 'optimizer.betas'?
 FILE:7: optimizer.betas=[0.9]: a list of 2 values, each a number from 0 and below 1, is needed. \
 Use e.g. optimizer.betas=[0.9, 0.95].
 FILE:9: train.seq_len=5000: the model reads at most 1024 tokens (model.max_seq_len). Use train.seq_len=1024 or less.
-FILE:10: train.global_batch=0: a whole number from 1 to 1000000000 is needed. Use e.g. train.global_batch=16.
+FILE:10: train.global_batch=0: a whole number from 1 to 1000000000 is needed. Use e.g. train.global_batch=8.
 FILE:12: launch.ranks=al: all or a whole number from 1 to 1000000 is needed. Did you mean 'all'?
 FILE:13: unknown key 'optimiser'. Did you mean 'optimizer'?
 FILE:15: data.train.0.path: this key is missing. Add e.g. path = "data/*.txt".

@@ -24,7 +24,11 @@ FORMATS = {
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
 _STDLIB_LEFT_OUT = frozenset(
-    ("test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3")
+    (
+        *("test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"),
+        # Tables of characters and help texts, not code: a small model would learn little else.
+        *("encodings", "pydoc_data"),
+    )
 )
 _USE = f'Use a file, a folder, a glob such as "data/*.jsonl", or "{STDLIB_SOURCE}".'
 

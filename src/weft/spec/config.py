@@ -170,7 +170,7 @@ class TrainSection(Section):
     """Optimizer steps of the whole run."""
     seq_len: Extent = 256
     """Tokens in one sequence."""
-    global_batch: Extent = 16
+    global_batch: Extent = 8
     """Sequences in one optimizer step, over all ranks and microbatches."""
     max_bad_steps: Count = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
@@ -197,7 +197,7 @@ class SampleSection(Section):
     prompt: str = "def "
     """Text that the sample at the end of the run continues; empty: no sample."""
     max_tokens: PositiveInt = 120
-    temperature: NonNegative = 0.8
+    temperature: NonNegative = 0.7
     """0 takes the likeliest token each time."""
     top_k: PositiveInt = 50
 
