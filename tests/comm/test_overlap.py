@@ -24,7 +24,7 @@ def out_of_order(plan_text: str, transport: str, axes: list[str], rounds: int, n
     for name in axes:
         join(mesh[name], "cpu", transport)
     if mesh.world.size > mesh[axes[0]].size:
-        join(mesh.world, "cpu", BACKEND)
+        join(mesh.world, "cpu", EXCHANGE)
     waiting = []
     for turn in range(rounds):
         for name in axes:
@@ -45,7 +45,7 @@ def out_of_order(plan_text: str, transport: str, axes: list[str], rounds: int, n
         if not close and not torch.equal(pending.wait(), expected):
             wrong.append(name)
         if turn == 3:
-            # A synchronous call in between, over gloo where the world is the only axis of all ranks.
+            # A synchronous call in between, over gloo where no other axis has all ranks.
             barrier(mesh.world)
     return wrong
 
@@ -73,7 +73,7 @@ def mixed_transports() -> list[float]:
     """An axis in shared memory, one over gloo: each rank waits for another one first."""
     mesh = build_mesh(Plan.parse("dp_replicate=2 dp_shard=2"))
     join(mesh["dp_shard"], "cpu", SHARED)
-    join(mesh["dp_replicate"], "cpu", BACKEND)
+    join(mesh["dp_replicate"], "cpu", EXCHANGE)
     numel = NUM_SLOTS * SLOT_BYTES  # four times the slots
     pending = [
         start_all_reduce(torch.ones(numel), mesh["dp_shard"]),

@@ -113,7 +113,7 @@ def one_hangs(transport: str) -> tuple[str, float, float]:
         return "", 0.0, 0.0
     text = ""
     try:
-        start_reduce_scatter(torch.ones(1 << 16), axis).wait()
+        start_reduce_scatter(torch.ones(3 << 14), axis).wait()
     except CommError as error:
         text = str(error)
     waited, used = time.perf_counter() - start, time.process_time() - cpu

@@ -38,8 +38,8 @@ class Operation:
 class Link(Protocol):
     """The ranks of one axis, joined by one transport. `reason` says why this transport was taken.
 
-    self_driven: operations go on without the host, in order of the device's streams (nccl); `block` then orders the
-    current stream behind the operation, and must be called on the stream that uses the result.
+    self_driven: operations go on without this thread; `block` is all there is to do. With nccl it orders the current
+    stream behind the operation, so it must be called on the stream that uses the result.
     """
 
     transport: str

@@ -63,24 +63,8 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
     Raises CommError when the ranks cannot meet, or cannot use the transport named.
     """
     assert axis.group is not None, "an axis of size 1 has nobody to meet"
-    link: Link | None = None
-    reason = f"{transport} was asked for" if transport else ""
     try:
-        backend = axis.group._get_backend(torch.device(device))
-        if transport == BackendLink.transport or (transport is None and (device != "cpu" or backend.name() != "gloo")):
-            link = BackendLink(
-                axis.group, axis.ranks, device, reason or f"{backend.name()} is the backend for {device}"
-            )
-        if link is None and transport in (None, SharedLink.transport):
-            segment, why = _share(axis, axis.group)
-            if segment is not None:
-                timeout_s = backend.options._timeout.total_seconds()
-                link = SharedLink(segment, axis.ranks, timeout_s, reason or f"all {axis.size} ranks are on one host")
-            elif transport is not None:
-                raise CommError(f"axis {axis.name}: its ranks cannot share memory: {why}. Use another transport.")
-            reason = reason or why
-        if link is None:
-            link = ExchangeLink(axis.group, axis.ranks, axis.rank, reason)
+        link = _join(axis, axis.group, device, transport)
     except RuntimeError as error:
         raise CommError(
             f"axis {axis.name}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
@@ -88,6 +72,23 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
         ) from error
     axis.links[(axis.ranks, device)] = link
     return link
+
+
+def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
+    backend = group._get_backend(torch.device(device))
+    asked = f"{transport} was asked for" if transport else ""
+    foreign = device != "cpu" or backend.name() != "gloo"
+    if transport == BackendLink.transport or (foreign and not transport):
+        return BackendLink(group, axis.ranks, asked or f"{backend.name()} is the backend for {device}")
+    if transport == ExchangeLink.transport:
+        return ExchangeLink(group, axis.ranks, axis.rank, asked)
+    segment, why = _share(axis, group)
+    if segment is not None:
+        timeout_s = backend.options._timeout.total_seconds()
+        return SharedLink(segment, axis.ranks, timeout_s, asked or f"all {axis.size} ranks are on one host")
+    if transport:
+        raise CommError(f"axis {axis.name}: its ranks cannot share memory: {why}. Use another transport.")
+    return ExchangeLink(group, axis.ranks, axis.rank, why)
 
 
 def _share(axis: Axis, group: dist.ProcessGroup) -> tuple[Segment | None, str]:
