@@ -51,12 +51,18 @@ class DataParallel(Protocol):
         """Wait until gradients are sums over all data ranks (this rank's shard of them).
 
         totals: small float64 vector, summed in place over the data ranks in the same go.
-        Raises CommError, on all ranks, where ranks disagreed so that the sums are not right.
         """
         ...
 
     def norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole gradient after `finish`: 0-d, equal on all ranks."""
+        """Euclidean norm of the whole gradient after `finish`: 0-d, equal on all ranks.
+
+        Not a number where the sums are not right because ranks disagreed; `check` then says how.
+        """
+        ...
+
+    def check(self) -> None:
+        """Called on all ranks when `norm` was not finite: raises CommError, on all ranks, where ranks disagreed."""
         ...
 
     def scale(self, factor: float) -> None:
@@ -78,7 +84,7 @@ class DataParallel(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Trainable parameters by name: whole, unrounded (the master's format), in the parameter's shape.
 
-        A collective: all ranks iterate to the end. One tensor at a time; it may be overwritten when the next comes.
+        A collective: all ranks iterate to the end. A tensor may be kept until the next step, but not changed.
         """
         ...
 
