@@ -163,6 +163,10 @@ class FlatModel:
             flat = all_gather(bucket.master, self.axes.shard) if bucket.is_mixed else bucket.weights
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing: frozen parameters are whole on each rank."""
+        return iter(())
+
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole gradients by name, after `finish` or `publish`."""
         for bucket in self.reducer.buckets:
