@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from weft.spec.plan import OFFLOADS, PRECISIONS, RECOMPUTES, SCHEDULES, Plan
+from weft.spec.plan import OFFLOADS, PRECISIONS, RECOMPUTES, RESHARDS, SCHEDULES, Plan
 
 _sizes = st.integers(1, 64) | st.integers(1, 999_999_999)
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
@@ -22,6 +22,7 @@ plans = st.builds(
     zero=st.integers(0, 3),
     sp=st.booleans(),
     schedule=st.sampled_from(SCHEDULES),
+    reshard=st.sampled_from(RESHARDS),
     microbatches=_sizes,
     virtual_stages=_sizes,
     accumulation=_sizes,

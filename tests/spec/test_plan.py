@@ -87,6 +87,9 @@ GOLDEN = {
         "Change them, or start a multiple of 3 ranks."
     ),
     "precision=bf61": "precision=bf61: not one of fp32, bf16, fp16, fp64. Did you mean 'bf16'?",
+    "reshard=never": (
+        "reshard=never: not one of after_forward, after_backward, after_step. Use reshard=after_forward."
+    ),
     "sp=maybe": "sp=maybe: this is a switch. Use sp=on or sp=off.",
     "offload=disk": "offload=disk: not one of optimizer, params, activations. Use offload=optimizer.",
     "recompute=0%": (

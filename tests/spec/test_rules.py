@@ -49,6 +49,8 @@ CASES = [
     ("shard-needs-zero", "dp_shard=4", Facts(),
      "dp_shard=4: zero=0 shards nothing over these ranks. Use zero=1, 2 or 3, or dp_replicate=4 for replicas.",
      "dp_shard=4 zero=1"),
+    ("reshard-needs-zero-3", "dp_shard=2 zero=2 reshard=after_step", Facts(),
+     "reshard=after_step: zero=2 keeps parameters whole. Leave reshard out, or use zero=3.", "dp_shard=2 zero=2"),
     ("tp-heads", "tp=6", FACTS,
      "tp=6: the model has 32 heads, and 32 is not a multiple of 6. Use tp=1, 2, 4 or 8.", "tp=4"),
     ("tp-heads", "tp=16", FACTS,

@@ -1,7 +1,7 @@
 """Parallel execution applied from outside to plain modules."""
 
-from weft.parallel.data import FlatGradients
+from weft.parallel.gradients import DataParallel, data_parallel
 from weft.parallel.parallelize import parallelize
 from weft.parallel.precision import Precision
 
-__all__ = ["FlatGradients", "Precision", "parallelize"]
+__all__ = ["DataParallel", "Precision", "data_parallel", "parallelize"]

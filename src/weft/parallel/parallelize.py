@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 from torch import nn
 
-from weft.comm import broadcast
+from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.precision import Precision
+from weft.parallel.flat import FlatModel
+from weft.parallel.gradients import DataParallel, attach, is_attached
 
 
 def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
-    Built today: device and number format, compile, data parallel. Splitting into stages, experts, tensor and
-    context parallel, recompute and ZeRO take their places here, in this order, between format and compile.
+    Built today: device, compile, number format and data parallel. Splitting into stages, experts, tensor and
+    context parallel and recompute take their places here, in this order, between device and compile.
+    Raises ModelError when the model was laid over a mesh before.
     """
-    model.to(device=mesh.device, dtype=Precision.of(mesh.plan).master)
+    if is_attached(model):
+        raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
+    model.to(device=mesh.device)
     if mesh.plan.compile:
         compile_blocks(model)
-    equalise(model, mesh)
+    attach(model, _engine(model, mesh))
     return model
+
+
+def _engine(model: nn.Module, mesh: Mesh) -> DataParallel:
+    """The stage that the plan asks for."""
+    if mesh.plan.zero == 3:
+        from weft.parallel.zero3 import FullyShardedModel
+
+        return FullyShardedModel(model, mesh)
+    return FlatModel(model, mesh)
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -29,9 +40,3 @@ def compile_blocks(model: nn.Module) -> None:
     blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
     for block in blocks or [model]:
         block.compile()
-
-
-def equalise(model: nn.Module, mesh: Mesh) -> None:
-    """Give every data-parallel rank the weights and buffers of the first, however each made its own."""
-    for tensor in chain(model.parameters(), model.buffers()):
-        broadcast(tensor.detach(), mesh.data)

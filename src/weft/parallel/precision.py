@@ -1,11 +1,20 @@
-"""Which number format each part of a step uses. Weights and optimizer states stay fp32 (fp64 under "fp64")."""
+"""Which number format each part of a step uses, and how a module is brought to it.
+
+One policy for every stage. Weights of forward and backward are in the compute format, so that activations, gathers
+and memory are too. Master weights, gradients, their reduction and optimizer states are fp32 (fp64 under "fp64"), and
+the masters start from the weights as they were before rounding. Batch norms stay in the master format: their running
+statistics move by less than a step of bf16. Buffers keep their format under bf16 and fp16.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from weft.spec.plan import Plan
 
@@ -14,7 +23,7 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """compute: of matrix products and attention. master: of weights, gradients, reduction and optimizer states."""
+    """compute: of weights in forward and backward, and of activations. master: of all that is summed or kept."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -30,12 +39,68 @@ class Precision:
         """fp16 gradients underflow without loss scaling; the other formats have the range of fp32."""
         return self.compute == torch.float16
 
-    def forward_context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Around the forward pass: autocast where the compute format is not the master's."""
-        if self.compute == self.master:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, dtype=self.compute)
+    @property
+    def is_mixed(self) -> bool:
+        """Whether weights are rounded for forward and backward."""
+        return self.compute != self.master
 
     def __str__(self) -> str:
         short = {value: key for key, value in _COMPUTE.items()}
-        return f"compute {short[self.compute]}; weights, gradients, reduction and optimizer {short[self.master]}"
+        if not self.is_mixed:
+            return f"all {short[self.compute]}"
+        return (
+            f"forward and backward {short[self.compute]}; "
+            f"master weights, gradients, reduction and optimizer {short[self.master]}"
+        )
+
+
+def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+    """The format of each parameter in forward and backward. Those that are not floating keep theirs."""
+    chosen: dict[nn.Parameter, torch.dtype] = {}
+    for module in model.modules():
+        wanted = precision.master if isinstance(module, _BatchNorm) else precision.compute
+        for param in module.parameters(recurse=False):
+            chosen.setdefault(param, wanted if param.is_floating_point() else param.dtype)
+    return chosen
+
+
+def cast_inputs(model: nn.Module, precision: Precision) -> None:
+    """Make modules take floating inputs of any format, and give back what the rest of the model computes in.
+
+    The model itself and each module that owns parameters bring their inputs to the format of their weights. Buffers
+    become the master's format where it is also that of the weights.
+    """
+    if not precision.is_mixed:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(precision.master))
+        return
+    for module in model.modules():
+        owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
+        if isinstance(module, _BatchNorm):
+            module.register_forward_pre_hook(_caster(precision.master), with_kwargs=True)
+            module.register_forward_hook(_output_caster(precision.compute))
+        elif module is model or (owns and not isinstance(module, nn.Embedding)):
+            module.register_forward_pre_hook(_caster(precision.compute), with_kwargs=True)
+
+
+def _caster(dtype: torch.dtype) -> Any:
+    def to_dtype(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        del module
+        if not kwargs and all(isinstance(arg, torch.Tensor) and arg.dtype == dtype for arg in args):
+            return None
+        return tree_map(to_dtype, args), tree_map(to_dtype, kwargs)
+
+    return cast
+
+
+def _output_caster(dtype: torch.dtype) -> Any:
+    def cast(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        del module, args
+        return output.to(dtype)
+
+    return cast

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from weft.spec.config import RunConfig
-from weft.spec.plan import OFFLOADS, PRECISIONS, SCHEDULES, plan_fields
+from weft.spec.plan import OFFLOADS, PRECISIONS, RESHARDS, SCHEDULES, plan_fields
 
 
 def format_config(config: RunConfig) -> str:
@@ -43,6 +43,7 @@ def _plan_table() -> dict[str, object]:
         "sp": {"type": "boolean"},
         "compile": {"type": "boolean"},
         "schedule": {"enum": list(SCHEDULES)},
+        "reshard": {"enum": list(RESHARDS)},
         "precision": {"enum": list(PRECISIONS)},
         "recompute": {"type": "string"},
         "offload": {"type": "array", "items": {"enum": list(OFFLOADS)}},

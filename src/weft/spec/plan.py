@@ -21,6 +21,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 RECOMPUTES = ("none", "full", "attention", "selective")
 OFFLOADS = ("optimizer", "params", "activations")
+#: When zero=3 lets gathered parameters go: from the least memory to the least communication.
+RESHARDS = ("after_forward", "after_backward", "after_step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
 
 _LARGEST = 999_999_999
@@ -36,6 +38,8 @@ class Plan:
     pp, dp_replicate, dp_shard, cp, tp: sizes of the mesh axes; their product is the world size.
     ep: expert-parallel size, a second view over dp_shard x cp x tp.
     zero: ZeRO stage; what is sharded over dp_shard (0 nothing, 1 optimizer, 2 + gradients, 3 + parameters).
+    reshard: when zero=3 lets gathered parameters go: "after_forward" (least memory), "after_backward" (gathered
+        once in a pass), "after_step" (once in a step, in which gradients travel once too).
     sp: sequence parallel between tensor-parallel regions.
     schedule, microbatches, virtual_stages: the pipeline's; microbatches per optimizer step.
     accumulation: forward-backward passes per optimizer step when there is no pipeline.
@@ -53,6 +57,7 @@ class Plan:
     tp: int = 1
     ep: int = 1
     zero: int = 0
+    reshard: str = "after_forward"
     sp: bool = False
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -241,7 +246,7 @@ def _read(name: str, value: object) -> object:
         return tuple(part for part in value.split("+") if part != "none")
     if name == "offload" and isinstance(value, list):
         return tuple(cast(list[object], value))
-    if name in ("schedule", "precision", "recompute"):
+    if name in ("schedule", "precision", "recompute", "reshard"):
         return value
     return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
 
@@ -256,6 +261,8 @@ def _checked(name: str, value: object) -> object:
         return _choice(name, value, PRECISIONS)
     if name == "schedule":
         return _choice(name, value, SCHEDULES)
+    if name == "reshard":
+        return _choice(name, value, RESHARDS)
     if name == "recompute":
         return _recompute(value)
     if name == "offload":

@@ -170,6 +170,15 @@ LASTING: tuple[Rule, ...] = (
         fix=lambda plan, facts: plan.replace(zero=1),
     ),
     Rule(
+        name="reshard-needs-zero-3",
+        field="reshard",
+        reason="Only zero=3 gathers parameters, so only there can they be let go.",
+        predicate=lambda plan, facts: plan.reshard != "after_forward" and plan.zero != 3,
+        finding=lambda plan, facts: f"zero={plan.zero} keeps parameters whole",
+        remedy=lambda plan, facts: "Leave reshard out, or use zero=3",
+        fix=lambda plan, facts: plan.replace(reshard="after_forward"),
+    ),
+    Rule(
         name="tp-heads",
         field="tp",
         reason="Tensor parallelism gives each rank whole heads, so tp divides the heads and the key-value heads.",

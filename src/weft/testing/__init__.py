@@ -1,6 +1,6 @@
 """What tests of distributed code need: ranks on this machine, and one process to compare with."""
 
-from weft.testing.parity import DecoderCase, ParityResult, train_decoder
+from weft.testing.parity import Case, DecoderCase, ParityResult, train_case, train_decoder
 from weft.testing.spawn import RankPool
 
-__all__ = ["DecoderCase", "ParityResult", "RankPool", "train_decoder"]
+__all__ = ["Case", "DecoderCase", "ParityResult", "RankPool", "train_case", "train_decoder"]

@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models import build_decoder
-from weft.parallel import parallelize
+from weft.parallel import data_parallel, parallelize
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 from weft.train.step import TrainStep
 
 Batch = dict[str, torch.Tensor]
+
+
+class Case(Protocol):
+    """A model, its data and its optimizer: all that a training needs besides a plan."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def max_grad_norm(self) -> float: ...
+
+    def model(self) -> nn.Module:
+        """The model, with the same weights each time."""
+        ...
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """An optimizer of the model's parameters."""
+        ...
+
+    def batch(self, step: int) -> Batch:
+        """The global batch of one step: a pure function of the step."""
+        ...
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """The model's output on a batch."""
+        ...
+
+    def loss(self, output: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Sum of losses and number of tokens or samples."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +84,21 @@ class DecoderCase:
         return batch
 
 
+    def model(self) -> nn.Module:
+        return build_decoder(self.spec, dtype=torch.float64, seed=self.seed)
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model_forward(model, batch)
+
+    def loss(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_cross_entropy(output, batch)
+
+
 @dataclass(slots=True)
 class ParityResult:
     """Numbers of one training: per step the losses and norms, at the end gradients and weights by name."""
@@ -84,27 +131,35 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float
 
 
 def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
+    """`train_case` of a decoder."""
+    return train_case(plan_text, case)
+
+
+def train_case(plan_text: str, case: Case) -> ParityResult:
     """Train `case` under a plan on the ranks that are joined (or on one process) and return what this rank has."""
     plan = Plan.parse(plan_text)
     ledger = Ledger()
     mesh = build_mesh(plan, record=ledger.record)
-    model = build_decoder(case.spec, dtype=torch.float64, seed=case.seed)
+    model = case.model()
     parallelize(model, mesh)
-    if case.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
     step = TrainStep(
-        model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=case.max_grad_norm
+        model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=case.max_grad_norm
     )
     result = ParityResult()
     for index in range(case.num_steps):
         metrics = step(_local_microbatches(case.batch(index), plan, mesh.data.rank))
         result.losses.append(metrics.loss)
         result.grad_norms.append(metrics.grad_norm)
-    result.grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-    result.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    result.reduced_bytes = sum(entry.num_bytes for _, operation, entry in ledger.rows() if operation == "all_reduce")
+    result.reduced_bytes = sum(
+        entry.num_bytes for _, operation, entry in ledger.rows() if operation in ("all_reduce", "reduce_scatter")
+    )
+    engine = data_parallel(model)
+    result.grads = {name: grad.clone() for name, grad in engine.gradients()}
+    result.weights = {name: weight.detach().clone() for name, weight in engine.weights()}
+    # What forward sees is what was trained, up to the plan's format.
+    for name, param in model.named_parameters():
+        if param.requires_grad and type(param) is nn.Parameter and param.shape == result.weights[name].shape:
+            torch.testing.assert_close(param.detach(), result.weights[name].to(param.dtype), rtol=0, atol=0)
     return result
 
 

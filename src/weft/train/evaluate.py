@@ -11,7 +11,6 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.mesh import Mesh
-from weft.parallel import Precision
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]
@@ -32,13 +31,11 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
 
     token_bytes: number of bytes of text behind each token id (vocabulary,), on the mesh's device.
     """
-    precision = Precision.of(mesh.plan)
     totals = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     model.eval()
     for batch in batches:
         local = {name: tensor.to(mesh.device) for name, tensor in batch.items()}
-        with precision.forward_context(mesh.device):
-            loss_sum, num_tokens = token_cross_entropy(model_forward(model, local), local)
+        loss_sum, num_tokens = token_cross_entropy(model_forward(model, local), local)
         totals[0] += loss_sum
         totals[1] += num_tokens
         if token_bytes is not None:

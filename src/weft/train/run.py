@@ -31,7 +31,7 @@ from weft.train.loop import ASKED_TO_STOP, Progress, Trainer
 from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.recorder import Recorder
 from weft.train.sample import write_sample
-from weft.train.state import capture, restore_model, restore_optimizer
+from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 from weft.train.summary import already_done, closing_lines, opening_lines
 
@@ -167,20 +167,21 @@ class _RankRun:
         if step < 0:
             return Progress(), notes
         checkpoint = load_checkpoint(self.folder.checkpoint(step))
-        restore_model(self.model, checkpoint.tensors("model"))
-        restore_optimizer(self.model, self.optimizer, checkpoint.tensors("optimizer"))
+        groups = {group: checkpoint.tensors(group) for group in ("model", "optimizer")}
+        restore(self.model, self.optimizer, groups)
         self.step.loss_scale.restore(checkpoint.state["loss_scale"])
         notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
         return Progress(**checkpoint.state["progress"]), notes
 
     def _save(self, progress: Progress, recorder: Recorder | None) -> None:
-        """Write a checkpoint (first rank; all hold the same) and drop those no longer wanted."""
+        """Gather a checkpoint on the first rank, write it, and drop those no longer wanted."""
+        tensors = capture(self.model, self.optimizer, keep=self.mesh.rank == 0)
         if self.mesh.rank == 0:
             position = progress.step * self.config.train.global_batch
             path = save_checkpoint(
                 self.folder.checkpoints,
                 progress.step,
-                capture(self.model, self.optimizer),
+                tensors,
                 {
                     "progress": asdict(progress),
                     "plan": str(self.mesh.plan),

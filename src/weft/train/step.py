@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm import all_reduce
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.monitor import Meter
-from weft.optim import LossScale, clip_factor, global_norm
-from weft.parallel import FlatGradients, Precision
+from weft.optim import LossScale, clip_factor
+from weft.parallel import Precision, data_parallel
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
@@ -72,7 +71,8 @@ class TrainStep:
         self.wants_stop = False
         self._loss_fn = loss_fn
         self._forward = forward or call_model
-        self._gradients = FlatGradients(model.parameters())
+        self._data_parallel = data_parallel(model)
+        self._data_parallel.adopt(optimizer)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
 
@@ -87,7 +87,7 @@ class TrainStep:
         if self._nominal is None:
             self._nominal = _power_of_two(_batch_size(microbatches[0]) * num_micro * self.mesh.data.size)
         self.model.train()
-        self._gradients.zero()
+        self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         totals[2] = float(self.wants_stop)
@@ -95,11 +95,11 @@ class TrainStep:
         for index, microbatch in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
-            self._accumulate(microbatch, scale, totals)
+            with self._data_parallel.microbatch(last=index == len(microbatches) - 1):
+                self._accumulate(microbatch, scale, totals)
         with self._meter.phase("reduce"):
-            all_reduce(totals, self.mesh.data)
-            self._gradients.reduce(self.mesh.data)
-            norm = global_norm(self._gradients.buckets)
+            self._data_parallel.finish(totals)
+            norm = self._data_parallel.norm()
             # The only wait for the device in a step: all that the decision below needs, in one copy.
             numbers = torch.cat([totals, norm.to(totals).reshape(1)]).tolist()
         with self._meter.phase("optimizer"):
@@ -108,9 +108,8 @@ class TrainStep:
     def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
         """Add one microbatch's gradients, loss sum and token count."""
         with self._meter.phase("forward"):
-            with self.precision.forward_context(self.mesh.device):
-                output = self._forward(self.model, microbatch)
-                loss_sum, num_tokens = self._loss_fn(output, microbatch)
+            output = self._forward(self.model, microbatch)
+            loss_sum, num_tokens = self._loss_fn(output, microbatch)
             totals[0] += loss_sum.detach()
             totals[1] += num_tokens
         with self._meter.phase("backward"):
@@ -125,6 +124,8 @@ class TrainStep:
         loss = loss_sum / max(num_tokens, 1.0)
         grad_norm = norm * to_mean
         finite = math.isfinite(grad_norm)
+        if not finite:
+            self._data_parallel.check()
         skipped = None
         if num_tokens == 0:
             skipped = "no trained token in the global batch"
@@ -134,8 +135,9 @@ class TrainStep:
             skipped = f"gradient norm is {grad_norm}"
         self.loss_scale.update(finite and math.isfinite(loss))
         if skipped is None:
-            self._gradients.scale(to_mean * clip_factor(grad_norm, self.max_grad_norm))
+            self._data_parallel.scale(to_mean * clip_factor(grad_norm, self.max_grad_norm))
             self.optimizer.step()
+            self._data_parallel.publish()
         return StepMetrics(
             loss=loss,
             grad_norm=grad_norm,

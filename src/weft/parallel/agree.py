@@ -1,0 +1,44 @@
+"""Whether all ranks built the same model: looked at once, before anything is sent that would not fit."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather, all_reduce
+from weft.errors import CommError, ModelError
+from weft.mesh import Axis
+
+
+def check_same_model(model: nn.Module, axis: Axis, device: torch.device) -> None:
+    """Compare names, shapes and what is trained over the axis. Raises CommError that names parameter and ranks."""
+    rows = [
+        (name, tuple(tensor.shape), getattr(tensor, "requires_grad", False))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    for name, param in model.named_parameters():
+        if param.is_complex():
+            raise ModelError(f"parameter {name!r}: it is complex. Keep it as torch.view_as_real of it.")
+        if param.is_meta:
+            raise ModelError(f"parameter {name!r}: it is on the meta device. Give the model weights first.")
+    if axis.size == 1:
+        return
+    most = all_reduce(torch.tensor([len(rows)], device=device), axis, op="max").item()
+    marks = torch.tensor([_mark(row) for row in rows] + [0] * (int(most) - len(rows)), device=device)
+    others = all_gather(marks, axis).view(axis.size, -1)
+    unlike = (others != others[0]).nonzero()
+    if len(unlike):
+        column = int(unlike[:, 1].min())
+        ranks = [axis.ranks[rank] for rank in (others[:, column] != others[0, column]).nonzero().flatten().tolist()]
+        here = rows[column] if column < len(rows) else None
+        what = f"tensor {here[0]!r} with shape {here[1]} and requires_grad={here[2]}" if here else "no tensor more"
+        raise CommError(
+            f"model: rank {', '.join(map(str, ranks))} built another model than rank {axis.ranks[0]}. The first "
+            f"difference is tensor number {column}: this rank has {what}. Build the same model on every rank."
+        )
+
+
+def _mark(row: tuple[object, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,281 @@
+"""zero=0, 1 and 2, alone or over replicas (HSDP), for any module: weights and gradients in flat buckets.
+
+    stage  whole on each rank                  only this rank's part
+    0      weights, gradients                  -
+    1      weights, gradients                  masters, optimizer states
+    2      weights, gradients of few buckets   masters, optimizer states, gradients
+
+Stage 2 keeps whole gradients over the microbatches of a step, so that they travel once; with `each_microbatch` they
+travel, and are dropped, after each.
+
+Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stages); Zhang et al. 2022, arXiv 2205.00119 (replicas of shards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather, broadcast
+from weft.comm.collectives import start_all_gather
+from weft.errors import ModelError
+from weft.mesh import Axis, Mesh
+from weft.parallel.adopt import Adoption
+from weft.parallel.agree import check_same_model
+from weft.parallel.buckets import BUCKET_BYTES, Slot, fill, lay_out
+from weft.parallel.own_loop import OwnLoop
+from weft.parallel.precision import Precision, cast_inputs, formats
+from weft.parallel.reducer import Axes, Reducer, shard_of
+from weft.parallel.states import gather_states, load_states
+
+
+class FlatModel:
+    """The engine of zero=0, 1 and 2; see `weft.parallel.gradients.DataParallel`.
+
+    each_microbatch: stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs
+    traffic. Raises ModelError for parameters it cannot hold, CommError where ranks built different models.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, *, each_microbatch: bool = False, bucket_bytes: int = BUCKET_BYTES
+    ):
+        self.device = mesh.device
+        self.axes = (
+            Axes(mesh.data, mesh["dp_shard"], mesh["dp_replicate"])
+            if mesh.plan.zero
+            else Axes(mesh.data, Axis("dp_shard", 1, 0, (mesh.rank,)), mesh.data)
+        )
+        stage = mesh.plan.zero if self.axes.shard.size > 1 else 0
+        self.precision = Precision.of(mesh.plan)
+        self.in_step = False  # between begin_step and publish: TrainStep drives
+        self.adoptions: list[Adoption] = []
+        self._bucket_bytes = bucket_bytes
+        check_same_model(model, self.axes.data, mesh.device)
+        cast_inputs(model, self.precision)
+        self._formats = formats(model, self.precision)
+        self._slots = [Slot(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
+        self._frozen = [param for param in model.parameters() if not param.requires_grad]
+        self._moving = self._settle_rest(model)
+        self.own_loop = OwnLoop(self)
+        self.reducer = Reducer(
+            self._slots, self.axes, stage, mesh.device, self.own_loop.note, each_microbatch and stage == 2
+        )
+        self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
+        if self.precision.is_mixed:
+            self._loaded: Mapping[str, Any] = {}
+            model.register_load_state_dict_pre_hook(self._before_load)
+            model.register_load_state_dict_post_hook(self._after_load)
+
+    def begin_step(self) -> None:
+        """Gradients are zero from here."""
+        self.check_parameters()
+        self.in_step = True
+        self.reducer.begin_step()
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one microbatch."""
+        self.reducer.begin_pass(last)
+        broken = True
+        try:
+            yield
+            broken = False
+        finally:
+            self.reducer.end_pass(broken)
+
+    def finish(self, totals: torch.Tensor | None = None) -> None:
+        """Wait until gradients are sums over all data ranks, or this rank's part of them."""
+        self.reducer.finish(totals)
+        self.show_gradients()
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient, after `finish`."""
+        return self.reducer.norm()
+
+    def check(self) -> None:
+        """Raise CommError where the sums are not right because ranks disagreed."""
+        self.reducer.check()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        self.reducer.scale(factor)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the new weights into the parameters of all ranks."""
+        pending = []
+        for bucket in reversed(self.reducer.buckets):  # first what the next forward needs first
+            own = bucket.weights[bucket.own]
+            if bucket.is_mixed:
+                own.copy_(bucket.master)
+            pending.append(start_all_gather(own, self.axes.shard, out=bucket.weights))
+        for one in pending:
+            one.wait()
+        for buffer in self._moving:
+            broadcast(buffer, self.axes.data)
+        self.leave_step()
+
+    def leave_step(self) -> None:
+        """TrainStep drives no longer."""
+        self.in_step = False
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put this rank's pieces in place of the parameters in `optimizer.param_groups`."""
+        if self.has_adopted(optimizer):
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
+        adoption = Adoption(optimizer, self._slots)
+        names = adoption.must_see_whole() if self.axes.shard.size > 1 else frozenset()
+        if any(not _bucket(slot).whole for slot in self._slots if slot.name in names):
+            self._lay_out_anew(names)
+        adoption.put()
+        self.adoptions.append(adoption)
+        self.own_loop.watch(adoption)
+
+    def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `adopt` was called with it."""
+        return any(adoption.optimizer is optimizer for adoption in self.adoptions)
+
+    def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer holds trainable parameters of this module."""
+        ours = {id(slot.param) for slot in self._slots}
+        return any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
+
+    def show_gradients(self) -> None:
+        """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
+        if self.axes.shard.size == 1:
+            for slot in self._slots:
+                slot.param.grad = slot.grad
+        for adoption in self.adoptions:
+            for slot, piece in adoption.pieces.items():
+                if piece is not slot.param:
+                    bucket = _bucket(slot)
+                    piece.grad = slot.piece(shard_of(bucket), bucket.own)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Trainable parameters by name, whole and unrounded."""
+        for bucket in self.reducer.buckets:
+            flat = all_gather(bucket.master, self.axes.shard) if bucket.is_mixed else bucket.weights
+            yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing: frozen parameters are whole on each rank."""
+        return iter(())
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole gradients by name, after `finish` or `publish`."""
+        for bucket in self.reducer.buckets:
+            flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), self.axes.shard)
+            yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
+
+    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the optimizer's state by `parameter/key`, whole."""
+        return gather_states(self._adoption(optimizer), self.reducer.buckets, self.axes.shard)
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take whole tensors for parameters and masters."""
+        for slot in self._slots:
+            slot.param.copy_(tensors[slot.name])
+            self._take_master(slot, tensors[slot.name])
+
+    def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer the states that `states` gave under any plan."""
+        load_states(self._adoption(optimizer), tensors)
+
+    def check_parameters(self) -> None:
+        """Nobody took parameters out of their buckets; where somebody wrote to one, its master follows."""
+        for slot in self._slots:
+            param = slot.param
+            if param.data_ptr() != slot.address or not param.requires_grad:
+                what = "moved to other memory or another format" if param.requires_grad else "frozen"
+                raise ModelError(
+                    f"parameter {slot.name!r}: it was {what} after the model was laid over the mesh. "
+                    f"Do that before parallelize."
+                )
+            if param._version != slot.version:
+                self._take_master(slot, param.detach())
+        if any(param.requires_grad for param in self._frozen):
+            raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
+
+    def _adoption(self, optimizer: torch.optim.Optimizer) -> Adoption:
+        self.adopt(optimizer)
+        return next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
+
+    def _settle_rest(self, model: nn.Module) -> list[torch.Tensor]:
+        """Frozen parameters and buffers become the first rank's. Returns the buffers that training moves.
+
+        Those are statistics that forward keeps (batch norm): after each step the first rank's count, on all ranks.
+        """
+        for param in self._frozen:
+            param.data = broadcast(param.data.to(self._formats[param]).contiguous(), self.axes.data)
+        for buffer in model.buffers():
+            settled = broadcast(buffer.detach().contiguous(), self.axes.data)
+            if settled.data_ptr() != buffer.data_ptr():
+                buffer.copy_(settled)
+        lasting = model.state_dict(keep_vars=True)
+        return [buffer for name, buffer in model.named_buffers() if name in lasting and buffer.is_floating_point()]
+
+    def _make_buckets(
+        self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool
+    ) -> None:
+        """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""
+        buckets = lay_out(
+            self._slots,
+            self._formats,
+            self.precision.master,
+            self.axes.shard,
+            whole=whole,
+            bucket_bytes=self._bucket_bytes,
+        )
+        for bucket in buckets:
+            fill(bucket, source, lambda flat: broadcast(flat, self.axes.data) if settle else flat)
+        self.reducer.buckets = buckets
+
+    def _lay_out_anew(self, names: frozenset[str]) -> None:
+        """Make more parameters whole: weights, gradients and states of optimizers move along."""
+        whole = names | {slot.name for slot in self._slots if _bucket(slot).whole}
+        grads = {slot: slot.param.grad for slot in self._slots}
+        states = [
+            {name: tensor.clone() for name, tensor in gather_states(one, self.reducer.buckets, self.axes.shard)}
+            for one in self.adoptions
+        ]
+        weights = dict(self.weights())
+        self._make_buckets(whole, lambda slot: weights[slot.name], settle=False)
+        for slot, grad in grads.items():
+            slot.grad, slot.param.grad = None, grad
+        for adoption, saved in zip(self.adoptions, states, strict=True):
+            adoption.put()
+            load_states(adoption, saved)
+
+    def _take_master(self, slot: Slot, whole: torch.Tensor) -> None:
+        """The master follows a parameter that somebody wrote to."""
+        slot.version = slot.param._version
+        bucket = _bucket(slot)
+        piece = slot.piece(bucket.master, bucket.own)
+        if bucket.is_mixed and piece is not None:
+            with torch.no_grad():
+                piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
+
+    def _before_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        del module, rest
+        self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        """`load_state_dict`: masters take the weights as they were before they were rounded into the parameters."""
+        del module, incompatible
+        loaded, self._loaded = self._loaded, {}
+        for slot in self._slots:
+            tensor = loaded.get(slot.name)
+            if tensor is not None and tensor.shape == slot.shape:
+                self._take_master(slot, tensor)
+
+
+def _bucket(slot: Slot) -> Any:
+    assert slot.bucket is not None
+    return slot.bucket

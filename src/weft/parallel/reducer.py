@@ -1,0 +1,250 @@
+"""Gradients on their way: from autograd's hands into buckets, over the ranks, to sums.
+
+A bucket is reduced when autograd has delivered its last gradient of the last microbatch, while backward goes on.
+Buckets are reduced in one order on all ranks, whatever autograd's order is there, and a parameter without a gradient
+counts as zero: ranks may take different branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather, all_reduce
+from weft.comm.collectives import Pending, start_all_reduce, start_reduce_scatter
+from weft.errors import CommError
+from weft.mesh import Axis
+from weft.parallel.buckets import Bucket, Slot
+
+#: Stage 2: so many buckets' whole gradients may be on their way at once.
+MOST_UNDER_WAY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """data: all ranks with samples of their own. shard: those that divide a bucket. replicate: those with equal parts.
+
+    At stage 0 shard has size 1, and replicate is data.
+    """
+
+    data: Axis
+    shard: Axis
+    replicate: Axis
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A bucket's reduction. add: what arrives here is to be added to the bucket's shard."""
+
+    pending: Pending
+    add: torch.Tensor | None = None
+
+
+class Reducer:
+    """Reduces the gradients of one step, bucket by bucket.
+
+    stage: 2 drops a bucket's whole gradient as soon as it was reduced. each: reduce after each microbatch, not only
+    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        axes: Axes,
+        stage: int,
+        device: torch.device,
+        note: Callable[[Bucket], None],
+        each: bool = False,
+    ):
+        self.buckets: list[Bucket] = []
+        self._slots = slots
+        self._axes = axes
+        self._stage = stage
+        self._each = each
+        self._note = note
+        self._pass: str | None = None  # "inner" or "last" inside a microbatch
+        self._has_seen_backward = False
+        self._launches = False
+        self._next = 0
+        self._waiting: list[int] = []
+        self._under_way: dict[int, _UnderWay] = {}
+        self._reduced: set[int] = set()  # in this step
+        self._late: list[int] = []
+        self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
+        self._num_late = torch.zeros_like(self._norm_squared)
+        for index, slot in enumerate(slots):
+            slot.param.register_post_accumulate_grad_hook(self._hook(index, slot))
+
+    def begin_step(self) -> None:
+        """No gradients; whatever a broken step left on its way is awaited."""
+        for one in self._under_way.values():
+            one.pending.wait()
+        self._under_way, self._reduced, self._late, self._next = {}, set(), [], 0
+        self.clear(self._slots)
+
+    def begin_pass(self, last: bool) -> None:
+        """A microbatch begins."""
+        self._pass = "last" if last else "inner"
+        self._next = 0
+        # In the first backward nobody knows yet how often autograd delivers for each parameter.
+        self._launches = self._has_seen_backward and (last or self._each)
+        self._waiting = [len(bucket.slots) for bucket in self.buckets]
+        for slot in self._slots:
+            slot.fired = 0
+
+    def end_pass(self, broken: bool) -> None:
+        """A microbatch is over. broken: by an exception."""
+        inner, self._pass = self._pass == "inner", None
+        for slot in self._slots:
+            slot.expected = max(slot.expected, slot.fired)
+        self._has_seen_backward = True
+        if inner and self._each and not broken:
+            self._reduce_rest()
+
+    def finish(self, totals: torch.Tensor | None) -> None:
+        """All gradients are sums, `totals` too."""
+        self._reduce_rest()
+        if self._axes.shard.size > 1:
+            for pending in [start_all_reduce(shard_of(bucket), self._axes.replicate) for bucket in self.buckets]:
+                pending.wait()
+        self._sum(totals)
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient; not a number where `check` has something to say."""
+        return torch.where(self._num_late > 0, torch.nan, self._norm_squared.sqrt())
+
+    def check(self) -> None:
+        """Raise CommError, on all ranks, where a gradient came after its bucket had begun to travel."""
+        if not self._num_late:
+            return
+        first = torch.tensor([self._late[0] if self._late else -1], device=self._num_late.device)
+        found = all_gather(first, self._axes.data).tolist()
+        ranks = [self._axes.data.ranks[place] for place, index in enumerate(found) if index >= 0]
+        name = self._slots[max(found)].name
+        raise CommError(
+            f"parameter {name!r}: on rank {', '.join(map(str, ranks))} autograd delivered its gradient more often in "
+            f"one backward than ever before, after its reduction had begun. Take the step again: it is expected now."
+        )
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        if factor != 1.0 and self.buckets:
+            torch._foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
+            self._norm_squared *= factor * factor
+
+    def clear(self, slots: list[Slot]) -> None:
+        """These parameters have no gradient from here; at stage 2 a bucket of such parameters gives its memory back."""
+        for slot in slots:
+            slot.param.grad = None
+        if self._stage == 2:
+            for bucket in self.buckets:
+                if bucket.grads is not None and all(slot.param.grad is None for slot in bucket.slots):
+                    bucket.drop_grads()
+
+    @torch.no_grad()
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's whole gradient, flat, with what autograd or the user left in `.grad`; nothing there is zero."""
+        if bucket.grads is None:
+            bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device))
+        assert bucket.grads is not None
+        for slot in bucket.slots:
+            if slot.param.grad is not slot.grad:
+                _take(slot)
+        return bucket.grads
+
+    def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
+        def arrived(param: nn.Parameter) -> None:
+            bucket = slot.bucket
+            assert bucket is not None
+            if self._pass is not None and bucket.index < self._next:
+                self._late.append(index)
+                return
+            if bucket.grads is None:
+                bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device))
+            if param.grad is not slot.grad:
+                _take(slot)
+            if self._pass is None:
+                self._note(bucket)
+                return
+            slot.fired += 1
+            if self._launches and slot.fired == slot.expected:
+                self._waiting[bucket.index] -= 1
+                while self._next < len(self.buckets) and self._waiting[self._next] == 0:
+                    self._launch(self.buckets[self._next])
+
+        return arrived
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Let a bucket's gradients travel."""
+        self._next = bucket.index + 1
+        flat = self.take(bucket)
+        if self._axes.shard.size == 1:
+            bucket.shard = flat
+            self._under_way[bucket.index] = _UnderWay(start_all_reduce(flat, self._axes.replicate))
+            return
+        for slot in bucket.slots:
+            slot.param.grad = None
+        add = None
+        if self._stage == 1:
+            bucket.shard = flat[bucket.own]
+        elif bucket.shard is None:
+            bucket.shard = torch.empty_like(flat[bucket.own])
+        elif bucket.index in self._reduced:
+            add = torch.empty_like(bucket.shard)
+        if self._stage == 2 and len(self._under_way) >= MOST_UNDER_WAY:
+            self._land(min(self._under_way))
+        pending = start_reduce_scatter(flat, self._axes.shard, out=bucket.shard if add is None else add)
+        self._under_way[bucket.index] = _UnderWay(pending, add)
+        self._reduced.add(bucket.index)
+
+    def _land(self, index: int) -> None:
+        """Wait for a bucket's reduction."""
+        one, bucket = self._under_way.pop(index), self.buckets[index]
+        one.pending.wait()
+        if one.add is not None:
+            shard_of(bucket).add_(one.add)
+        if self._stage == 2:
+            bucket.drop_grads()
+
+    def _reduce_rest(self) -> None:
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        for index in sorted(self._under_way):
+            self._land(index)
+
+    def _sum(self, totals: torch.Tensor | None) -> None:
+        """One small collective for all that ranks must agree on: the caller's totals, late gradients, the norm."""
+        extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
+        extra[0] = len(self._late)
+        # Ranks with equal sums take the norm of a part each.
+        replicate = self._axes.replicate
+        parts = [shard_of(bucket).tensor_split(replicate.size)[replicate.rank] for bucket in self.buckets]
+        if parts:
+            norms = torch._foreach_norm(parts, 2.0, dtype=torch.promote_types(parts[0].dtype, torch.float32))
+            extra[1] = torch.stack(norms).double().square().sum()
+        sums = all_reduce(extra if totals is None else torch.cat([totals, extra]), self._axes.data)
+        if totals is not None:
+            totals.copy_(sums[:-2])
+        self._num_late, self._norm_squared = sums[-2].clone(), sums[-1].clone()
+
+
+def shard_of(bucket: Bucket) -> torch.Tensor:
+    """This rank's part of the sums; at stage 0 all of them."""
+    assert bucket.shard is not None, "gradients were not reduced yet"
+    return bucket.shard
+
+
+@torch.no_grad()
+def _take(slot: Slot) -> None:
+    grad = slot.param.grad
+    assert slot.grad is not None
+    if grad is None:
+        slot.grad.zero_()
+    elif grad.layout == torch.strided:
+        slot.grad.copy_(grad)
+    else:
+        slot.grad.zero_().add_(grad)  # the rows of a sparse embedding
+    slot.param.grad = slot.grad

@@ -1,0 +1,342 @@
+"""zero=3: parameters, gradients and optimizer states sharded, on PyTorch's fully_shard (FSDP2).
+
+What is Weft's own: the units (`units.py`), the collectives (`zero3_comm.py`), gradients that are sums and travel as the
+plan's `reshard` says, sums over replicas (`zero3_hooks.py`), whole tensors by name (`zero3_shards.py`).
+
+`reshard` says when gathered parameters are let go. In a step of A microbatches:
+
+    reshard         parameters gathered   gradients reduced   whole on each rank meanwhile
+    after_forward   2 A times             A times             the units at work
+    after_backward  A times               A times             all parameters, from forward to backward
+    after_step      once                  once                all parameters; with A > 1 all gradients too
+
+Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stage 3); Zhao et al. 2023, arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from weft.comm import all_reduce, broadcast
+from weft.errors import LaunchError, ModelError, PlanError
+from weft.mesh import Axis, Mesh
+from weft.optim import global_norm
+from weft.parallel.agree import check_same_model
+from weft.parallel.precision import Precision, cast_inputs, formats
+from weft.parallel.units import Unit, find_units
+from weft.parallel.zero3_adopt import ShardAdoption
+from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
+from weft.parallel.zero3_hooks import Calls, ReplicaSum, drop_partial_gradients, find_optimizers, watch_steps
+from weft.parallel.zero3_shards import find_shards
+
+#: What fully_shard must be able to do; torch 2.11 has all of it.
+NEEDED = (
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_all_reduce_hook",
+    "set_unshard_in_backward",
+)
+
+
+class FullyShardedModel:
+    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh):
+        _check(mesh)
+        check_same_model(model, mesh.data, mesh.device)
+        plan, self.precision = mesh.plan, Precision.of(mesh.plan)
+        self._data, self._axis, self._replicas = mesh.data, mesh["dp_shard"], mesh["dp_replicate"]
+        self._defers = plan.reshard == "after_step" and plan.microbatches_per_step > 1
+        self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
+        self._in_microbatch = self._averages = self._unfinished = False
+        self._synchronises = True
+        self.units = (*find_units(model), Unit("", model))
+        cast_inputs(model, self.precision)
+        chosen = formats(model, self.precision)
+        self._moving = _settle(model, chosen, self.precision, self._data)
+        originals = dict(model.named_parameters())
+        self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
+        members = _shard_units(self.units, mesh, self.precision, set(self.plain.values()))
+        self.shards = find_shards(model, list(originals), self._axis)
+        self._adoption = ShardAdoption(self.shards, originals, self._axis)
+        self._modules = [unit.module for unit in self.units]
+        self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
+        # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
+        self._places_missing = self._defers and self.precision.is_mixed
+        find_optimizers(weakref.ref(self))
+
+    def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
+        """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
+        names, calls = [*map(str, self.units), *self.plain], Calls()
+        self._orders = [Order(axis, names, mesh.device) for axis in (self._axis, self._replicas)]
+        self._sums: list[ReplicaSum] = []
+        for index, module in enumerate(self._modules):
+            module.set_custom_all_gather(UnitGather(index, self._axis, self._orders[0]))
+            module.set_custom_reduce_scatter(UnitReduce(index, self._axis, self._orders[0]))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if self._replicas.size > 1:
+                self._sums.append(ReplicaSum(index, members[index], self._replicas, self._orders[1]))
+                module.set_all_reduce_hook(self._sums[-1])
+            calls.watch(module, is_root=index == len(self._modules) - 1)
+        self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
+        for index, param in enumerate(self.plain.values(), len(self.units)):
+            if param.requires_grad:
+                param.register_hook(functools.partial(self._average_plain, index))
+
+    def begin_step(self) -> None:
+        """Drop all gradients, those of a step that broke off too."""
+        self.in_step = True
+        if self._places_missing:
+            for module in self._modules:
+                module.unshard()
+                module.reshard()
+            self._places_missing = False
+        if self._unfinished:
+            drop_partial_gradients(self._modules)
+            self._unfinished = False
+        self._synchronise(True)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        for param in self._optimized():
+            param.grad = None
+        for shard in self.shards.values():
+            shard.param.grad = None
+        for replica_sum in self._sums:
+            replica_sum.clear()
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one microbatch."""
+        self._in_microbatch = self._unfinished = True
+        self._average(False)
+        self._synchronise(last or not self._defers)
+        for replica_sum in self._sums:
+            replica_sum.last, replica_sum.may_overlap = last, last
+        try:
+            yield
+            self._unfinished = not last
+        finally:
+            # Outside, each backward is complete in itself, as a user's own loop expects.
+            self._in_microbatch = False
+            for replica_sum in self._sums:
+                replica_sum.last, replica_sum.may_overlap = True, False
+
+    def finish(self, totals: torch.Tensor | None = None) -> None:
+        """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
+        self._settle_gradients()
+        parts = [param.grad for param in self.plain.values() if param.grad is not None]
+        if parts:
+            flat = all_reduce(torch.cat([part.reshape(-1).to(self.precision.master) for part in parts]), self._data)
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
+        if totals is not None:
+            all_reduce(totals, self._data)
+
+    def _settle_gradients(self) -> None:
+        for replica_sum in self._sums:
+            replica_sum.wait()
+        for order in self._orders:
+            order.meet(Act.END)
+        for shard in self.shards.values():
+            if shard.param.requires_grad:
+                shard.link()
+        for param in self.plain.values():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
+        shards = [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
+        plain = [param.grad for param in self.plain.values() if param.grad is not None]
+        squares = all_reduce(global_norm(shards).double().square(), self._axis)
+        return (squares + global_norm(plain).to(squares).square()).sqrt()
+
+    def check(self) -> None:
+        """Nothing: ranks compare what they are about to do before they do it."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        grads = [param.grad for param in self._optimized() if param.grad is not None]
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+
+    def publish(self) -> None:
+        """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""
+        for buffer in self._moving:
+            broadcast(buffer, self._data)
+        self.in_step = False
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer this rank's shards, or whole parameters of which it updates its share: `zero3_adopt`."""
+        if self.has_adopted(optimizer):
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
+        self._adoption.put(optimizer)
+        watch_steps(optimizer, weakref.ref(self), self._adoption)
+
+    def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `adopt` was called with it."""
+        return optimizer in self._adoption
+
+    def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer holds parameters of this module."""
+        return any(self._adoption.name_of(p) is not None for group in optimizer.param_groups for p in group["params"])
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Trainable parameters by name, whole. A collective."""
+        return self._whole(lambda param: param.detach() if param.requires_grad else None)
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Frozen parameters by name, whole: here they are sharded too. A collective."""
+        return self._whole(lambda param: None if param.requires_grad else param.detach())
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gradients by name, whole. A collective."""
+        return self._whole(lambda param: param.grad)
+
+    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
+        self.adopt(optimizer)
+        yield from self._adoption.states(optimizer)
+        for name, param in self.plain.items():
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name}/{key}", value
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of whole tensors; frozen parameters too, where they are among them."""
+        for module in self._modules:
+            module.reshard()
+        for name, shard in self.shards.items():
+            if shard.param.requires_grad or name in tensors:
+                shard.local.copy_(shard.part(tensors[name]))
+        for name, param in self.plain.items():
+            if param.requires_grad or name in tensors:
+                param.copy_(tensors[name])
+
+    def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer this rank's part of whole states."""
+        self.adopt(optimizer)
+        for full_name, saved in tensors.items():
+            name, _, key = full_name.rpartition("/")
+            if name in self.plain:
+                optimizer.state[self.plain[name]][key] = saved.clone().to(self.plain[name].device)
+            else:
+                self._adoption.load(optimizer, full_name, saved)
+
+    def settle(self) -> None:
+        """At the step of a user's own loop: gradients are where the optimizer looks for them."""
+        if self.precision.scales_loss:
+            raise ModelError(
+                "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
+                "Use run.train_step, or precision=bf16."
+            )
+        self._settle_gradients()
+
+    def _optimized(self) -> Iterator[nn.Parameter]:
+        yield from (shard.local for shard in self.shards.values())
+        yield from self.plain.values()
+
+    def _whole(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shard in self.shards.items():
+            if (local := of(shard.local)) is not None:
+                yield name, shard.whole(local)
+        for name, param in self.plain.items():
+            if (tensor := of(param)) is not None:
+                yield name, tensor
+
+    def _synchronise(self, wanted: bool) -> None:
+        """Whether backward reduces gradients and lets parameters go."""
+        if wanted != self._synchronises:
+            for module in self._modules:
+                module.set_requires_gradient_sync(wanted, recurse=False)
+                module.set_reshard_after_backward(wanted, recurse=False)
+            self._synchronises = wanted
+
+    def _average(self, wanted: bool) -> None:
+        """Whether gradients are means over the ranks, which a user's own loop works with, or sums."""
+        if wanted != self._averages:
+            for module in self._modules:
+                module.set_gradient_divide_factor(float(self._data.size) if wanted else 1.0)
+            self._averages = wanted
+
+    def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
+        """A forward pass that no train step drives may be one of a user's own loop."""
+        del module, args
+        if not self._in_microbatch and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.in_step = False
+            self._synchronise(True)
+            self._average(True)
+
+    def _average_plain(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """What is not sharded, in a user's own loop: its mean before it is added to `.grad`."""
+        if self._in_microbatch:
+            return None
+        self._orders[0].meet(Act.SUM, index, grad.numel())
+        return all_reduce(grad.detach().clone(), self._data) / self._data.size
+
+
+def _check(mesh: Mesh) -> None:
+    if mesh["dp_shard"].size == 1:
+        raise PlanError("zero=3: it shards over dp_shard, and dp_shard is 1. Use dp_shard=2 or more, or zero=0.")
+    missing = [name for name in NEEDED if not hasattr(FSDPModule, name)]
+    if missing:
+        raise LaunchError(
+            f"zero=3: fully_shard of torch {torch.__version__} lacks {', '.join(missing)}. Install torch 2.11 or later."
+        )
+
+
+def _settle(
+    model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, data: Axis
+) -> list[torch.Tensor]:
+    """Parameters and buffers become the first rank's; what is trained, in the master's format.
+
+    Returns the buffers that training moves.
+    """
+    for param in model.parameters():
+        dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
+        param.data = broadcast(param.data.to(dtype).contiguous(), data)
+    for buffer in model.buffers():
+        settled = broadcast(buffer.detach().contiguous(), data)
+        if settled.data_ptr() != buffer.data_ptr():
+            buffer.copy_(settled)
+    lasting = model.state_dict(keep_vars=True)
+    return [buffer for name, buffer in model.named_buffers() if name in lasting and buffer.is_floating_point()]
+
+
+def _shard_units(
+    units: tuple[Unit, ...], mesh: Mesh, precision: Precision, plain: set[nn.Parameter]
+) -> list[list[str]]:
+    """Apply fully_shard to each unit, the root last. Returns the names of each unit's parameters."""
+    device_mesh = DeviceMesh.from_group(mesh["dp_shard"].group, mesh.device.type, mesh_dim_names=("dp_shard",))
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if precision.is_mixed:
+        policy = MixedPrecisionPolicy(precision.compute, precision.master, cast_forward_inputs=False)
+    names = {param: name for name, param in units[-1].module.named_parameters() if param not in plain}
+    members: list[list[str]] = []
+    for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
+        members.append([names.pop(param) for param in module.parameters() if param in names])
+        # The backward of the last unit follows its forward, and the root is in use all along.
+        in_use = index >= len(units) - 2
+        embeds = type(module) is nn.Embedding
+        lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
+        fully_shard(module, mesh=device_mesh, reshard_after_forward=lets_go, mp_policy=policy, ignored_params=plain)
+        # The gradient of an embedding needs its tokens, not its weights.
+        module.set_unshard_in_backward(not embeds)
+    return members

@@ -1,0 +1,153 @@
+"""What Weft adds to fully_shard's own hooks: sums over replicas, calls of units, and the steps of users' own loops."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from weft.comm.collectives import Pending, start_all_reduce
+from weft.errors import ModelError
+from weft.mesh import Axis
+from weft.parallel.own_loop import find_optimizers
+from weft.parallel.zero3_comm import Act, Order
+
+if TYPE_CHECKING:
+    from weft.parallel.zero3 import FullyShardedModel
+    from weft.parallel.zero3_adopt import ShardAdoption
+
+__all__ = ["Calls", "ReplicaSum", "drop_partial_gradients", "find_optimizers", "watch_steps"]
+
+
+class ReplicaSum:
+    """The second half of HSDP's reduction for one unit: shards of gradients summed over the replicas.
+
+    Called by fully_shard with the flat sum over the shard axis, before it becomes the gradients of `params` (views, or
+    an addition where they have gradients). Over the replicas only the last microbatch's call communicates.
+    """
+
+    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order):
+        self._unit = unit
+        self._params = params
+        self._axis = axis
+        self._order = order
+        self._kept: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        #: False in the passes of a step before the last one.
+        self.last = True
+        #: True where nobody touches gradients before `wait`.
+        self.may_overlap = False
+
+    def __call__(self, sums: torch.Tensor) -> None:
+        """Add this call's share; in place."""
+        if not self.last:
+            if self._kept is None:
+                self._kept = sums  # fully_shard makes views of it the gradients and adds later sums to them
+            return
+        if self._kept is not None:
+            sums += self._kept
+            for param in self._params:
+                param.grad = None
+            self._kept = None
+        self._order.meet(Act.SUM, self._unit, sums.numel())
+        # A unit that is reduced twice in a step is added to at once, so the first sum must be complete then.
+        again = self._pending is not None
+        self.wait()
+        pending = start_all_reduce(sums, self._axis)
+        if self.may_overlap and not again:
+            self._pending = pending
+        else:
+            pending.wait()
+
+    def wait(self) -> None:
+        """Until the sum is complete."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def clear(self) -> None:
+        """Forget what a step left behind."""
+        self.wait()
+        self._kept = None
+
+
+class Calls:
+    """Counts the calls of each unit in a forward pass.
+
+    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so that ranks may
+    use different ones. With several calls fully_shard would reduce once for each, so there it reduces what there is.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def watch(self, module: FSDPModule, is_root: bool) -> None:
+        """Count the calls of this unit, where torch can reduce zeros (2.13 and later)."""
+        set_zeros = getattr(module, "set_reduce_scatter_unused_params", None)
+        if set_zeros is None:
+            return
+        set_zeros(True, recurse=False)
+
+        def count(module: Any, args: Any) -> None:
+            if is_root:
+                self._counts.clear()
+            # Inside a backward pass it is called to recompute, which is no new use.
+            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+                return
+            calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+            if calls <= 2:
+                set_zeros(calls == 1, recurse=False)
+
+        module.register_forward_pre_hook(torch.compiler.disable(count))
+
+
+def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Forget unreduced gradients of a step that broke off. fully_shard has no door for it, so its inside is asked."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            for param in group.fsdp_params if group is not None else ():
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+
+
+def watch_steps(
+    optimizer: torch.optim.Optimizer, engine: weakref.ref[FullyShardedModel], adoption: ShardAdoption
+) -> None:
+    """From here the optimizer's own step does what TrainStep would do around it, where TrainStep does not drive."""
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = engine()
+        if found is not None and not found.in_step:
+            if (args and args[0] is not None) or kwargs.get("closure") is not None:
+                raise ModelError(
+                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
+                    f"cannot meet. Call backward() first, then step()."
+                )
+            found.settle()
+        adoption.before_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = engine()
+        adoption.after_step(optimizer)
+        if found is not None and not found.in_step:
+            found.publish()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    zero_grad = optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def zero_all(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        if (found := engine()) is not None:
+            found.clear()
+
+    optimizer.zero_grad = zero_all
