@@ -7,6 +7,7 @@ from itertools import chain
 from torch import nn
 
 from weft.comm import broadcast
+from weft.memory import apply_recompute, repeated_blocks
 from weft.mesh import Mesh
 from weft.parallel.precision import Precision
 
@@ -14,10 +15,11 @@ from weft.parallel.precision import Precision
 def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
-    Built today: device and number format, compile, data parallel. Splitting into stages, experts, tensor and
-    context parallel, recompute and ZeRO take their places here, in this order, between format and compile.
+    Built today: device and number format, recompute, compile, data parallel. Splitting into stages, experts, tensor
+    and context parallel take their places here, in this order, between format and recompute.
     """
     model.to(device=mesh.device, dtype=Precision.of(mesh.plan).master)
+    apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
         compile_blocks(model)
     equalise(model, mesh)
@@ -26,8 +28,7 @@ def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile each repeated block by itself: compile time stays flat in depth. Without blocks, the whole model."""
-    blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
-    for block in blocks or [model]:
+    for block in repeated_blocks(model).values() or [model]:
         block.compile()
 
 
