@@ -65,6 +65,23 @@ def test_loss_gradients_buffers_and_random_numbers_are_as_without(name, setting,
         )
 
 
+@pytest.mark.parametrize("name", ["llama-documents", "hf-gpt2", "cnn"])
+def test_every_choice_that_a_budget_may_make_changes_no_number(name, references, monkeypatch):
+    """The first backward replays blocks after the choice was made: it must not feel it."""
+    used = set()
+    for shift in range(10):
+        model, call = MODELS[name]()
+        recompute = apply_recompute(model, Plan(recompute="90%"))
+        pick = lambda menus, budget, shift=shift: [(shift + at) % len(menu) for at, menu in enumerate(menus)]  # noqa: E731
+        monkeypatch.setattr("weft.memory.recompute.cheapest_choice", pick)
+        found = two_steps(model, call)
+        for key, value in references(name).items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
+        used |= {policy.name for policy in recompute.policies.values()}
+    assert used >= {"none", "selective", "full"}
+    assert ("attention" in used) == (name in HAVE_ATTENTION)
+
+
 def kept_bytes(setting: str, model: nn.Module, call) -> tuple[int, int]:
     """Bytes alive after the second forward, the output aside, and the most during its backward."""
     apply_recompute(model, Plan(recompute=setting))
@@ -210,14 +227,25 @@ def test_blocks_that_are_run_by_hand_choose_at_the_second_microbatch():
     assert recompute.is_chosen
 
 
-def test_what_cannot_be_recomputed_is_refused():
-    model, _ = MODELS["llama"]()
-    apply_recompute(model, Plan(recompute="full"))
-    with pytest.raises(ModelError, match=r"recompute=full: the forward of blocks\.0 is replaced already\. Give the"):
-        apply_recompute(model, Plan(recompute="full"))
+def test_a_second_call_takes_the_place_of_the_first():
+    model, call = MODELS["llama"]()
+    kinds = [type(module) for module in model.modules()]
+    for setting in ("attention", "60%", "full"):
+        apply_recompute(model, Plan(recompute=setting))
+        call(model).sum().backward()
+        assert {policy.name for policy in recompute_of(model).policies.values()} <= {setting, "none", "selective"}
+    full, _ = kept_bytes("full", model, call)
+    assert full == kept_bytes("full", *MODELS["llama"]())[0]
+    apply_recompute(model, Plan())
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_forward_that_others_replaced_is_refused():
     model = build_decoder(GPT2, seed=0)
     model.blocks[1].forward = model.blocks[1].forward
-    with pytest.raises(ModelError, match=r"the forward of blocks\.1 is replaced already"):
+    with pytest.raises(
+        ModelError, match=r"recompute=selective: the forward of blocks\.1 is replaced already\. Give the"
+    ):
         apply_recompute(model, Plan(recompute="selective"))
 
 

@@ -35,28 +35,25 @@ class Policy:
     """What a block computes again in backward.
 
     name: "none", "full", "attention" or "selective". saved: which heavy operations keep their output under
-    "selective", by their order in forward. cores: paths in the block of modules without parameters that attention
-    runs in; where there are none, its calls are caught one by one. buffers: names of those that forward changes.
+    "selective", by their order in forward. buffers: names of those that forward changes.
     """
 
     name: str
     saved: frozenset[int] = frozenset()
-    cores: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
 
 
 def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call `forward(block, *args, **kwargs)` under a policy."""
-    if policy.name == "none":
-        return forward(block, *args, **kwargs)
-    if policy.name == "attention":
-        if policy.cores:
-            return forward(block, *args, **kwargs)
-        with _RecomputedAttention():
-            return forward(block, *args, **kwargs)
+    # Under every policy: a cache that one block fills is no longer empty for the next.
     args, kwargs = [without_cache(value) for value in args], {k: without_cache(v) for k, v in kwargs.items()}
     if "use_cache" in kwargs:
         kwargs["use_cache"] = False
+    if policy.name == "none":
+        return forward(block, *args, **kwargs)
+    if policy.name == "attention":
+        with _RecomputedAttention():
+            return forward(block, *args, **kwargs)
     # Compiled code writes buffers once, whatever it computes twice, and its tracer takes no contexts but torch's own.
     buffers = () if torch.compiler.is_compiling() else policy.buffers
     if policy.name == "selective":
@@ -90,7 +87,7 @@ def without_cache(value: Any) -> Any:
     Models of Hugging Face make one in every training forward unless they are told use_cache=False. Raises
     ModelError where tokens are in it already.
     """
-    if not type(value).__name__.endswith("Cache"):
+    if value is None or isinstance(value, torch.Tensor) or not type(value).__name__.endswith("Cache"):
         return value
     count = getattr(value, "get_seq_length", None)
     if count is None or count() > 0:

@@ -40,16 +40,18 @@ Kind = tuple[Any, ...]
 def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> Recompute:
     """Let the blocks of `model` recompute what `plan.recompute` asks for, in place. Compile after this, not before.
 
-    A model without repeated blocks is one block. axis: the ranks that choose alike under a budget, all those that
-    run the same blocks; None: this one alone. Returns what `recompute_of(model)` returns from then on.
-    Raises ModelError when the model is recomputed already, or a block's forward was replaced on the instance.
+    A model without repeated blocks is one block. What an earlier call did to the model, or to the one that it was
+    copied from, is undone first. axis: the ranks that choose alike under a budget, all those that run the same blocks;
+    None: this one alone. Returns what `recompute_of(model)` returns from then on.
+    Raises ModelError when a block's forward was replaced by other means.
     """
+    _undo(model)
     blocks = (repeated_blocks(model) or {"": model}) if plan.recompute != "none" else {}
     recompute = Recompute(plan.recompute, blocks, axis)
     model._weft_recompute_of_model = recompute
     kinds: dict[type, type] = {}
     for path, block in blocks.items():
-        if hasattr(block, "_weft_policy") or "forward" in vars(block):
+        if isinstance(block, _Recomputed) or "forward" in vars(block):
             raise ModelError(
                 f"recompute={plan.recompute}: the forward of {path or 'the model'} is replaced already. "
                 f"Give the model as it was built."
@@ -83,7 +85,7 @@ class Recompute:
         self.full_bytes: int | None = None
         self._slowdown = 0.0
         self._blocks = blocks
-        self._axis = axis
+        self._axis = axis if self.is_budget else None
         self._traces: dict[Kind, BlockTrace] = {}
         self._calls: list[_Call] = []  # of the first forward under a budget
         self._fixed: Storages = {}  # kept whatever is recomputed
@@ -138,7 +140,7 @@ class Recompute:
         """Run a block that has no policy yet: look at it, and give it one if it needs none but its own facts."""
         path: str = block._weft_path
         if path in self.policies:  # a copy of a model that has chosen
-            _give(block, self.policies[path])
+            block._weft_policy = self.policies[path]
             return block.forward(*args, **kwargs)
         kind = _kind(block, args, kwargs)
         if kind not in self._traces:
@@ -215,7 +217,7 @@ class Recompute:
     def _choose(self, policies: dict[str, Policy]) -> None:
         for path, policy in policies.items():
             self.policies[path] = policy
-            _give(self._blocks[path], policy)
+            self._blocks[path]._weft_policy = policy
 
     def _agree(self, fixed_bytes: int, menus: list[list[Option]]) -> tuple[int, list[list[tuple[int, float]]]]:
         """(bytes, seconds) of all options as all ranks of the axis see them: the most bytes, and seconds added up."""
@@ -264,13 +266,25 @@ def _budget_bytes(setting: str, full_bytes: int) -> int:
     return parse_bytes(setting)
 
 
+class _Recomputed:
+    """Base of the classes that blocks and models are given; beside it stands their own."""
+
+
 def _replace_class(module: nn.Module, kinds: dict[type, type], make: Callable[[Forward], Forward]) -> None:
     """Give a module a subclass of its class whose forward is `make(its forward)`; one subclass for each class."""
     kind = type(module)
     if kind not in kinds:
         body = {"forward": make(kind.forward), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        kinds[kind] = type(kind.__name__, (kind,), body)
+        kinds[kind] = type(kind.__name__, (kind, _Recomputed), body)
     module.__class__ = kinds[kind]
+
+
+def _undo(model: nn.Module) -> None:
+    """Give every module of the model its own class again."""
+    for module in model.modules():
+        bases = type(module).__bases__
+        if len(bases) == 2 and bases[1] is _Recomputed:
+            module.__class__ = bases[0]
 
 
 def _block_forward(plain: Forward) -> Forward:
@@ -281,16 +295,6 @@ def _block_forward(plain: Forward) -> Forward:
         if self._weft_policy is None:
             return _first_run(self, plain, args, kwargs)
         return run_block(self._weft_policy, self, plain, args, kwargs)
-
-    return forward
-
-
-def _core_forward(plain: Forward) -> Forward:
-    @functools.wraps(plain)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(self, *args, **kwargs)
-        return run_block(Policy("full"), self, plain, args, kwargs)
 
     return forward
 
@@ -310,14 +314,6 @@ def _model_forward(plain: Forward) -> Forward:
 @torch.compiler.disable
 def _first_run(block: Any, plain: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return block._weft_recompute.first_run(block, plain, args, kwargs)
-
-
-def _give(block: nn.Module, policy: Policy) -> None:
-    block._weft_policy = policy
-    if policy.name == "attention":
-        kinds: dict[type, type] = {}
-        for path in policy.cores:
-            _replace_class(block.get_submodule(path), kinds, _core_forward)
 
 
 def _kind(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class BlockTrace:
     kept_bytes: for backward without recompute; attention_bytes: with attention's core recomputed.
     heavy: by order in forward; those after the last thing that backward needs are None, since no replay gets there.
     light_s: of all other operations that a replay runs. core_s: of attention's core.
-    cores: modules without parameters that it runs in. num_calls: how often it was called.
+    num_calls: how often that was called.
     keeps_output: backward needs the block's own output (of a ReLU); mostly the next block's input too.
     buffers: names of those that forward changed.
     """
@@ -55,16 +55,13 @@ class BlockTrace:
     heavy: tuple[HeavyOperation | None, ...]
     light_s: float
     core_s: float
-    cores: tuple[str, ...]
     num_calls: int
     keeps_output: bool
     buffers: tuple[str, ...]
 
     def named(self, name: str) -> Policy:
         """The policy of that name for this block."""
-        cores = self.cores if name == "attention" else ()
-        saved = frozenset(self._needed()) if name == "selective" else frozenset()
-        return Policy(name, saved, cores, self.buffers)
+        return Policy(name, frozenset(self._needed()) if name == "selective" else frozenset(), self.buffers)
 
     def options(self, output_bytes: int = 0) -> list[Option]:
         """From keeping all to keeping nothing: none, attention, selective with ever fewer operations kept, full.
@@ -80,7 +77,7 @@ class BlockTrace:
         for count in range(len(by_worth), 0, -1):
             saved, again = by_worth[:count], by_worth[count:]
             seconds = self.light_s + sum(heavy[order].seconds for order in again)
-            policy = Policy("selective", frozenset(saved), (), self.buffers)
+            policy = Policy("selective", frozenset(saved), self.buffers)
             found.append(Option(policy, sum(heavy[order].num_bytes for order in saved), seconds))
         all_s = self.light_s + sum(operation.seconds for operation in heavy.values())
         return [*found, Option(self.named("full"), 0, all_s)]
@@ -115,7 +112,7 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
         before = dict(block.named_buffers())
         with spare_buffers(block, buffers), torch.no_grad():
             forward(block, *args, **kwargs)  # the first run of a kernel is slow: choosing it, page faults
-        with spare_buffers(block, buffers), _Recording(block, _clock(device)) as record, torch.enable_grad():
+        with spare_buffers(block, buffers), _Recording(_clock(device)) as record, torch.enable_grad():
             outputs = storages_of(forward(block, *args, **kwargs))
             changed = [name for name, tensor in block.named_buffers() if not torch.equal(tensor, before[name])]
     return record.trace(ignored, outputs, tuple(changed))
@@ -147,23 +144,17 @@ class _Operation:
 class _Recording:
     """While inside, notes the operations that run, and the tensors that autograd keeps, in order."""
 
-    def __init__(self, block: nn.Module, clock: Callable[[], float]):
+    def __init__(self, clock: Callable[[], float]):
         self.clock = clock
         self.operations: list[_Operation] = []
         self.num_calls = 0
         self.in_core = False
-        self._block = block
         self._kept: Storages = {}
         self._kept_around_cores: Storages = {}
-        self._cores: list[str | None] = []
         self._needed = 0  # operations before the last tensor that was kept
-        self._open: list[str] = []  # paths of the modules that run
         self._stack = ExitStack()
 
     def __enter__(self) -> _Recording:
-        for path, module in self._block.named_modules():
-            for handle in _note_path(module, path, self._open):
-                self._stack.callback(handle.remove)
         self._stack.enter_context(saved_tensors_hooks(self._keep, lambda tensor: tensor))
         self._stack.enter_context(_Calls(self))
         self._stack.enter_context(_Operations(self))
@@ -175,9 +166,6 @@ class _Recording:
     def enter_core(self, args: Any) -> None:
         """Attention's core begins, with these arguments."""
         self.num_calls += 1
-        path = self._open[-1] if self._open else ""
-        module = self._block.get_submodule(path)
-        self._cores.append(path if path and next(module.parameters(), None) is None else None)
         self._kept_around_cores.update(storages_of(args))
         self.in_core = True
 
@@ -199,7 +187,6 @@ class _Recording:
             heavy=tuple(heavy),
             light_s=sum(operation.seconds for operation in needed if operation.outputs is None),
             core_s=sum(operation.seconds for operation in needed if operation.in_core),
-            cores=() if None in self._cores else tuple(dict.fromkeys(path for path in self._cores if path)),
             num_calls=self.num_calls,
             keeps_output=keeps_output,
             buffers=buffers,
@@ -247,13 +234,3 @@ class _Operations(TorchDispatchMode):
         made = storages_of(outputs) if is_heavy(func, args, outputs) else None
         record.operations.append(_Operation(seconds, record.in_core, made))
         return outputs
-
-
-def _note_path(module: nn.Module, path: str, open_paths: list[str]) -> Iterator[Any]:
-    """Keep `open_paths` ending with the innermost module that runs; yields the handles of the hooks that do it."""
-    yield module.register_forward_pre_hook(lambda *_: open_paths.append(path))
-    yield module.register_forward_hook(lambda *_: _pop(open_paths), always_call=True)
-
-
-def _pop(open_paths: list[str]) -> None:
-    open_paths.pop()
