@@ -10,6 +10,7 @@
     ├── CommError                      ranks cannot meet, or do not agree
     ├── LaunchError                    ranks could not be started, or the machine lacks what was asked for
     ├── TrainingHalted                 the run stopped itself: non-finite values, a limit
+    ├── OutOfMemory (MemoryError)      a rank has no memory left; the text lists what is live and what would help
     └── MissingExtra (ImportError)     an optional dependency is not installed
 
 One grammar for every text: `<field>=<value>: <rule with the limit>. <what to type instead>.`
@@ -94,6 +95,12 @@ class TrainingHalted(WeftError):
     """The run stopped itself before its weights were spoilt; the text names the cause and how to go on."""
 
     exit_code = 3
+
+
+class OutOfMemory(WeftError, MemoryError):
+    """A rank has no memory left. The same plan would end so again; the text lists what is live and what would help."""
+
+    exit_code = 4
 
 
 class MissingExtra(WeftError, ImportError):

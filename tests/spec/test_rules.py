@@ -32,9 +32,6 @@ CASES = [
     ("ep-not-built", "dp_replicate=2 ep=2", Facts(),
      "ep=2: expert parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2"),
     ("sp-not-built", "sp=on", Facts(), "sp=on: sequence parallelism is not built yet. Use sp=off.", ""),
-    ("recompute-not-built", "recompute=50%", Facts(),
-     "recompute=50%: recomputing activations is not built yet. "
-     "Use recompute=none, with a larger accumulation where memory is short.", ""),
     ("offload-not-built", "offload=optimizer+params", Facts(),
      "offload=optimizer+params: offload to the host is not built yet. "
      "Use offload=none, with a larger accumulation where memory is short.", ""),
@@ -110,16 +107,16 @@ def test_every_rule_has_a_case_and_says_why_in_one_sentence():
 
 
 def test_what_is_built_is_not_refused():
-    for text in ("", "dp_replicate=8", "dp_replicate=8 accumulation=2 precision=bf16 compile=on", "precision=fp64"):
+    for text in ("", "dp_replicate=8", "dp_replicate=8 accumulation=2 precision=bf16 compile=on", "recompute=50%"):
         assert check(Plan.parse(text), Facts(model=MODEL, global_batch=16, seq_len=1024)) == []
     assert check(Plan(dp_replicate=8), FACTS) == []
 
 
 def test_everything_else_is_refused_by_a_rule_that_says_so():
-    for word in ("dp_shard=2", "zero=1", "tp=2", "pp=2", "cp=2", "ep=2", "sp=on", "recompute=full", "offload=params"):
+    for word in ("dp_shard=2", "zero=1", "tp=2", "pp=2", "cp=2", "ep=2", "sp=on", "offload=params"):
         (violation,) = check(Plan.parse(word), Facts())
         assert "is not built yet" in violation.message
-    assert len(NOT_BUILT) == 9
+    assert len(NOT_BUILT) == 8
 
 
 @pytest.mark.parametrize("axis", ["dp_shard", "tp", "pp", "cp"])
@@ -165,8 +162,8 @@ def test_batch_rule_is_exactly_divisibility(global_batch, replicas, accumulation
 
 def test_check_plan_raises_everything():
     with pytest.raises(PlanError) as caught:
-        check_plan(Plan(tp=2, recompute="full"), Facts(global_batch=3))
-    assert [problem.field for problem in caught.value.problems] == ["tp", "recompute"]
+        check_plan(Plan(tp=2, offload=("params",)), Facts(global_batch=3))
+    assert [problem.field for problem in caught.value.problems] == ["tp", "offload"]
     check_plan(Plan())
 
 

@@ -80,9 +80,10 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, visible: Visible, rotation: Rotation | None, cache: LayerCache | None = None
     ) -> Tensor:
         """Attend; (B, T, D). rotation: None for models with learned positions."""
-        q_BTHC = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTKC = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
-        v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        q_BTHC = self.q(x_BTD).view(heads)
+        k_BTKC = self.k(x_BTD).view(heads)
+        v_BTKC = self.v(x_BTD).view(heads)
         if rotation is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
         k_BKSC, v_BKSC = k_BTKC.transpose(1, 2), v_BTKC.transpose(1, 2)

@@ -66,15 +66,6 @@ NOT_BUILT: tuple[Rule, ...] = (
         fix=lambda plan, facts: plan.replace(sp=False),
     ),
     Rule(
-        name="recompute-not-built",
-        field="recompute",
-        reason="Recomputing activations in the backward pass is not built yet.",
-        predicate=lambda plan, facts: plan.recompute != "none",
-        finding=lambda plan, facts: "recomputing activations is not built yet",
-        remedy=lambda plan, facts: "Use recompute=none, with a larger accumulation where memory is short",
-        fix=lambda plan, facts: plan.replace(recompute="none"),
-    ),
-    Rule(
         name="offload-not-built",
         field="offload",
         reason="Keeping states on the host is not built yet.",

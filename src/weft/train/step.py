@@ -20,6 +20,7 @@ from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import Precision, data_parallel
+from weft.train.oom import explains_memory
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
@@ -76,6 +77,7 @@ class TrainStep:
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
 
+    @explains_memory
     def __call__(self, batch: Any, seeds: Sequence[int] | None = None) -> StepMetrics:
         """Train on this rank's part of one global batch.
 

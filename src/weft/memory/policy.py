@@ -1,0 +1,149 @@
+"""How one block runs under a policy: what of its forward is kept for backward, and what is computed again.
+
+torch's non-reentrant checkpoint does the work. It replays the block's forward, with the same random numbers, when
+backward first asks for something that was not kept, and stops where the last such thing has been made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
+
+from weft.errors import ModelError
+
+Forward = Callable[..., Any]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+#: Calls that hold the core of attention. nn.MultiheadAttention gives no access to its core alone.
+ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a block computes again in backward.
+
+    name: "none", "full", "attention" or "selective". saved: which heavy operations keep their output under
+    "selective", by their order in forward. buffers: names of those that forward changes.
+    """
+
+    name: str
+    saved: frozenset[int] = frozenset()
+    buffers: tuple[str, ...] = ()
+
+
+def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call `forward(block, *args, **kwargs)` under a policy."""
+    # Under every policy: a cache that one block fills is no longer empty for the next.
+    args, kwargs = [without_cache(value) for value in args], {k: without_cache(v) for k, v in kwargs.items()}
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    if policy.name == "none":
+        return forward(block, *args, **kwargs)
+    if policy.name == "attention":
+        with _RecomputedAttention():
+            return forward(block, *args, **kwargs)
+    # Compiled code writes buffers once, whatever it computes twice, and its tracer takes no contexts but torch's own.
+    buffers = () if torch.compiler.is_compiling() else policy.buffers
+    if policy.name == "selective":
+        contexts: Callable[[], Contexts] = partial(_selective_contexts, policy.saved)
+        if buffers:
+            contexts = partial(_with_spare_buffers, block, buffers, contexts)
+        return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    if buffers:
+        contexts = partial(_with_spare_buffers, block, buffers, _no_contexts)
+        return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+
+
+def is_heavy(op: Any, args: Sequence[Any], outputs: Any) -> bool:
+    """Whether an operation is worth keeping: torch counts FLOPs for it, and its result is not the larger side.
+
+    Batched products are attention scores where they are larger than what they are made of: dear to keep, cheap to
+    make again.
+    """
+    packet = getattr(op, "_overloadpacket", None)
+    if packet not in flop_registry and "scaled_dot_product" not in str(packet):
+        return False
+    if packet in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+        return outputs.numel() <= sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
+    return True
+
+
+def without_cache(value: Any) -> Any:
+    """None in place of an empty key-value cache: replaying a block would add to it twice.
+
+    Models of Hugging Face make one in every training forward unless they are told use_cache=False. Raises
+    ModelError where tokens are in it already.
+    """
+    if value is None or isinstance(value, torch.Tensor) or not type(value).__name__.endswith("Cache"):
+        return value
+    count = getattr(value, "get_seq_length", None)
+    if count is None or count() > 0:
+        raise ModelError(
+            f"{type(value).__name__} in a recomputed block: it holds tokens already, and replaying the block would "
+            f"add to it twice. Use recompute=none, or train without a cache."
+        )
+    return None
+
+
+@contextlib.contextmanager
+def spare_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """While inside, the named buffers are copies: what is written into them is lost."""
+    owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in names]
+    originals = [owner._buffers[name] for owner, name in owners]
+    for (owner, name), tensor in zip(owners, originals, strict=True):
+        owner._buffers[name] = tensor.clone() if tensor is not None else None
+    try:
+        yield
+    finally:
+        for (owner, name), tensor in zip(owners, originals, strict=True):
+            owner._buffers[name] = tensor
+
+
+def _no_contexts() -> Contexts:
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+def _with_spare_buffers(block: nn.Module, names: Sequence[str], contexts: Callable[[], Contexts]) -> Contexts:
+    """Batch statistics and their like count a batch once: the replay writes into copies."""
+    forward, replay = contexts()
+    return forward, _both(spare_buffers(block, names), replay)
+
+
+@contextlib.contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _selective_contexts(saved: frozenset[int]) -> Contexts:
+    order = itertools.count()
+
+    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if is_heavy(op, args, context.op_output) and next(order) in saved:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
+
+
+class _RecomputedAttention(TorchFunctionMode):
+    """While active, calls of fused attention keep their inputs alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in ATTENTION_CALLS:
+            return checkpoint(func, *args, use_reentrant=False, **kwargs)
+        return func(*args, **kwargs)

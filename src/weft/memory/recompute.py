@@ -1,0 +1,333 @@
+"""Recompute: activations that are not kept for backward but made again, block by block, from outside the model.
+
+The class of each repeated block is replaced by a subclass whose forward runs under the block's policy. Module paths,
+state_dict names and the block's other methods stay as they are; copies of the model behave alike. Hooks of the block,
+and so the gathering of its parameters, lie around the recomputed part; torch.compile of the block goes through it.
+
+What a policy keeps is read off the first training forward, in which every block is run once more to be looked at
+(`trace_block`). Under a budget this first forward keeps least, and the policies are chosen when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from weft.comm import all_reduce
+from weft.errors import ModelError, PlanError, Problem
+from weft.memory.blocks import repeated_blocks
+from weft.memory.budget import cheapest_choice
+from weft.memory.policy import Forward, Policy, run_block, spare_buffers
+from weft.memory.trace import BlockTrace, Option, Storages, num_bytes, storages_of, trace_block
+from weft.mesh import Axis
+from weft.spec.plan import RECOMPUTES, Plan
+from weft.units import format_bytes, parse_bytes
+
+#: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.
+Kind = tuple[Any, ...]
+
+
+def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> Recompute:
+    """Let the blocks of `model` recompute what `plan.recompute` asks for, in place. Compile after this, not before.
+
+    A model without repeated blocks is one block. What an earlier call did to the model, or to the one that it was
+    copied from, is undone first. axis: the ranks that choose alike under a budget, all those that run the same blocks;
+    None: this one alone. Returns what `recompute_of(model)` returns from then on.
+    Raises ModelError when a block's forward was replaced by other means.
+    """
+    _undo(model)
+    blocks = (repeated_blocks(model) or {"": model}) if plan.recompute != "none" else {}
+    recompute = Recompute(plan.recompute, blocks, axis)
+    model._weft_recompute_of_model = recompute
+    kinds: dict[type, type] = {}
+    for path, block in blocks.items():
+        if isinstance(block, _Recomputed) or "forward" in vars(block):
+            raise ModelError(
+                f"recompute={plan.recompute}: the forward of {path or 'the model'} is replaced already. "
+                f"Give the model as it was built."
+            )
+        block._weft_recompute, block._weft_path, block._weft_policy = recompute, path, recompute.at_once(block)
+        _replace_class(block, kinds, _block_forward)
+    if recompute.is_budget and "" not in blocks:
+        model._weft_recompute = recompute
+        _replace_class(model, kinds, _model_forward)
+    return recompute
+
+
+def recompute_of(model: nn.Module) -> Recompute | None:
+    """What `apply_recompute` made for this model, or None."""
+    return getattr(model, "_weft_recompute_of_model", None)
+
+
+class Recompute:
+    """Which block recomputes what.
+
+    policies: of each block by path, as soon as it is chosen. kept_bytes: under a budget, what one forward of this
+    rank keeps for backward with these policies; full_bytes: what it would keep without recompute. Both count each
+    storage once, parameters not, and end where the model's output does: what the loss keeps is not in them.
+    """
+
+    def __init__(self, setting: str, blocks: dict[str, nn.Module], axis: Axis | None):
+        self.setting = setting
+        self.is_budget = setting not in RECOMPUTES
+        self.policies: dict[str, Policy] = {}
+        self.kept_bytes: int | None = None
+        self.full_bytes: int | None = None
+        self._slowdown = 0.0
+        self._blocks = blocks
+        self._axis = axis if self.is_budget else None
+        self._traces: dict[Kind, BlockTrace] = {}
+        self._calls: list[_Call] = []  # of the first forward under a budget
+        self._fixed: Storages = {}  # kept whatever is recomputed
+        self._watched = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Recompute:
+        return self  # a copy of the model follows the same choice
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether every block has its policy. False until the first training forward."""
+        return len(self.policies) == len(self._blocks)
+
+    def prepare(self, model: nn.Module, call: Callable[[], object]) -> None:
+        """Choose now, from an example forward, and not in the first step. call: runs the model on one microbatch.
+
+        Leaves no mark on the model or on the random generators. All ranks call it together.
+        """
+        if self.is_chosen:
+            return
+        devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+        buffers = [name for name, tensor in model.named_buffers() if tensor is not None]
+        with torch.random.fork_rng(devices=devices), spare_buffers(model, buffers), torch.enable_grad():
+            call()
+
+    def describe(self) -> str:
+        """One line for a person: what is recomputed where, and under a budget what that keeps and costs."""
+        if self.setting == "none":
+            return "none: every activation is kept"
+        if not self.is_chosen:
+            return f"{self.setting}: chosen in the first forward"
+        if not self.is_budget:
+            return f"{self.setting}, in {_blocks(len(self._blocks))}"
+        counts = Counter(_title(self.policies[path]) for path in self._blocks)
+        mix = ", ".join(f"{count} {title}" for title, count in counts.items())
+        assert self.kept_bytes is not None
+        assert self.full_bytes is not None
+        return (
+            f"{self.setting}: {_blocks(len(self._blocks))} as {mix}; keeps {format_bytes(self.kept_bytes)} of "
+            f"{format_bytes(self.full_bytes)} and runs {self._slowdown:.0%} of the blocks' forward again"
+        )
+
+    def at_once(self, block: nn.Module) -> Policy | None:
+        """The policy that needs no look at the block, or None."""
+        if self.setting != "full" or next(block.buffers(), None) is not None:
+            return None
+        policy = Policy("full")
+        self.policies.update((path, policy) for path, known in self._blocks.items() if known is block)
+        return policy
+
+    def first_run(self, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a block that has no policy yet: look at it, and give it one if it needs none but its own facts."""
+        path: str = block._weft_path
+        if path in self.policies:  # a copy of a model that has chosen
+            block._weft_policy = self.policies[path]
+            return block.forward(*args, **kwargs)
+        kind = _kind(block, args, kwargs)
+        if kind not in self._traces:
+            self._traces[kind] = trace_block(block, forward, args, kwargs)
+        trace = self._traces[kind]
+        if not self.is_budget:
+            self._refuse_without_attention(path, trace)
+            self._choose({path: trace.named(self.setting)})
+            return block.forward(*args, **kwargs)
+        if not self._watched and any(path == call.path for call in self._calls):
+            # The blocks are run by other ways than the model's forward: what lies outside them stays unknown.
+            self._choose_by_budget()
+            return block.forward(*args, **kwargs)
+        call = _Call(path, trace)
+        self._calls.append(call)
+        self._fixed.update(storages_of([args, kwargs]))
+        if path == "":
+            self._choose_by_budget()
+            return block.forward(*args, **kwargs)
+        outputs = run_block(trace.named("full"), block, forward, args, kwargs)
+        if trace.keeps_output:
+            call.outputs = storages_of(outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Around the first forward of the whole model: count what is kept outside the blocks, and then choose."""
+        parameters = storages_of(list(model.parameters()))
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            self._fixed.update(storages_of(tensor))
+            return tensor
+
+        self._calls, self._fixed, self._watched = [], {}, True
+        try:
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
+                yield
+        finally:
+            self._watched = False
+        for key in parameters:
+            self._fixed.pop(key, None)
+        self._choose_by_budget()
+
+    def _refuse_without_attention(self, path: str, trace: BlockTrace) -> None:
+        if self.setting == "attention" and not trace.num_calls:
+            raise ModelError(
+                f"recompute=attention: {path or 'the model'} makes no call of scaled_dot_product_attention, which is "
+                f"what would be recomputed. Use recompute=selective, or attn_implementation='sdpa' where the model "
+                f"offers it."
+            )
+
+    def _choose_by_budget(self) -> None:
+        """Give every block a policy: the fastest ones that fit. The ranks of the axis add up what each has seen."""
+        menus = [call.options(self._fixed) for call in self._calls]
+        fixed_bytes, sizes = self._agree(num_bytes(self._fixed), menus)
+        full_bytes = fixed_bytes + sum(menu[0][0] for menu in sizes)
+        budget = _budget_bytes(self.setting, full_bytes)
+        choice = cheapest_choice(sizes, budget - fixed_bytes)
+        if choice is None:
+            raise PlanError([Problem("recompute", self._does_not_fit(fixed_bytes, full_bytes))])
+        chosen: dict[str, Policy] = {}
+        for call, menu, index in zip(self._calls, menus, choice, strict=True):
+            # A block that is called several times keeps least of what its calls were given.
+            if call.path not in chosen or menu[index].num_bytes == 0:
+                chosen[call.path] = menu[index].policy
+        self.full_bytes = full_bytes
+        self.kept_bytes = fixed_bytes + sum(menu[index][0] for menu, index in zip(sizes, choice, strict=True))
+        all_s = sum(menu[-1][1] for menu in sizes)
+        self._slowdown = sum(menu[index][1] for menu, index in zip(sizes, choice, strict=True)) / max(all_s, 1e-12)
+        self._fixed, self._calls = {}, []
+        unused = {path: Policy("none") for path in self._blocks if path not in chosen}
+        self._choose({**chosen, **unused})
+
+    def _choose(self, policies: dict[str, Policy]) -> None:
+        for path, policy in policies.items():
+            self.policies[path] = policy
+            self._blocks[path]._weft_policy = policy
+
+    def _agree(self, fixed_bytes: int, menus: list[list[Option]]) -> tuple[int, list[list[tuple[int, float]]]]:
+        """(bytes, seconds) of all options as all ranks of the axis see them: the most bytes, and seconds added up."""
+        flat_bytes = [float(fixed_bytes), *(float(option.num_bytes) for menu in menus for option in menu)]
+        flat_s = [0.0, *(option.seconds for menu in menus for option in menu)]
+        if self._axis is not None and self._axis.size > 1:
+            device = next(tensor.device for block in self._blocks.values() for tensor in block.parameters())
+            flat_bytes = all_reduce(torch.tensor(flat_bytes, dtype=torch.float64, device=device), self._axis, "max")
+            flat_s = all_reduce(torch.tensor(flat_s, dtype=torch.float64, device=device), self._axis)
+            flat_bytes, flat_s = flat_bytes.tolist(), flat_s.tolist()
+        pairs = iter(list(zip(map(int, flat_bytes), flat_s, strict=True))[1:])
+        return int(flat_bytes[0]), [[next(pairs) for _ in menu] for menu in menus]
+
+    def _does_not_fit(self, fixed_bytes: int, full_bytes: int) -> str:
+        if self.setting.endswith("%") or "." in self.setting[:2]:
+            share = math.ceil(100 * fixed_bytes / full_bytes)
+            least = f"{share}%" if share < 100 else "full"
+        else:
+            least = f"{math.ceil(fixed_bytes / 2**20)}MiB"
+        return (
+            f"recompute={self.setting}: one microbatch keeps {format_bytes(full_bytes)} for backward on this rank, and "
+            f"{format_bytes(fixed_bytes)} of them even with recompute=full (the blocks' inputs and what lies outside "
+            f"the blocks). Use recompute={least}, or a larger accumulation."
+        )
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a block in the first forward. outputs: what it returned, where backward needs that."""
+
+    path: str
+    trace: BlockTrace
+    outputs: Storages = field(default_factory=dict)
+
+    def options(self, kept: Storages) -> list[Option]:
+        """The block's policies. kept: storages that are alive whatever is chosen."""
+        return self.trace.options(num_bytes({key: out for key, out in self.outputs.items() if key not in kept}))
+
+
+def _budget_bytes(setting: str, full_bytes: int) -> int:
+    """Bytes that a budget allows: "12GiB", or a share of what is kept without recompute: "50%", "0.5"."""
+    if setting.endswith("%"):
+        return int(full_bytes * int(setting[:-1]) / 100)
+    if setting.lstrip("0").startswith("."):
+        return int(full_bytes * float(setting))
+    return parse_bytes(setting)
+
+
+class _Recomputed:
+    """Base of the classes that blocks and models are given; beside it stands their own."""
+
+
+def _replace_class(module: nn.Module, kinds: dict[type, type], make: Callable[[Forward], Forward]) -> None:
+    """Give a module a subclass of its class whose forward is `make(its forward)`; one subclass for each class."""
+    kind = type(module)
+    if kind not in kinds:
+        body = {"forward": make(kind.forward), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        kinds[kind] = type(kind.__name__, (kind, _Recomputed), body)
+    module.__class__ = kinds[kind]
+
+
+def _undo(model: nn.Module) -> None:
+    """Give every module of the model its own class again."""
+    for module in model.modules():
+        bases = type(module).__bases__
+        if len(bases) == 2 and bases[1] is _Recomputed:
+            module.__class__ = bases[0]
+
+
+def _block_forward(plain: Forward) -> Forward:
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(self, *args, **kwargs)
+        if self._weft_policy is None:
+            return _first_run(self, plain, args, kwargs)
+        return run_block(self._weft_policy, self, plain, args, kwargs)
+
+    return forward
+
+
+def _model_forward(plain: Forward) -> Forward:
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recompute: Recompute = self._weft_recompute
+        if recompute.is_chosen or not torch.is_grad_enabled():
+            return plain(self, *args, **kwargs)
+        with recompute.watch(self):
+            return plain(self, *args, **kwargs)
+
+    return forward
+
+
+@torch.compiler.disable
+def _first_run(block: Any, plain: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return block._weft_recompute.first_run(block, plain, args, kwargs)
+
+
+def _kind(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Kind:
+    inputs = (leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor))
+    return (
+        type(block),
+        tuple((name, value.shape, value.dtype) for name, value in block.named_parameters()),
+        tuple((value.shape, value.dtype, value.requires_grad) for value in inputs),
+    )
+
+
+def _title(policy: Policy) -> str:
+    return policy.name if policy.name != "selective" else f"selective({len(policy.saved)} kept)"
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' if count != 1 else ''}"

@@ -1,0 +1,236 @@
+"""What one block keeps for backward under each policy, and what making it again costs: read off one traced forward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weft.memory.policy import ATTENTION_CALLS, Forward, Policy, is_heavy, spare_buffers, without_cache
+
+#: Storages by identity. Holding the storage keeps its identity from being given to another one.
+Storages = dict[int, torch.UntypedStorage]
+
+
+@dataclass(frozen=True, slots=True)
+class HeavyOperation:
+    """A product, convolution or attention that a replay would run. num_bytes: of its outputs."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One policy for a block. num_bytes: kept beside the block's inputs. seconds: of recompute, per call."""
+
+    policy: Policy
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTrace:
+    """One block's forward. Bytes are of storages, each once, without parameters and the block's inputs and outputs.
+
+    kept_bytes: for backward without recompute; attention_bytes: with attention's core recomputed.
+    heavy: by order in forward; those after the last thing that backward needs are None, since no replay gets there.
+    light_s: of all other operations that a replay runs. core_s: of attention's core.
+    num_calls: how often that was called.
+    keeps_output: backward needs the block's own output (of a ReLU); mostly the next block's input too.
+    buffers: names of those that forward changed.
+    """
+
+    kept_bytes: int
+    attention_bytes: int
+    heavy: tuple[HeavyOperation | None, ...]
+    light_s: float
+    core_s: float
+    num_calls: int
+    keeps_output: bool
+    buffers: tuple[str, ...]
+
+    def named(self, name: str) -> Policy:
+        """The policy of that name for this block."""
+        return Policy(name, frozenset(self._needed()) if name == "selective" else frozenset(), self.buffers)
+
+    def options(self, output_bytes: int = 0) -> list[Option]:
+        """From keeping all to keeping nothing: none, attention, selective with ever fewer operations kept, full.
+
+        output_bytes: of the block's outputs that backward needs and that nobody else keeps.
+        """
+        found = [Option(self.named("none"), self.kept_bytes + output_bytes, 0.0)]
+        if self.num_calls and self.attention_bytes < self.kept_bytes:
+            found.append(Option(self.named("attention"), self.attention_bytes + output_bytes, self.core_s))
+        # The operations that save the most time for their bytes are the last to be given up.
+        heavy = {order: operation for order, operation in enumerate(self.heavy) if operation is not None}
+        by_worth = sorted(heavy, key=lambda order: -heavy[order].seconds / max(heavy[order].num_bytes, 1))
+        for count in range(len(by_worth), 0, -1):
+            saved, again = by_worth[:count], by_worth[count:]
+            seconds = self.light_s + sum(heavy[order].seconds for order in again)
+            policy = Policy("selective", frozenset(saved), self.buffers)
+            found.append(Option(policy, sum(heavy[order].num_bytes for order in saved), seconds))
+        all_s = self.light_s + sum(operation.seconds for operation in heavy.values())
+        return [*found, Option(self.named("full"), 0, all_s)]
+
+    def _needed(self) -> list[int]:
+        return [order for order, operation in enumerate(self.heavy) if operation is not None]
+
+
+def storages_of(values: Any) -> Storages:
+    """The storages of all tensors in a tree of values."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return {storage._cdata: storage for tensor in tensors for storage in [tensor.untyped_storage()]}
+
+
+def num_bytes(storages: Storages) -> int:
+    """Bytes of all storages together."""
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockTrace:
+    """Run a block on what it is about to be called with, and look at what autograd keeps.
+
+    Leaves no mark: random generators and buffers are as before. Takes the memory that the block takes in training.
+    """
+    args, kwargs = tree_map(_leaf, ([without_cache(value) for value in args], kwargs))
+    kwargs = {name: without_cache(value) for name, value in kwargs.items()}
+    ignored = storages_of([args, kwargs, list(block.parameters())])
+    buffers = [name for name, tensor in block.named_buffers() if tensor is not None]
+    device = next((leaf.device for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)), None)
+    cuda = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        before = dict(block.named_buffers())
+        with spare_buffers(block, buffers), torch.no_grad():
+            forward(block, *args, **kwargs)  # the first run of a kernel is slow: choosing it, page faults
+        with spare_buffers(block, buffers), _Recording(_clock(device)) as record, torch.enable_grad():
+            outputs = storages_of(forward(block, *args, **kwargs))
+            changed = [name for name, tensor in block.named_buffers() if not torch.equal(tensor, before[name])]
+    return record.trace(ignored, outputs, tuple(changed))
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _clock(device: torch.device | None) -> Callable[[], float]:
+    """Seconds by the host's clock, after the device has done what it was given."""
+    if device is None or device.type != "cuda":
+        return time.perf_counter
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read
+
+
+@dataclass(slots=True)
+class _Operation:
+    seconds: float
+    in_core: bool
+    outputs: Storages | None  # of heavy operations
+
+
+class _Recording:
+    """While inside, notes the operations that run, and the tensors that autograd keeps, in order."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.clock = clock
+        self.operations: list[_Operation] = []
+        self.num_calls = 0
+        self.in_core = False
+        self._kept: Storages = {}
+        self._kept_around_cores: Storages = {}
+        self._needed = 0  # operations before the last tensor that was kept
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Recording:
+        self._stack.enter_context(saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        self._stack.enter_context(_Calls(self))
+        self._stack.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def enter_core(self, args: Any) -> None:
+        """Attention's core begins, with these arguments."""
+        self.num_calls += 1
+        self._kept_around_cores.update(storages_of(args))
+        self.in_core = True
+
+    def trace(self, ignored: Storages, outputs: Storages, buffers: tuple[str, ...]) -> BlockTrace:
+        """What was seen, without the storages that are ignored. outputs: those of what the block returned."""
+        keeps_output = bool(outputs.keys() & self._kept.keys())
+        ignored = {**ignored, **outputs}
+        kept = {key: value for key, value in self._kept.items() if key not in ignored}
+        around = {key: value for key, value in self._kept_around_cores.items() if key not in ignored}
+        needed = self.operations[: self._needed]
+        heavy = [
+            HeavyOperation(num_bytes(operation.outputs), operation.seconds) if index < self._needed else None
+            for index, operation in enumerate(self.operations)
+            if operation.outputs is not None
+        ]
+        return BlockTrace(
+            kept_bytes=num_bytes(kept),
+            attention_bytes=num_bytes(around),
+            heavy=tuple(heavy),
+            light_s=sum(operation.seconds for operation in needed if operation.outputs is None),
+            core_s=sum(operation.seconds for operation in needed if operation.in_core),
+            num_calls=self.num_calls,
+            keeps_output=keeps_output,
+            buffers=buffers,
+        )
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self._kept[storage._cdata] = storage
+        if not self.in_core:
+            self._kept_around_cores[storage._cdata] = storage
+        self._needed = len(self.operations)
+        return tensor
+
+
+class _Calls(TorchFunctionMode):
+    """Sees attention's core as the call that the model makes."""
+
+    def __init__(self, record: _Recording):
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in ATTENTION_CALLS:
+            return func(*args, **kwargs)
+        self._record.enter_core([args, kwargs])
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._record.in_core = False
+
+
+class _Operations(TorchDispatchMode):
+    """Times each operation, and keeps the outputs of the heavy ones."""
+
+    def __init__(self, record: _Recording):
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        record = self._record
+        start = record.clock()
+        outputs = func(*args, **(kwargs or {}))
+        seconds = record.clock() - start
+        made = storages_of(outputs) if is_heavy(func, args, outputs) else None
+        record.operations.append(_Operation(seconds, record.in_core, made))
+        return outputs

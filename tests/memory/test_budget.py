@@ -1,0 +1,45 @@
+"""The choice under a budget, against trying every choice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.memory.budget import cheapest_choice
+
+menus = st.lists(
+    st.lists(st.tuples(st.integers(0, 60), st.floats(0, 10)), min_size=1, max_size=4), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(menus, st.integers(0, 200))
+def test_it_is_the_best_of_all_choices(menu_list, budget):
+    choice = cheapest_choice(menu_list, budget)
+    fitting = [
+        sum(option[1] for option in options)
+        for options in itertools.product(*menu_list)
+        if sum(option[0] for option in options) <= budget
+    ]
+    assert (choice is None) == (not fitting)
+    if choice is not None:
+        picked = [menu[index] for menu, index in zip(menu_list, choice, strict=True)]
+        assert sum(option[0] for option in picked) <= budget
+        assert sum(option[1] for option in picked) == pytest.approx(min(fitting))
+
+
+def test_many_blocks_and_real_sizes_use_the_budget_to_the_last_percent():
+    gib = 2**30
+    menu = [(2 * gib + 12345, 0.0), (gib + 777, 0.5), (100_001, 1.0)]
+    budget = 100 * gib
+    choice = cheapest_choice([menu] * 126, budget)
+    total = sum(menu[index][0] for index in choice)
+    assert 0.98 * budget < total <= budget
+
+
+def test_a_negative_rest_fits_nothing():
+    assert cheapest_choice([[(0, 1.0)]], -1) is None
+    assert cheapest_choice([[(5, 1.0), (0, 2.0)]], 0) == [1]

@@ -1,0 +1,72 @@
+"""Recompute before torch.compile: the same numbers, one graph for a policy, less kept. The tracer is real; only one
+test pays for generated code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.memory.models import HAVE_ATTENTION, MODELS
+from tests.memory.test_recompute import two_steps
+from weft.memory import apply_recompute, repeated_blocks
+from weft.parallel.parallelize import compile_blocks
+from weft.spec.plan import Plan
+
+
+def compiled(name: str, setting: str, backend: str):
+    torch._dynamo.reset()
+    counters.clear()
+    model, call = MODELS[name]()
+    apply_recompute(model, Plan(recompute=setting))
+    for block in repeated_blocks(model).values() or [model]:
+        block.compile(backend=backend)
+    return model, call
+
+
+@pytest.mark.parametrize("setting", ["full", "selective", "attention", "60%"])
+@pytest.mark.parametrize("name", ["llama-documents", "hf-gpt2", "cnn", "twice"])
+def test_traced_blocks_give_the_same_numbers_in_whole_graphs(name, setting):
+    if setting == "attention" and name not in HAVE_ATTENTION:
+        pytest.skip("no attention in it")
+    plain, call = MODELS[name]()
+    expected = two_steps(plain, call)
+    found = two_steps(*compiled(name, setting, "aot_eager"))
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
+    # The one break is the first look at each block, which is not compiled.
+    assert len(counters["graph_break"]) <= 1, dict(counters["graph_break"])
+
+
+def test_generated_code_recomputes_under_a_plan_that_compiles():
+    torch._dynamo.reset()
+    model, call = MODELS["llama"]()
+    apply_recompute(model, Plan(recompute="selective"))
+    compile_blocks(model)
+    expected = two_steps(*MODELS["llama"]())
+    found = two_steps(model, call)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(("setting", "most"), [("full", 0.25), ("selective", 0.9)])
+def test_a_compiled_block_keeps_less(setting, most):
+    """Counted by what its backward is given: autograd's node of a compiled graph holds it."""
+
+    def kept(setting: str) -> int:
+        model, call = compiled("llama", setting, "aot_eager")
+        call(model).sum().backward()
+        known = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
+        found = {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                found[storage._cdata] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            call(model)
+        return sum(storage.nbytes() for storage in found.values())
+
+    assert kept(setting) < most * kept("none")

@@ -1,0 +1,283 @@
+"""Recompute changes what is kept, and no number: policies against none, on models of every kind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.memory.models import GPT2, HAVE_ATTENTION, LLAMA, MODELS, token_ids
+from weft.errors import ModelError, PlanError
+from weft.memory import apply_recompute, recompute_of, repeated_blocks
+from weft.models import build_decoder
+from weft.spec.plan import Plan
+from weft.testing.live import LiveBytes
+
+POLICIES = ["full", "selective", "attention", "70%"]
+
+
+def two_steps(model: nn.Module, call) -> dict[str, torch.Tensor]:
+    """Losses, gradients and buffers of two training passes; the first is the one that looks at the blocks."""
+    found = {}
+    for step in range(2):
+        model.zero_grad()
+        torch.manual_seed(10 + step)
+        loss = call(model).square().mean()
+        loss.backward()
+        found[f"loss{step}"] = loss.detach()
+        found[f"draw{step}"] = torch.rand(3)
+        found |= {f"grad{step}.{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found |= {f"buffer{step}.{name}": b.clone() for name, b in model.named_buffers()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def references():
+    known = {}
+
+    def reference(name: str) -> dict[str, torch.Tensor]:
+        if name not in known:
+            model, call = MODELS[name]()
+            known[name] = two_steps(model, call)
+        return known[name]
+
+    return reference
+
+
+@pytest.mark.parametrize("setting", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_gradients_buffers_and_random_numbers_are_as_without(name, setting, references):
+    model, call = MODELS[name]()
+    names = list(model.state_dict())
+    apply_recompute(model, Plan(recompute=setting))
+    assert list(model.state_dict()) == names
+    if setting == "attention" and name not in HAVE_ATTENTION:
+        with pytest.raises(ModelError, match="makes no call of scaled_dot_product_attention"):
+            call(model)
+        return
+    found, expected = two_steps(model, call), references(name)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            found[key], value, rtol=1e-10, atol=1e-14, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", ["llama-documents", "hf-gpt2", "cnn"])
+def test_every_choice_that_a_budget_may_make_changes_no_number(name, references, monkeypatch):
+    """The first backward replays blocks after the choice was made: it must not feel it."""
+    used = set()
+    for shift in range(10):
+        model, call = MODELS[name]()
+        recompute = apply_recompute(model, Plan(recompute="90%"))
+        pick = lambda menus, budget, shift=shift: [(shift + at) % len(menu) for at, menu in enumerate(menus)]  # noqa: E731
+        monkeypatch.setattr("weft.memory.recompute.cheapest_choice", pick)
+        found = two_steps(model, call)
+        for key, value in references(name).items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
+        used |= {policy.name for policy in recompute.policies.values()}
+    assert used >= {"none", "selective", "full"}
+    assert ("attention" in used) == (name in HAVE_ATTENTION)
+
+
+def kept_bytes(setting: str, model: nn.Module, call) -> tuple[int, int]:
+    """Bytes alive after the second forward, the output aside, and the most during its backward."""
+    apply_recompute(model, Plan(recompute=setting))
+    for _ in range(2):
+        model.zero_grad()
+        with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            output = call(model)
+            kept = live.now - output.untyped_storage().nbytes()
+            live.peak = 0
+            output.sum().backward()
+        del output
+    return kept, live.peak
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-documents", "gpt2", "hf-gpt2", "hf-qwen2", "hf-gpt2-eager"])
+def test_what_is_kept_falls_with_the_policy(name):
+    none, selective, full = (kept_bytes(setting, *MODELS[name]()) for setting in ("none", "selective", "full"))
+    assert full[0] < 0.25 * none[0]
+    assert full[0] < selective[0] < 0.75 * none[0]
+    assert full[1] < selective[1] < none[1]
+
+
+def test_attention_keeps_what_a_core_would_keep_only_where_that_is_much():
+    """A core that keeps its scores; fused ones keep a number a row."""
+
+    class Scores(nn.Module):
+        def forward(self, q, k, v, visible):
+            scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2)
+            return nn.functional.scaled_dot_product_attention(
+                scores.softmax(-1), scores.tanh(), v.repeat_interleave(2, 1)
+            )
+
+    def build():
+        model, call = MODELS["llama"]()
+        for block in model.blocks:
+            block.attn.core = Scores()
+        return model, call
+
+    none, attention = kept_bytes("none", *build()), kept_bytes("attention", *build())
+    assert attention[0] < 0.8 * none[0]
+    assert attention[1] < none[1]
+
+
+@pytest.mark.parametrize("name", ["llama-documents", "hf-gpt2", "cnn", "hf-gpt2-eager"])
+@pytest.mark.parametrize("setting", ["90%", "70%", ".5", "40%"])
+def test_a_budget_is_met_and_used(name, setting):
+    model, call = MODELS[name]()
+    none, _ = kept_bytes("none", *MODELS[name]())
+    kept, _ = kept_bytes(setting, model, call)
+    recompute = recompute_of(model)
+    allowed = none * (float(setting) if "." in setting else int(setting[:-1]) / 100)
+    assert recompute.full_bytes == pytest.approx(none, rel=0.05)
+    assert recompute.kept_bytes == pytest.approx(kept, rel=0.05)
+    assert kept < 1.05 * allowed
+    assert kept > 0.75 * allowed
+
+
+def test_a_budget_in_bytes_mixes_policies_and_says_so():
+    model, call = MODELS["llama"]()
+    kept, _ = kept_bytes("350KiB", model, call)
+    assert 0.8 * 350 * 2**10 < kept <= 350 * 2**10
+    recompute = recompute_of(model)
+    assert len(set(recompute.policies.values())) > 1
+    text = recompute.describe()
+    assert text.startswith("350KiB: 4 blocks as ")
+    assert " of the blocks' forward again" in text
+
+
+def test_a_generous_budget_recomputes_nothing():
+    model, call = MODELS["llama"]()
+    kept_bytes("1GiB", model, call)
+    assert {policy.name for policy in recompute_of(model).policies.values()} == {"none"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [("20KiB", r"Use recompute=1MiB, or a larger accumulation\."), ("3%", r"Use recompute=\d+%, or a larger")],
+)
+def test_a_budget_that_full_does_not_meet_is_refused(setting, remedy):
+    model, call = MODELS["llama"]()
+    apply_recompute(model, Plan(recompute=setting))
+    with pytest.raises(
+        PlanError, match=f"recompute={setting}: one microbatch keeps .* even with recompute=full.*{remedy}"
+    ):
+        call(model)
+
+
+def test_an_example_chooses_before_the_first_step_and_leaves_no_mark(references):
+    model, call = MODELS["cnn"]()
+    recompute = apply_recompute(model, Plan(recompute="60%"))
+    assert recompute.describe() == "60%: chosen in the first forward"
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    recompute.prepare(model, lambda: call(model))
+    assert recompute.is_chosen
+    torch.testing.assert_close(torch.rand(2), expected, rtol=0, atol=0)
+    found = two_steps(model, call)
+    for key, value in references("cnn").items():
+        torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
+
+
+def test_evaluation_and_generation_recompute_nothing_and_choose_nothing():
+    model, call = MODELS["llama"]()
+    recompute = apply_recompute(model, Plan(recompute="50%"))
+    with torch.no_grad():
+        call(model)
+    assert not recompute.is_chosen
+    call(model).sum().backward()
+    assert recompute.is_chosen
+
+
+@pytest.mark.parametrize("setting", ["full", "selective", "50%"])
+def test_a_copy_has_its_own_weights_and_the_same_policies(setting):
+    model, call = MODELS["llama"]()
+    apply_recompute(model, Plan(recompute=setting))
+    early = copy.deepcopy(model)
+    call(model).sum().backward()
+    late = copy.deepcopy(model)
+    for twin in (early, late):
+        with torch.no_grad():
+            twin.embed.weight.mul_(2.0)
+        twin.zero_grad()
+        call(twin).sum().backward()
+        assert [b._weft_policy for b in twin.blocks] == [b._weft_policy for b in model.blocks]
+        assert not torch.equal(twin.embed.weight.grad, model.embed.weight.grad)
+        assert all(type(block).__name__ == "Block" for block in twin.blocks)
+
+
+def test_blocks_that_are_run_by_hand_choose_at_the_second_microbatch():
+    model, _ = MODELS["llama"]()
+    recompute = apply_recompute(model, Plan(recompute="50%"))
+    from weft.models.attention import see_causally
+    from weft.models.rotary import rotation
+
+    positions = torch.arange(24)[None]
+    turn = rotation(positions, 8, 1e4, 1.0, torch.float64)
+    for _ in range(2):
+        x = model.embed(token_ids())
+        for block in model.blocks:
+            x = block(x, see_causally(positions, None, 0, x.dtype), turn)
+        x.sum().backward()
+    assert recompute.is_chosen
+
+
+def test_a_second_call_takes_the_place_of_the_first():
+    model, call = MODELS["llama"]()
+    kinds = [type(module) for module in model.modules()]
+    for setting in ("attention", "60%", "full"):
+        apply_recompute(model, Plan(recompute=setting))
+        call(model).sum().backward()
+        assert {policy.name for policy in recompute_of(model).policies.values()} <= {setting, "none", "selective"}
+    full, _ = kept_bytes("full", model, call)
+    assert full == kept_bytes("full", *MODELS["llama"]())[0]
+    apply_recompute(model, Plan())
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_forward_that_others_replaced_is_refused():
+    model = build_decoder(GPT2, seed=0)
+    model.blocks[1].forward = model.blocks[1].forward
+    with pytest.raises(
+        ModelError, match=r"recompute=selective: the forward of blocks\.1 is replaced already\. Give the"
+    ):
+        apply_recompute(model, Plan(recompute="selective"))
+
+
+def test_a_full_cache_is_refused():
+    from transformers import DynamicCache
+
+    model, _ = MODELS["hf-qwen2"]()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(token_ids(), past_key_values=cache)
+    apply_recompute(model, Plan(recompute="full"))
+    with pytest.raises(ModelError, match="DynamicCache in a recomputed block: it holds tokens already"):
+        model(token_ids(), past_key_values=cache)
+
+
+def test_none_leaves_the_model_as_it_is():
+    model = build_decoder(LLAMA, seed=0)
+    kinds = [type(module) for module in model.modules()]
+    assert apply_recompute(model, Plan()).describe() == "none: every activation is kept"
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_blocks_of_models_of_every_kind():
+    found = {name: list(repeated_blocks(build()[0])) for name, build in MODELS.items()}
+    assert found["llama"] == [f"blocks.{index}" for index in range(4)]
+    assert found["hf-gpt2"] == [f"transformer.h.{index}" for index in range(3)]
+    assert found["hf-qwen2"] == [f"model.layers.{index}" for index in range(3)]
+    assert found["cnn"] == ["1.0", "1.1", "2.0"]
+    assert found["plain-cnn"] == []
+    experts = nn.ModuleList([nn.Module(), nn.Module()])
+    for layer in experts:
+        layer.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    shared = nn.Linear(2, 2)
+    assert list(repeated_blocks(nn.Sequential(experts))) == ["0.0", "0.1"]
+    assert list(repeated_blocks(nn.ModuleList([shared, nn.ReLU(), shared]))) == ["0"]

@@ -1,0 +1,90 @@
+"""Recompute under plans: loss, norms, gradients and weights of training with it and without, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.spec.model import DecoderSpec
+from weft.testing import DecoderCase, train_decoder
+
+RTOL = 1e-10
+CASE = DecoderCase(
+    DecoderSpec(
+        vocab_size=61, dim=16, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True
+    ),
+    documents=True,
+)
+SETTINGS = ["full", "selective", "attention", "70%", "1GiB"]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return train_decoder("precision=fp64", CASE)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_rank(setting, accumulation, reference):
+    result = train_decoder(f"recompute={setting} accumulation={accumulation} precision=fp64", CASE)
+    assert result.largest_difference(reference) < RTOL
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_two_ranks(setting, accumulation, reference, ranks2):
+    plan = f"dp_replicate=2 recompute={setting} accumulation={accumulation} precision=fp64"
+    for result in ranks2.run(train_decoder, plan, CASE):
+        assert result.largest_difference(reference) < RTOL
+
+
+def choose_on_unequal_ranks() -> list[tuple[str, int]]:
+    """Ranks with batches of different length, under one budget; returns what this rank chose."""
+    import torch.distributed as dist
+
+    from weft.memory import recompute_of
+    from weft.mesh import build_mesh
+    from weft.models import build_decoder
+    from weft.parallel import parallelize
+    from weft.spec.plan import Plan
+
+    mesh = build_mesh(Plan.parse("dp_replicate=2 recompute=150KiB precision=fp64"))
+    model = parallelize(build_decoder(CASE.spec, seed=0), mesh)
+    model(torch.zeros(2, 8 + 16 * dist.get_rank(), dtype=torch.int64)).sum().backward()
+    return [(policy.name, len(policy.saved)) for policy in recompute_of(model).policies.values()]
+
+
+def test_ranks_choose_alike_from_what_the_fullest_one_sees(ranks2):
+    first, second = ranks2.run(choose_on_unequal_ranks)
+    assert first == second
+    assert any(name != "none" for name, _ in first)
+
+
+def train_fully_sharded(setting: str) -> dict[str, torch.Tensor]:
+    """Gradients of a decoder whose blocks are recomputed and then sharded by torch, whole, after two microbatches."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from weft.memory import apply_recompute
+    from weft.models import build_decoder
+    from weft.spec.plan import Plan
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = build_decoder(CASE.spec, dtype=torch.float64, seed=0)
+    apply_recompute(model, Plan(recompute=setting))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        batch = CASE.batch(dist.get_rank())
+        model(batch["input_ids"], batch["positions"], batch["document_ids"]).logsumexp(-1).sum().backward()
+    return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("setting", ["full", "selective", "attention", "70%"])
+def test_torchs_fully_shard_goes_around_it(setting, ranks2):
+    expected = ranks2.run(train_fully_sharded, "none")[0]
+    for found in ranks2.run(train_fully_sharded, setting):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
