@@ -155,9 +155,7 @@ class _Watcher:
 def find_optimizers(engine: weakref.ref[FlatModel]) -> None:
     """Watch all optimizers, and take away the watchers of engines that are gone: they must not go while one steps."""
     gone = [
-        key
-        for key, hook in _global_optimizer_pre_hooks.items()
-        if isinstance(hook, _Watcher) and hook.engine() is None
+        key for key, hook in _global_optimizer_pre_hooks.items() if isinstance(hook, _Watcher) and hook.engine() is None
     ]
     for key in gone:
         del _global_optimizer_pre_hooks[key]

@@ -24,9 +24,7 @@ _Entry = dict[str, Any]
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def gather_states(
-    adoption: Adoption, buckets: list[Bucket], shard: Axis
-) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_states(adoption: Adoption, buckets: list[Bucket], shard: Axis) -> Iterator[tuple[str, torch.Tensor]]:
     """All states as (`parameter/key`, whole tensor). A collective over the shard axis."""
     if shard.size == 1:
         for slot, piece in adoption.pieces.items():

@@ -126,7 +126,7 @@ def watch_steps(
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = engine()
         if found is not None and not found.in_step:
-            if (args and args[0] is not None) or kwargs.get("closure") is not None:
+            if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
                 raise ModelError(
                     f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
                     f"cannot meet. Call backward() first, then step()."

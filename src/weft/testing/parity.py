@@ -83,7 +83,6 @@ class DecoderCase:
             batch["positions"] = torch.where(positions >= border, positions - border, positions)
         return batch
 
-
     def model(self) -> nn.Module:
         return build_decoder(self.spec, dtype=torch.float64, seed=self.seed)
 

@@ -41,7 +41,9 @@ def _held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, to
     return held
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def restore(
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
     """Give a parallelized model and its optimizer what `capture` gave under any plan. All ranks call it."""
     engine = data_parallel(model)
     own = model_tensors(model)
