@@ -151,5 +151,7 @@ def test_live_bytes_count_each_storage_once():
     after = live_bytes(tied, optimizer)
     steps = 3 * 4
     assert (after.gradients, after.optimizer) == (20_400, 20_000 + 2 * 20_400 + steps)
+    hidden = torch.zeros(7)
+    assert live_bytes(tied, optimizer, [hidden, master.grad]).gradients == 20_400 + 28
     assert after.buffers == 400 + 8
     assert after.expected_optimizer == 0

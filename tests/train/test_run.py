@@ -257,3 +257,11 @@ def test_sgd_trains_and_resumes(start):
     start("optimizer.name=sgd", "optimizer.lr=0.1", "train.steps=8")
     evals = [event["loss"] for event in read_events(folder.events) if event["event"] == "eval"]
     assert evals[-1] < evals[0]
+
+
+def test_a_run_under_a_budget_says_its_choice_and_ends_on_the_same_bits(start):
+    plain, _, _ = start("run.name=plain")
+    folder, _, shown = start("run.name=budget", "plan=recompute=60% accumulation=1")
+    line = next(line for line in shown.splitlines() if line.startswith("memory"))
+    assert line.startswith("memory  recompute 60%: 2 blocks as ")
+    assert_same_bits(weights(folder, 12), weights(plain, 12))

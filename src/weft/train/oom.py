@@ -39,6 +39,10 @@ class Step(Protocol):
     optimizer: torch.optim.Optimizer
     mesh: Mesh
 
+    def held_gradients(self) -> Iterable[torch.Tensor]:
+        """The tensors that gradients lie in, also those that no parameter's `.grad` shows."""
+        ...
+
 
 _S = TypeVar("_S", bound=Step)
 
@@ -83,13 +87,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(piece in str(error) for piece in _TEXTS)
 
 
-def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> LiveBytes:
-    """Count what model and optimizer hold on this rank, each storage once."""
+def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()) -> LiveBytes:
+    """Count what model and optimizer hold on this rank, each storage once. gradients: those that `.grad` hides."""
     seen: set[int] = set()
     params = list(model.parameters())
     # Shards and master weights are the optimizer's own parameters.
     owned = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in (*params, *owned) if param.grad is not None]
+    grads = [*gradients, *(param.grad for param in (*params, *owned) if param.grad is not None)]
     states = [value for state in optimizer.state.values() for value in _tensors(state)]
     counted = [_count(part, seen) for part in (params, grads, [*owned, *states], model.buffers())]
     return LiveBytes(*counted, expected_optimizer=0 if states else _expected(optimizer, owned))
@@ -97,7 +101,7 @@ def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> LiveBytes:
 
 def explain(step: Step, batch: Any, error: BaseException) -> str:
     """The text of OutOfMemory: what was live, by class, and three changes of the plan."""
-    mesh, live = step.mesh, live_bytes(step.model, step.optimizer)
+    mesh, live = step.mesh, live_bytes(step.model, step.optimizer, step.held_gradients())
     asked = _asked(error)
     held, other, lines = _rows(mesh.device, live)
     if live.expected_optimizer:

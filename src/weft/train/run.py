@@ -17,6 +17,7 @@ from weft import env
 from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
 from weft.comm import Ledger, barrier, broadcast
 from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
+from weft.memory import recompute_of
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models import build_decoder
 from weft.monitor import Meter, flops_per_token, make_display
@@ -96,6 +97,7 @@ class _RankRun:
             nominal_tokens=config.train.global_batch * config.train.seq_len,
             meter=self.meter,
         )
+        self._choose_recompute()
 
     def train(self) -> RunResult:
         """Resume or start, train to the end, sample, sum up."""
@@ -133,6 +135,19 @@ class _RankRun:
             lines = closing_lines(self.folder, self.config, progress, reason, sample)
             print("\n".join(lines), file=self.terminal, flush=True)
         return RunResult(progress.step, reason)
+
+    def _choose_recompute(self) -> None:
+        """Settle before the first step what is recomputed, from the first microbatch of the run."""
+        recompute = recompute_of(self.model)
+        if recompute is None or recompute.is_chosen:
+            return
+        batch = {name: tensor.to(self.mesh.device) for name, tensor in self.loader.batches(0)[0].items()}
+
+        def example() -> None:
+            with self.step.precision.forward_context(self.mesh.device):
+                model_forward(self.model, batch)
+
+        recompute.prepare(self.model, example)
 
     def _stream(self, sources: Any, shuffle: bool) -> SampleStream:
         config = self.config

@@ -107,6 +107,10 @@ class TrainStep:
         with self._meter.phase("optimizer"):
             return self._update(*numbers)
 
+    def held_gradients(self) -> list[torch.Tensor]:
+        """The tensors that this rank's gradients lie in."""
+        return self._gradients.buckets
+
     def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
         """Add one microbatch's gradients, loss sum and token count."""
         with self._meter.phase("forward"):

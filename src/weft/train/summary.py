@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from weft.memory import recompute_of
 from weft.mesh import Mesh
 from weft.models import describe
 from weft.monitor import last_per_step, read_events
@@ -18,6 +19,7 @@ def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Mo
     """Run, model, data, plan and precision, one line each."""
     train = config.train
     tokens = train.global_batch * train.seq_len
+    recompute = recompute_of(model)
     return [
         f"run     {folder.path}",
         f"model   {config.model.name}: {format_count(describe(model).num_params)} parameters",
@@ -26,6 +28,7 @@ def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Mo
         f"{train.steps} steps, {format_count(tokens * train.steps)} tokens",
         f"plan    {mesh.plan} on {mesh.world_size} {mesh.device.type} rank{'s' if mesh.world_size > 1 else ''}",
         f"format  {Precision.of(mesh.plan)}",
+        *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
     ]
 
 
