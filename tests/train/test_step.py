@@ -111,12 +111,15 @@ def test_fp16_finds_its_loss_scale_and_then_trains():
     assert seen[-1].loss < seen[0].loss
 
 
-def test_bf16_keeps_fp32_weights_and_gradients():
+def test_bf16_computes_in_bf16_and_keeps_fp32_masters_gradients_and_states():
     step = make_step("precision=bf16", mlp())
-    first = step(batch_of(8, 0, torch.float32))
-    assert first.loss_scale is None
-    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
-    assert {p.grad.dtype for p in step.model.parameters()} == {torch.float32}
+    assert step(batch_of(8, 0, torch.float32)).loss_scale is None
+    assert {p.dtype for p in step.model.parameters()} == {torch.bfloat16}
+    masters = [p for group in step.optimizer.param_groups for p in group["params"]]
+    assert {p.dtype for p in masters} == {torch.float32}
+    assert {grad.dtype for grad in step.held_gradients()} == {torch.float32}
+    moments = [value for state in step.optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert {value.dtype for value in moments} == {torch.float32}
 
 
 def test_gradients_that_somebody_set_to_none_come_back():

@@ -173,6 +173,10 @@ class FlatModel:
             flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), self.axes.shard)
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
+    def held_gradients(self) -> list[torch.Tensor]:
+        kept = [tensor for bucket in self.reducer.buckets for tensor in (bucket.grads, bucket.shard)]
+        return [tensor for tensor in kept if tensor is not None]
+
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the optimizer's state by `parameter/key`, whole."""
         return gather_states(self._adoption(optimizer), self.reducer.buckets, self.axes.shard)

@@ -96,6 +96,10 @@ class DataParallel(Protocol):
         """Whole gradients by name after `finish` or `publish`, in the same manner as `weights`."""
         ...
 
+    def held_gradients(self) -> list[torch.Tensor]:
+        """The tensors that this rank's gradients lie in now; no collective. For counting bytes."""
+        ...
+
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the adopted optimizer's state, whole, named `parameter/key`, in the same manner."""
         ...

@@ -209,6 +209,9 @@ class FullyShardedModel:
         """Gradients by name, whole. A collective."""
         return self._whole(lambda param: param.grad)
 
+    def held_gradients(self) -> list[torch.Tensor]:
+        return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
+
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
         self.adopt(optimizer)

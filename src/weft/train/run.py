@@ -144,8 +144,7 @@ class _RankRun:
         batch = {name: tensor.to(self.mesh.device) for name, tensor in self.loader.batches(0)[0].items()}
 
         def example() -> None:
-            with self.step.precision.forward_context(self.mesh.device):
-                model_forward(self.model, batch)
+            model_forward(self.model, batch)
 
         recompute.prepare(self.model, example)
 

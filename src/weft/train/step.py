@@ -109,7 +109,7 @@ class TrainStep:
 
     def held_gradients(self) -> list[torch.Tensor]:
         """The tensors that this rank's gradients lie in."""
-        return self._gradients.buckets
+        return self._data_parallel.held_gradients()
 
     def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
         """Add one microbatch's gradients, loss sum and token count."""
