@@ -111,12 +111,17 @@ def test_fp16_finds_its_loss_scale_and_then_trains():
     assert seen[-1].loss < seen[0].loss
 
 
-def test_bf16_keeps_fp32_weights_and_gradients():
+def test_bf16_keeps_fp32_masters_and_gradients():
     step = make_step("precision=bf16", mlp())
     first = step(batch_of(8, 0, torch.float32))
     assert first.loss_scale is None
-    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in step.model.parameters()} == {torch.bfloat16}
     assert {p.grad.dtype for p in step.model.parameters()} == {torch.float32}
+    masters = [param for group in step.optimizer.param_groups for param in group["params"]]
+    assert {master.dtype for master in masters} == {torch.float32}
+    for param, master in zip(step.model.parameters(), masters, strict=True):
+        assert torch.equal(param, master.bfloat16())
+        assert not torch.equal(param.float(), master)
 
 
 def test_gradients_that_somebody_set_to_none_come_back():
