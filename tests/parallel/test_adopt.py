@@ -74,7 +74,7 @@ def test_an_optimizer_on_pieces_equals_it_on_whole_parameters(plan, ranks2):
 
 def groups_after(plan: str) -> list[tuple[float, int]]:
     """Per group: weight decay and number of elements."""
-    model, mesh = laid_out(plan, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+    model, _ = laid_out(plan, nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = torch.optim.AdamW(
         [
