@@ -41,6 +41,8 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
     record: Record = field(default=_ignore, repr=False, compare=False)
+    #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
+    links: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False, compare=False)
 
 
 class Mesh:
@@ -53,6 +55,7 @@ class Mesh:
         self.device = device
         self._record = record
         self._axes: dict[tuple[str, ...], Axis] = {}
+        self._links: dict[tuple[object, ...], object] = {}
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
 
@@ -86,6 +89,7 @@ class Mesh:
             ranks=ranks,
             group=self._group(ranks),
             record=self._record,
+            links=self._links,
         )
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -93,11 +97,21 @@ class Mesh:
             return None
         if len(ranks) == self.world_size:
             return dist.group.WORLD
-        for axis in self._axes.values():
-            if axis.ranks == ranks:
-                return axis.group
-        # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        return join_group(ranks)
+
+
+def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGroup:
+    """The process group of these ranks: made when it is first asked for, then the same until the ranks part.
+
+    A group holds sockets and threads, so a later mesh over the same ranks takes the one that is there. Only the
+    members need to call.
+    """
+    description = f"weft {purpose} {' '.join(map(str, ranks))}"
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc == description:
+            return group
+    # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
 
 
 def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:

@@ -1,6 +1,30 @@
 """The one door for communication: every collective names its axis and is counted."""
 
-from weft.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from weft.comm.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from weft.comm.ledger import Ledger
+from weft.comm.meet import Choice, transports
 
-__all__ = ["Ledger", "all_gather", "all_reduce", "barrier", "broadcast", "reduce_scatter"]
+__all__ = [
+    "Choice",
+    "Ledger",
+    "Pending",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
+    "transports",
+]

@@ -1,48 +1,124 @@
-"""Collectives by axis. Over an axis of size 1 each is the identity and costs nothing."""
+"""Collectives by axis. Over an axis of size 1 each is the identity and costs nothing.
+
+All ranks of an axis start the same operations in the same order; waits may come in any order. Results are the same
+bits on every rank and in every run: on the CPU sums are made in order of rank, whatever carries the bytes, and a
+reduce_scatter gives this rank's slice of the all_reduce. Between `start_...` and `wait()` the tensors belong to comm.
+"""
 
 from __future__ import annotations
 
 import time
 
 import torch
-import torch.distributed as dist
 
+from weft.comm.link import Operation, finish
+from weft.comm.meet import link_of, links_of
+from weft.errors import CommError
 from weft.mesh import Axis
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = ("sum", "max", "min")
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_WHOLE = (torch.int64, torch.int32, torch.int8, torch.uint8)
+#: Types that can be combined, by device and op. What is only moved (all_gather, broadcast) may have any type.
+_COMBINED = {
+    ("cpu", "sum"): (*_FLOATS, *_WHOLE, torch.int16, torch.complex64, torch.complex128),
+    ("cpu", "max"): (*_FLOATS, *_WHOLE, torch.int16, torch.bool),
+    ("cuda", "sum"): (*_FLOATS, *_WHOLE, torch.complex64, torch.complex128),
+    ("cuda", "max"): (*_FLOATS, *_WHOLE, torch.bool),
+}
 
 
 class Pending:
-    """A collective under way; `wait()` returns its tensor."""
+    """A collective under way; `wait()` returns its tensor, and may be called again."""
 
-    def __init__(self, tensor: torch.Tensor, *works: dist.Work | None, copy_from: torch.Tensor | None = None):
+    def __init__(self, tensor: torch.Tensor, axis: Axis | None = None, operation: Operation | None = None):
         self._tensor = tensor
-        self._works = works
-        self._copy_from = copy_from
+        self._axis = axis
+        self._operation = operation
+        self._seconds = 0.0
+        if axis is not None and operation is not None:
+            start = time.perf_counter()
+            link_of(axis, operation.out.device).start(operation)
+            self._seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        if self._copy_from is not None:
-            self._tensor.copy_(self._copy_from)
-        self._works, self._copy_from = (), None
+        """The result. Raises CommError, naming axis and operation, when a rank is gone or late beyond the timeout."""
+        axis, operation = self._axis, self._operation
+        if axis is not None and operation is not None:
+            start = time.perf_counter()
+            finish(operation, link_of(axis, operation.out.device), links_of(axis))
+            seconds = self._seconds + time.perf_counter() - start
+            self._axis = self._operation = None
+            axis.record(axis.name, operation.kind, max(operation.source.nbytes, operation.out.nbytes), seconds)
         return self._tensor
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Combine `tensor` over the axis, in place. op: "sum", "max" or "min". Returns the tensor."""
-    return start_all_reduce(tensor, axis, op).wait() if axis.size > 1 else tensor
+    return start_all_reduce(tensor, axis, op).wait()
 
 
 def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Begin `all_reduce`; the tensor must not be touched before `wait()` of what this returns."""
-    if axis.size == 1:
-        return Pending(tensor, None)
-    start = time.perf_counter()
-    work = dist.all_reduce(tensor, op=_OPS[op], group=axis.group, async_op=True)
-    axis.record(axis.name, "all_reduce", tensor.nbytes, time.perf_counter() - start)
-    return Pending(tensor, work)
+    if axis.size == 1 or tensor.numel() == 0:
+        return Pending(tensor)
+    name = f"all_reduce over {axis.name}"
+    _check_op(name, tensor, op)
+    flat = _flat(name, "tensor", tensor)
+    return Pending(tensor, axis, Operation("all_reduce", axis.name, flat, flat, op))
+
+
+def all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> torch.Tensor:
+    """All ranks' shards one after another, in order of the axis, flat (size * numel), or in `out` of any shape.
+
+    All shards have the same number of elements. `shard` may be this rank's part of `out`: then it is not copied.
+    Over an axis of size 1 without `out`: the shard itself, flat.
+    """
+    return start_all_gather(shard, axis, out).wait()
+
+
+def start_all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
+    """Begin `all_gather`; neither shard nor out must be touched before `wait()` of what this returns."""
+    name = f"all_gather over {axis.name}"
+    _check_out(name, shard, out, shard.numel() * axis.size, f"{axis.size} shards of {shard.numel()} elements")
+    if axis.size == 1 or shard.numel() == 0:
+        return _identity(shard, out, axis.size * shard.numel())
+    source = shard.detach().reshape(-1)  # copies where it is not contiguous
+    if out is None:
+        out = torch.empty(axis.size * shard.numel(), dtype=shard.dtype, device=shard.device)
+    flat = _flat(name, "out", out)
+    _check_overlap(name, whole=flat, part=source, offset=axis.rank * source.numel())
+    return Pending(out, axis, Operation("all_gather", axis.name, source, flat))
+
+
+def reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum") -> torch.Tensor:
+    """Combine `flat` over the axis; this rank gets its 1/size slice: flat (numel / size), or in `out` of any shape.
+
+    `out` may be this rank's slice of `flat` itself; the rest of `flat` is left as it was. Over an axis of size 1
+    without `out`: the tensor itself, flat. Raises CommError where numel is not a multiple of the axis's size.
+    """
+    return start_reduce_scatter(flat, axis, out, op).wait()
+
+
+def start_reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum") -> Pending:
+    """Begin `reduce_scatter`; neither flat nor out must be touched before `wait()` of what this returns."""
+    name = f"reduce_scatter over {axis.name}"
+    numel, rest = divmod(flat.numel(), axis.size)
+    if rest:
+        padded = flat.numel() + axis.size - rest
+        raise CommError(
+            f"{name}: {flat.numel()} elements are no multiple of its {axis.size} ranks. Pad the tensor to {padded}."
+        )
+    _check_out(name, flat, out, numel, f"a slice of {numel} elements")
+    if axis.size == 1 or numel == 0:
+        return _identity(flat, out, numel)
+    _check_op(name, flat, op)
+    source = flat.detach().reshape(-1)  # copies where it is not contiguous
+    if out is None:
+        out = torch.empty(numel, dtype=flat.dtype, device=flat.device)
+    part = _flat(name, "out", out)
+    _check_overlap(name, whole=source, part=part, offset=axis.rank * numel)
+    return Pending(out, axis, Operation("reduce_scatter", axis.name, source, part, op))
 
 
 def all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,16 +166,70 @@ def start_reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | Non
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Copy `tensor` of the axis's rank `source` to all its ranks, in place. Returns the tensor."""
-    if axis.size > 1:
-        start = time.perf_counter()
-        dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
-        axis.record(axis.name, "broadcast", tensor.nbytes, time.perf_counter() - start)
-    return tensor
+    if not 0 <= source < axis.size:
+        raise CommError(f"broadcast over {axis.name}: source={source} is no rank of it. Use 0 to {axis.size - 1}.")
+    if axis.size == 1 or tensor.numel() == 0:
+        return tensor
+    flat = _flat(f"broadcast over {axis.name}", "tensor", tensor)
+    return Pending(tensor, axis, Operation("broadcast", axis.name, flat, flat, root=source)).wait()
 
 
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of the axis are here."""
     if axis.size > 1:
-        start = time.perf_counter()
-        dist.barrier(group=axis.group)
-        axis.record(axis.name, "barrier", 0, time.perf_counter() - start)
+        nothing = torch.empty(0)
+        Pending(nothing, axis, Operation("barrier", axis.name, nothing, nothing)).wait()
+
+
+def _flat(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory as one dimension. What is written to in place must be contiguous."""
+    if not tensor.is_contiguous():
+        raise CommError(
+            f"{name}: {argument} of shape {tuple(tensor.shape)} is not contiguous, and it is written to in place. "
+            f"Pass a contiguous tensor, such as {argument}.contiguous()."
+        )
+    return tensor.detach().view(-1)
+
+
+def _identity(tensor: torch.Tensor, out: torch.Tensor | None, numel: int) -> Pending:
+    if out is None:
+        return Pending(tensor.reshape(-1) if tensor.numel() else tensor.new_empty(numel))
+    if tensor.data_ptr() != out.data_ptr():
+        out.detach().copy_(tensor.detach().reshape(out.shape))
+    return Pending(out)
+
+
+def _check_op(name: str, tensor: torch.Tensor, op: str) -> None:
+    if op not in _OPS:
+        raise CommError(f"{name}: op={op!r} is not known. Use one of {', '.join(_OPS)}.")
+    known = _COMBINED.get((tensor.device.type, "sum" if op == "sum" else "max"))
+    if known is not None and tensor.dtype not in known:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in known)
+        raise CommError(
+            f"{name}: {str(tensor.dtype).removeprefix('torch.')} has no {op} on {tensor.device.type}. Use {names}."
+        )
+
+
+def _check_out(name: str, tensor: torch.Tensor, out: torch.Tensor | None, numel: int, what: str) -> None:
+    """`out` must hold exactly `numel` elements of the same type, in the same place."""
+    if out is None:
+        return
+    if out.numel() != numel or out.dtype != tensor.dtype or out.device != tensor.device:
+        raise CommError(
+            f"{name}: out holds {out.numel()} {_kind(out)}, but the result is {what} of {_kind(tensor)}. "
+            f"Pass an out of {numel} {_kind(tensor)}."
+        )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
+
+
+def _check_overlap(name: str, whole: torch.Tensor, part: torch.Tensor, offset: int) -> None:
+    """`part` may be this rank's own slice of `whole`, or memory of its own; anything between would be overwritten."""
+    start = part.data_ptr() - whole.data_ptr()
+    if -part.nbytes < start < whole.nbytes and start != offset * whole.itemsize:
+        raise CommError(
+            f"{name}: the shard lies inside the whole tensor, but not at this rank's place, element {offset}. "
+            f"Pass that slice, or memory of its own."
+        )

@@ -1,0 +1,133 @@
+"""What every transport offers: a link joins the ranks of one axis and carries operations in the order they start.
+
+Rule for callers: all ranks of an axis start the same operations in the same order. They may wait for them in any
+order, and differently on each rank: a wait also carries on everything else that is under way on its mesh.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from weft.errors import CommError
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One collective under way. Tensors are flat and contiguous.
+
+    kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast" or "barrier". op: "sum", "max" or "min".
+    root: the axis's rank that broadcasts. finished: the result is in `out`.
+    """
+
+    kind: str
+    axis: str
+    source: torch.Tensor
+    out: torch.Tensor
+    op: str = "sum"
+    root: int = 0
+    finished: bool = field(default=False, init=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.axis}"
+
+
+class Link(Protocol):
+    """The ranks of one axis, joined by one transport. `reason` says why this transport was taken.
+
+    self_driven: operations go on without this thread; `block` is all there is to do. With nccl it orders the current
+    stream behind the operation, so it must be called on the stream that uses the result.
+    """
+
+    transport: str
+    reason: str
+    self_driven: bool
+
+    def start(self, operation: Operation) -> None:
+        """Begin; never waits for another rank."""
+        ...
+
+    def advance(self) -> bool:
+        """Carry on what is under way as far as it goes without waiting; True when something moved."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way that `advance` can carry on."""
+        ...
+
+    def block(self, operation: Operation) -> bool:
+        """Wait for `operation` in the backend, with nothing else carried on. False where the link cannot."""
+        ...
+
+    def look(self, operation: Operation, waited_s: float) -> None:
+        """Raise CommError when `operation` cannot end any more: a rank is gone, or the time is over."""
+        ...
+
+
+#: time.sleep(0) returns at once on Linux, with the core still this rank's.
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Patience:
+    """Waiting that leaves the core to others: ranks may be more than cores.
+
+    Yields the core at first (the others' next word is microseconds away), then sleeps, longer as time goes by.
+    """
+
+    YIELD_S, LOOK_S = 0.002, 0.1
+
+    def __init__(self) -> None:
+        self._start = self._looked = time.perf_counter()
+
+    def rest(self) -> float | None:
+        """Rest once. Returns the seconds waited so far when it is time to look after the other ranks."""
+        now = time.perf_counter()
+        waited = now - self._start
+        if waited < self.YIELD_S:
+            _yield_core()
+        else:
+            # Longer sleeps where waiting has been long: a hundredth of it, at most 2 ms.
+            time.sleep(min(waited / 100, 0.002))
+        if now - self._looked < self.LOOK_S:
+            return None
+        self._looked = now
+        return waited
+
+
+def finish(operation: Operation, link: Link, links: list[Link]) -> None:
+    """Carry on all `links` until `operation` is finished.
+
+    Raises CommError, naming axis and operation, when a rank is gone or the group's timeout is over.
+    """
+    if link.self_driven:
+        link.block(operation)
+    patience = Patience()
+    while not operation.finished:
+        moved = False
+        others = False
+        for other in links:
+            if other.busy:
+                others = others or other is not link
+                moved = other.advance() or moved
+        if operation.finished or (not others and link.block(operation)):
+            break
+        if moved:
+            patience = Patience()
+            continue
+        waited_s = patience.rest()
+        if waited_s is not None:
+            link.look(operation, waited_s)
+
+
+def failed(operation: Operation, error: Exception) -> CommError:
+    """The CommError for what the backend raised."""
+    text = str(error).strip().splitlines()
+    return CommError(
+        f"{operation}: {text[0] if text else type(error).__name__}. "
+        f"Look at the logs of the other ranks: one of them has probably ended or takes another path."
+    )

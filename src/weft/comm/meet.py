@@ -1,0 +1,126 @@
+"""How the ranks of an axis meet: once, when the axis is first used, they agree on one transport and keep it.
+
+| ranks of the axis | tensors on | transport |
+|---|---|---|
+| all on one host (same boot, process namespace and user; x86-64 Linux) | CPU, gloo | shared memory |
+| otherwise | CPU, gloo | gloo exchange: gloo moves bytes, sums are made here |
+| any | CUDA (nccl), or CPU with another backend than gloo | the backend's own |
+
+On the CPU a transport never changes a bit of a result. Figures and reasons: docs/adr.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.backend import BackendLink, ExchangeLink
+from weft.comm.link import Link
+from weft.comm.segment import Segment, host_mark
+from weft.comm.shared import SharedLink
+from weft.errors import CommError
+from weft.mesh import Axis, Mesh
+
+TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport that an axis's ranks agreed on. ranks: global. device: "cpu" or "cuda"."""
+
+    ranks: tuple[int, ...]
+    device: str
+    transport: str
+    reason: str
+
+
+def transports(mesh: Mesh) -> list[Choice]:
+    """What the axes of the mesh use that have communicated so far."""
+    found = []
+    for (ranks, device), link in mesh.world.links.items():
+        link = cast(Link, link)
+        found.append(Choice(cast("tuple[int, ...]", ranks), str(device), link.transport, link.reason))
+    return found
+
+
+def links_of(axis: Axis) -> list[Link]:
+    """All links of the axis's mesh."""
+    return cast("list[Link]", list(axis.links.values()))
+
+
+def link_of(axis: Axis, device: torch.device) -> Link:
+    """The link of the axis for tensors on `device`; at the first call all its ranks meet."""
+    link = axis.links.get((axis.ranks, device.type))
+    return cast(Link, link) if link is not None else join(axis, device.type)
+
+
+def join(axis: Axis, device: str, transport: str | None = None) -> Link:
+    """Choose the axis's transport anew, or take the one named (benchmarks and tests do). Called on all its ranks.
+
+    Raises CommError when the ranks cannot meet, or cannot use the transport named.
+    """
+    assert axis.group is not None, "an axis of size 1 has nobody to meet"
+    try:
+        link = _join(axis, axis.group, device, transport)
+    except RuntimeError as error:
+        raise CommError(
+            f"axis {axis.name}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
+            f"Look at the logs of these ranks: one has probably ended."
+        ) from error
+    axis.links[(axis.ranks, device)] = link
+    return link
+
+
+def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
+    backend = group._get_backend(torch.device(device))
+    asked = f"{transport} was asked for" if transport else ""
+    foreign = device != "cpu" or backend.name() != "gloo"
+    if transport == BackendLink.transport or (foreign and not transport):
+        return BackendLink(group, axis.ranks, asked or f"{backend.name()} is the backend for {device}")
+    if transport == ExchangeLink.transport:
+        return ExchangeLink(group, axis.ranks, axis.rank, asked)
+    segment, why = _share(axis, group)
+    if segment is not None:
+        timeout_s = backend.options._timeout.total_seconds()
+        return SharedLink(segment, axis.ranks, timeout_s, asked or f"all {axis.size} ranks are on one host")
+    if transport:
+        raise CommError(f"axis {axis.name}: its ranks cannot share memory: {why}. Use another transport.")
+    return ExchangeLink(group, axis.ranks, axis.rank, why)
+
+
+def _share(axis: Axis, group: dist.ProcessGroup) -> tuple[Segment | None, str]:
+    """The axis's shared memory, or None and why there is none; the same answer on all ranks."""
+    mark, why = host_mark()
+    marks = [torch.zeros(16, dtype=torch.uint8) for _ in axis.ranks]
+    dist.all_gather(marks, torch.frombuffer(bytearray(mark.ljust(16, b"\0")), dtype=torch.uint8), group=group)
+    found = {bytes(other.tolist()) for other in marks}
+    if len(found) > 1 or not mark:
+        return None, why or f"its ranks are on {len(found)} hosts, namespaces or users that share no memory"
+    segment, address = None, (0, 0, bytes(16))
+    if axis.rank == 0:
+        try:
+            segment, address = Segment.make(axis.size)
+        except OSError as error:
+            why = f"{Segment.total_bytes(axis.size)} bytes of shared memory cannot be had ({error.strerror})"
+    words = torch.zeros(32, dtype=torch.uint8)
+    if segment is not None:
+        pid, fd, token = address
+        words = torch.frombuffer(
+            bytearray(pid.to_bytes(8, "little") + fd.to_bytes(8, "little") + token), dtype=torch.uint8
+        )
+    dist.broadcast(words, src=axis.ranks[0], group=group)
+    if axis.rank != 0:
+        told = bytes(words.tolist())
+        address = (int.from_bytes(told[:8], "little"), int.from_bytes(told[8:16], "little"), told[16:])
+        try:
+            segment = Segment.find(address, axis.rank, axis.size) if address[0] else None
+        except OSError as error:
+            why = f"the memory of rank {axis.ranks[0]} cannot be opened ({error.strerror})"
+    agreed = torch.tensor([segment is not None], dtype=torch.int32)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+    if not agreed.item():
+        return None, why or "another rank of the axis could not map the shared memory"
+    return segment, ""

@@ -1,0 +1,28 @@
+"""What the collectives must give, computed in one process from all ranks' inputs."""
+
+from __future__ import annotations
+
+import torch
+
+FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The input of one rank: any rank can compute that of any other."""
+    generator = torch.Generator().manual_seed(1000 * numel + rank)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (numel,), generator=generator).bool()
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(0, 100 if dtype == torch.uint8 else 30, (numel,), generator=generator).to(dtype)
+    # Magnitudes that differ widely: another order of adding gives other bits.
+    values = torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0 ** (rank % 3)
+    return torch.complex(values, values.flip(0)).to(dtype) if dtype.is_complex else values.to(dtype)
+
+
+def combined(size: int, numel: int, dtype: torch.dtype, op: str) -> torch.Tensor:
+    """All ranks' inputs combined in order of rank; halves are added in fp32 and rounded once."""
+    wide = torch.float32 if op == "sum" and dtype in (torch.bfloat16, torch.float16) else dtype
+    total = data(0, numel, dtype).to(wide)
+    for rank in range(1, size):
+        total = FUNCTIONS[op](total, data(rank, numel, dtype).to(wide))
+    return total.to(dtype)

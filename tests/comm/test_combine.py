@@ -1,0 +1,60 @@
+"""Combining the ranks' parts, and signatures: pure arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.comm.reference import combined, data
+from weft.comm.combine import BLOCK_BYTES, Combiner
+from weft.comm.link import Operation
+from weft.comm.signature import DTYPES, KINDS, OPS, explain_signature, sign
+
+
+@pytest.mark.parametrize("own", [0, 1, 2, 4])
+@pytest.mark.parametrize("numel", [1, 5, BLOCK_BYTES // 4 + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_result_may_lie_in_any_part(dtype, numel, own):
+    parts = [data(rank, numel, dtype) for rank in range(5)]
+    combine = Combiner()
+    for op in OPS:
+        copies = [part.clone() for part in parts]
+        combine(copies, op, copies[own])
+        assert torch.equal(copies[own], combined(5, numel, dtype, op))
+
+
+def test_halves_are_added_in_fp32():
+    # 256 + 1 is 256 in bf16: adding ones one by one would never move it.
+    parts = [torch.tensor([256.0]).bfloat16(), *[torch.ones(1).bfloat16() for _ in range(4)]]
+    out = torch.empty(1).bfloat16()
+    Combiner()(parts, "sum", out)
+    assert float(out) == 260
+
+
+@given(
+    st.sampled_from(KINDS), st.sampled_from(OPS), st.sampled_from(DTYPES), st.integers(0, 4095), st.integers(1, 2**40)
+)
+@settings(max_examples=100, deadline=None)
+def test_signatures_tell_operations_apart(kind, op, dtype, root, numel):
+    tensor = torch.empty(0, dtype=dtype).expand(0)
+
+    class Sized:
+        def __init__(self) -> None:
+            self.dtype = tensor.dtype
+
+        def numel(self) -> int:
+            return numel
+
+    operation = Operation(kind, "tp", Sized(), tensor, op, root)
+    signature = sign(operation)
+    assert 0 <= signature < 2**63
+    words = explain_signature(signature)
+    assert words.startswith(kind)
+    if kind != "barrier":
+        assert f"of {numel} {str(dtype).removeprefix('torch.')}" in words
+    if "reduce" in kind:
+        assert f"({op})" in words
+    if kind == "broadcast":
+        assert f"from {root} " in words

@@ -1,0 +1,106 @@
+"""Many collectives under way at once, on several axes, waited for in any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.comm.reference import combined, data
+from weft.comm import all_reduce, barrier, reduce_scatter, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.meet import join
+from weft.comm.segment import NUM_SLOTS, SLOT_BYTES
+from weft.mesh import build_mesh
+from weft.spec.plan import Plan
+
+SHARED, EXCHANGE, BACKEND = "shared memory", "gloo exchange", "backend"
+
+
+def out_of_order(plan_text: str, transport: str, axes: list[str], rounds: int, numel: int) -> list:
+    """Start everything, wait in an order of this rank's own. Returns what is wrong."""
+    mesh = build_mesh(Plan.parse(plan_text))
+    order = random.Random(mesh.rank)
+    for name in axes:
+        join(mesh[name], "cpu", transport)
+    if mesh.world.size > mesh[axes[0]].size:
+        join(mesh.world, "cpu", EXCHANGE)
+    waiting = []
+    for turn in range(rounds):
+        for name in axes:
+            axis, length = mesh[name], (numel + turn) * 4
+            mine = data(axis.rank, length, torch.float32)
+            expected = combined(axis.size, length, torch.float32, "sum")
+            part = length // axis.size
+            own = slice(axis.rank * part, (axis.rank + 1) * part)
+            waiting.append((("all_reduce", name, turn), start_all_reduce(mine.clone(), axis), expected))
+            waiting.append((("reduce_scatter", name, turn), start_reduce_scatter(mine, axis), expected[own]))
+            gathered = torch.cat([data(rank, length, torch.float32) for rank in range(axis.size)])
+            waiting.append((("all_gather", name, turn), start_all_gather(mine, axis), gathered))
+    order.shuffle(waiting)
+    wrong = []
+    for turn, (name, pending, expected) in enumerate(waiting):
+        # gloo's own sums of four ranks have another order.
+        close = transport == BACKEND and torch.allclose(pending.wait(), expected, atol=1e-4)
+        if not close and not torch.equal(pending.wait(), expected):
+            wrong.append(name)
+        if turn == 3:
+            # A synchronous call in between, over gloo where no other axis has all ranks.
+            barrier(mesh.world)
+    return wrong
+
+
+@pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND])
+def test_waits_come_in_any_order(ranks2, transport):
+    # A third of the slots for each: most of it cannot be published when it starts.
+    numel = NUM_SLOTS * SLOT_BYTES // 3 // 16
+    assert ranks2.run(out_of_order, "dp_replicate=2", transport, ["dp_replicate"], 5, numel) == [[]] * 2
+
+
+@pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND])
+def test_two_axes_work_at_once(ranks4, transport):
+    numel = NUM_SLOTS * SLOT_BYTES // 3 // 16
+    found = ranks4.run(out_of_order, "dp_replicate=2 dp_shard=2", transport, ["dp_shard", "dp_replicate"], 3, numel)
+    assert found == [[]] * 4
+
+
+@pytest.mark.parametrize("transport", [SHARED, EXCHANGE])
+def test_four_ranks_with_much_under_way(ranks4, transport):
+    assert ranks4.run(out_of_order, "dp_replicate=4", transport, ["dp_replicate"], 6, 70001) == [[]] * 4
+
+
+def crossed_waits(transports: tuple[str, str]) -> list[float]:
+    """Two axes, of which every rank waits for the other one first than the rank that it needs."""
+    mesh = build_mesh(Plan.parse("dp_replicate=2 dp_shard=2"))
+    join(mesh["dp_shard"], "cpu", transports[0])
+    join(mesh["dp_replicate"], "cpu", transports[1])
+    numel = NUM_SLOTS * SLOT_BYTES  # four times the slots: most is published while waiting
+    pending = [
+        start_all_reduce(torch.ones(numel), mesh["dp_shard"]),
+        start_all_reduce(torch.ones(numel), mesh["dp_replicate"]),
+    ]
+    if mesh.rank in (1, 2):
+        pending.reverse()
+    return [float(one.wait().mean()) for one in pending]
+
+
+@pytest.mark.parametrize("transports", [(SHARED, SHARED), (SHARED, EXCHANGE)])
+def test_a_wait_carries_on_the_other_axes(ranks4, transports):
+    assert ranks4.run(crossed_waits, transports) == [[2.0, 2.0]] * 4
+
+
+def bits(size: int, transport: str, numel: int) -> tuple[bytes, bytes]:
+    mesh = build_mesh(Plan(dp_replicate=size))
+    join(mesh.data, "cpu", transport)
+    mine = data(mesh.rank, numel, torch.float32)
+    part = reduce_scatter(mine, mesh.data)
+    return all_reduce(mine, mesh.data).numpy().tobytes(), part.numpy().tobytes()
+
+
+def test_the_same_bits_on_every_rank_in_every_run_by_every_transport(ranks4):
+    numel = 400_000
+    first = ranks4.run(bits, 4, SHARED, numel)
+    assert len({whole for whole, _ in first}) == 1
+    assert b"".join(part for _, part in first) == first[0][0]
+    assert ranks4.run(bits, 4, SHARED, numel) == first
+    assert ranks4.run(bits, 4, EXCHANGE, numel) == first
