@@ -121,49 +121,6 @@ def start_reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | Non
     return Pending(out, axis, Operation("reduce_scatter", axis.name, source, part, op))
 
 
-def all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The shards of all ranks of the axis, one after another, flat. `shard` may be this rank's slice of `out`."""
-    return start_all_gather(shard, axis, out).wait()
-
-
-def start_all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
-    """Begin `all_gather`; neither tensor may be touched before `wait()` of what this returns."""
-    if out is None:
-        out = shard.new_empty(shard.numel() * axis.size)
-    parts = out.chunk(axis.size)
-    if parts[axis.rank].data_ptr() != shard.data_ptr():
-        parts[axis.rank].copy_(shard.flatten())
-    if axis.size == 1:
-        return Pending(out, None)
-    start = time.perf_counter()
-    # gloo's broadcasts are three times faster than its all_gather for the same bytes.
-    works = [
-        dist.broadcast(part, src=rank, group=axis.group, async_op=True)
-        for rank, part in zip(axis.ranks, parts, strict=True)
-    ]
-    axis.record(axis.name, "all_gather", out.nbytes, time.perf_counter() - start)
-    return Pending(out, *works)
-
-
-def reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum") -> torch.Tensor:
-    """This rank's part of `flat` combined over the axis. `out` may be that part of `flat`; `flat` is used up."""
-    return start_reduce_scatter(flat, axis, out, op).wait()
-
-
-def start_reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum") -> Pending:
-    """Begin `reduce_scatter`; neither tensor may be touched before `wait()` of what this returns."""
-    own = flat.chunk(axis.size)[axis.rank]
-    out = torch.empty_like(own) if out is None else out
-    copy_from = own if out.data_ptr() != own.data_ptr() else None
-    work = None
-    if axis.size > 1:
-        start = time.perf_counter()
-        # gloo's reduce_scatter is three times slower than its all_reduce for the same bytes.
-        work = dist.all_reduce(flat, op=_OPS[op], group=axis.group, async_op=True)
-        axis.record(axis.name, "reduce_scatter", flat.nbytes, time.perf_counter() - start)
-    return Pending(out, work, copy_from=copy_from)
-
-
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Copy `tensor` of the axis's rank `source` to all its ranks, in place. Returns the tensor."""
     if not 0 <= source < axis.size:
