@@ -3,7 +3,8 @@
     python benchmarks/collectives.py                        2 and 4 ranks
     python benchmarks/collectives.py --ranks 2 --repeats 30 --json figures.json
 
-Prints for each operation and size the median milliseconds of the slowest rank, and the ratio to gloo's own call.
+Prints for each operation and size the median milliseconds of the slowest rank, the ratio to gloo's own call, and the
+CPU milliseconds of all ranks together, with their threads: on a busy machine these tell more than the time.
 Sizes are bytes of the whole tensor: what all_reduce combines, reduce_scatter takes and all_gather gives.
 """
 
@@ -41,8 +42,12 @@ def calls(axis: Axis, num_bytes: int, dtype: torch.dtype) -> dict[str, Callable[
     }
 
 
-def measure(num_ranks: int, repeats: int, dtype: torch.dtype) -> dict[tuple[str, str, str], float]:
-    """On each rank: median seconds of the slowest rank by (size, operation, transport)."""
+#: (seconds of the slowest rank, CPU seconds of all ranks) by (size, operation, transport).
+Figures = dict[tuple[str, str, str], tuple[float, float]]
+
+
+def measure(num_ranks: int, repeats: int, dtype: torch.dtype) -> Figures:
+    """On each rank: medians."""
     axes = {}
     for transport in TRANSPORTS:
         axes[transport] = build_mesh(Plan(dp_replicate=num_ranks)).data
@@ -51,36 +56,40 @@ def measure(num_ranks: int, repeats: int, dtype: torch.dtype) -> dict[tuple[str,
     found = {}
     for size, num_bytes in SIZES.items():
         ready = {transport: calls(axis, num_bytes, dtype) for transport, axis in axes.items()}
-        times: dict[tuple[str, str, str], list[float]] = {}
+        times: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
         for turn in range(repeats + 2 if num_bytes < 1 << 24 else max(repeats // 3, 5) + 1):
             for operation in OPERATIONS:
                 for transport in TRANSPORTS:
                     barrier(meeting)
                     dist.barrier()
-                    start = time.perf_counter()
+                    start, cpu = time.perf_counter(), time.process_time()
                     ready[transport][operation]()
                     seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-                    slowest = float(all_reduce(seconds, meeting, "max"))
+                    barrier(meeting)  # gloo's threads may still be sending
+                    cpu_seconds = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+                    all_reduce(seconds, meeting, "max")
+                    all_reduce(cpu_seconds, meeting)
                     if turn:
-                        times.setdefault((size, operation, transport), []).append(slowest)
-        found.update({key: statistics.median(values) for key, values in times.items()})
+                        times.setdefault((size, operation, transport), []).append((float(seconds), float(cpu_seconds)))
+        for key, pairs in times.items():
+            walls, cpus = zip(*pairs, strict=True)
+            found[key] = statistics.median(walls), statistics.median(cpus)
     return found
 
 
-def table(found: dict[tuple[str, str, str], float], num_ranks: int) -> str:
+def table(found: Figures, num_ranks: int) -> str:
     """Markdown."""
-    baseline = TRANSPORTS[-1]
     lines = [
-        f"| {num_ranks} ranks, ms (ratio to gloo's own) | " + " | ".join(TRANSPORTS) + " |",
+        f"| {num_ranks} ranks: ms (ratio to gloo's own), CPU ms | " + " | ".join(TRANSPORTS) + " |",
         "|---" * (len(TRANSPORTS) + 1) + "|",
     ]
     for operation in OPERATIONS:
         for size in SIZES:
-            own = found[size, operation, baseline]
-            cells = [
-                f"{found[size, operation, transport] * 1e3:.3g} ({found[size, operation, transport] / own:.2f})"
-                for transport in TRANSPORTS
-            ]
+            own, _ = found[size, operation, TRANSPORTS[-1]]
+            cells = []
+            for transport in TRANSPORTS:
+                wall, cpu = found[size, operation, transport]
+                cells.append(f"{wall * 1e3:.3g} ({wall / own:.2f}), {cpu * 1e3:.3g}")
             lines.append(f"| {operation} {size} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -98,7 +107,7 @@ def main() -> None:
         with RankPool(num_ranks, timeout_s=600) as pool:
             found = pool.run(measure, num_ranks, options.repeats, getattr(torch, options.dtype))[0]
         print(table(found, num_ranks), end="\n\n", flush=True)
-        figures[num_ranks] = {" / ".join(key): seconds for key, seconds in found.items()}
+        figures[num_ranks] = {" / ".join(key): pair for key, pair in found.items()}
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
 

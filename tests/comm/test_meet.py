@@ -31,6 +31,8 @@ def meet(obstacle: str) -> tuple[str, str, float]:
             patch.setattr(os, "posix_fallocate", refuse(errno.ENOMEM))
         if obstacle == "no access" and mesh.rank == 1:
             patch.setattr(os, "open", refuse(errno.EACCES))
+        if obstacle == "another file" and mesh.rank == 1:
+            patch.setattr(os, "pread", lambda *place: b"something else..")
         value = float(all_reduce(torch.tensor(1.0 + mesh.rank), mesh.data))
     (choice,) = transports(mesh)
     assert (choice.ranks, choice.device) == ((0, 1), "cpu")
@@ -60,6 +62,13 @@ OBSTACLES = {
     "no access": (
         ("gloo exchange", "another rank of the axis could not map the shared memory"),
         ("gloo exchange", "the memory of rank 0 cannot be opened (Permission denied)"),
+    ),
+    "another file": (
+        ("gloo exchange", "another rank of the axis could not map the shared memory"),
+        (
+            "gloo exchange",
+            "the memory of rank 0 cannot be opened (another file is at the address of the shared memory)",
+        ),
     ),
 }
 

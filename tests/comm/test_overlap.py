@@ -69,23 +69,24 @@ def test_four_ranks_with_much_under_way(ranks4, transport):
     assert ranks4.run(out_of_order, "dp_replicate=4", transport, ["dp_replicate"], 6, 70001) == [[]] * 4
 
 
-def mixed_transports() -> list[float]:
-    """An axis in shared memory, one over gloo: each rank waits for another one first."""
+def crossed_waits(transports: tuple[str, str]) -> list[float]:
+    """Two axes, of which every rank waits for the other one first than the rank that it needs."""
     mesh = build_mesh(Plan.parse("dp_replicate=2 dp_shard=2"))
-    join(mesh["dp_shard"], "cpu", SHARED)
-    join(mesh["dp_replicate"], "cpu", EXCHANGE)
-    numel = NUM_SLOTS * SLOT_BYTES  # four times the slots
+    join(mesh["dp_shard"], "cpu", transports[0])
+    join(mesh["dp_replicate"], "cpu", transports[1])
+    numel = NUM_SLOTS * SLOT_BYTES  # four times the slots: most is published while waiting
     pending = [
         start_all_reduce(torch.ones(numel), mesh["dp_shard"]),
         start_all_reduce(torch.ones(numel), mesh["dp_replicate"]),
     ]
-    if mesh.rank % 3:
+    if mesh.rank in (1, 2):
         pending.reverse()
     return [float(one.wait().mean()) for one in pending]
 
 
-def test_a_wait_carries_on_the_other_axes(ranks4):
-    assert ranks4.run(mixed_transports) == [[2.0, 2.0]] * 4
+@pytest.mark.parametrize("transports", [(SHARED, SHARED), (SHARED, EXCHANGE)])
+def test_a_wait_carries_on_the_other_axes(ranks4, transports):
+    assert ranks4.run(crossed_waits, transports) == [[2.0, 2.0]] * 4
 
 
 def bits(size: int, transport: str, numel: int) -> tuple[bytes, bytes]:

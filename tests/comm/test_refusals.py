@@ -28,7 +28,7 @@ from weft.mesh import Axis, build_mesh
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 
-SHARED, EXCHANGE, BACKEND = "shared memory", "gloo exchange", "backend"
+SHARED, EXCHANGE = "shared memory", "gloo exchange"
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():
@@ -121,16 +121,16 @@ def one_hangs(transport: str) -> tuple[str, float, float]:
     return text, waited, used
 
 
-@pytest.mark.parametrize("transport", [SHARED, EXCHANGE])
-def test_a_rank_that_hangs_is_named_within_the_timeout(transport):
+def test_a_rank_that_hangs_is_named_within_the_timeout():
     with RankPool(3) as pool:
-        for text, waited, used in pool.run(one_hangs, transport)[:2]:
-            assert text.startswith("reduce_scatter over dp_shard: ")
-            assert 1.0 < waited < 3.5
-            if transport == SHARED:
-                assert "no word from rank 2 in 2 s, the limit of the group" in text
-                # Waiting is sleeping: others need the core.
-                assert used < 0.25 * waited
+        for transport in (SHARED, EXCHANGE):
+            for text, waited, used in pool.run(one_hangs, transport)[:2]:
+                assert text.startswith("reduce_scatter over dp_shard: ")
+                assert 1.0 < waited < 3.8
+                if transport == SHARED:
+                    assert "no word from rank 2 in 1.5 s, the limit of the group" in text
+                    # Waiting is sleeping: others need the core.
+                    assert used < 0.25 * waited
 
 
 def one_dies(transport: str, folder: str) -> None:
@@ -151,7 +151,7 @@ def one_dies(transport: str, folder: str) -> None:
     (Path(folder) / f"{axis.rank} again").touch()
 
 
-@pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND])
+@pytest.mark.parametrize("transport", [SHARED, EXCHANGE])
 def test_a_rank_that_is_killed_is_named_long_before_the_timeout(transport, tmp_path):
     with RankPool(3) as pool:
         with pytest.raises(CommError, match="rank 1 of 3 failed"):

@@ -120,6 +120,9 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters_gradients_and_states():
     assert {grad.dtype for grad in step.held_gradients()} == {torch.float32}
     moments = [value for state in step.optimizer.state.values() for key, value in state.items() if key != "step"]
     assert {value.dtype for value in moments} == {torch.float32}
+    for param, master in zip(step.model.parameters(), masters, strict=True):
+        assert torch.equal(param, master.bfloat16())
+        assert not torch.equal(param.float(), master)
 
 
 def test_gradients_that_somebody_set_to_none_come_back():

@@ -6,6 +6,7 @@ order, and differently on each rank: a wait also carries on everything else that
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -68,6 +69,10 @@ class Link(Protocol):
         ...
 
 
+#: time.sleep(0) returns at once on Linux, with the core still this rank's.
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
 class Patience:
     """Waiting that leaves the core to others: ranks may be more than cores.
 
@@ -83,8 +88,11 @@ class Patience:
         """Rest once. Returns the seconds waited so far when it is time to look after the other ranks."""
         now = time.perf_counter()
         waited = now - self._start
-        # sleep(0) yields. Longer sleeps where waiting has been long: at most a hundredth of it, 2 ms.
-        time.sleep(0 if waited < self.YIELD_S else min(waited / 100, 0.002))
+        if waited < self.YIELD_S:
+            _yield_core()
+        else:
+            # Longer sleeps where waiting has been long: a hundredth of it, at most 2 ms.
+            time.sleep(min(waited / 100, 0.002))
         if now - self._looked < self.LOOK_S:
             return None
         self._looked = now

@@ -15,7 +15,7 @@ import torch
 from weft.comm.combine import Combiner
 from weft.comm.link import Operation
 from weft.comm.routes import Route, Span, route
-from weft.comm.segment import CONSUMED, NUM_SLOTS, PUBLISHED, REDUCED, SIGNATURES, SLOT_BYTES, Segment
+from weft.comm.segment import CONSUMED, FAILED, NUM_SLOTS, PUBLISHED, REDUCED, SIGNATURES, Segment
 from weft.comm.signature import explain_signature, sign
 from weft.errors import CommError
 
@@ -48,7 +48,7 @@ class SharedLink:
         way = route(operation, self._segment.rank, self._segment.size, self._combine)
         signature = sign(operation)
         with self._lock:
-            spans = way.spans(SLOT_BYTES)
+            spans = way.spans(self._segment.slot_bytes)
             for span in spans:
                 self._pieces[self._enqueued] = (way, span, signature, span is spans[-1])
                 self._enqueued += 1
@@ -123,18 +123,24 @@ class SharedLink:
 
     def look(self, operation: Operation, waited_s: float) -> None:
         self._refuse_if_broken(operation)
-        late = [rank for rank in range(self._segment.size) if rank != self._segment.rank and self._holds_up(rank)]
-        ended = [rank for rank in late if self._segment.has_ended(rank)]
+        segment = self._segment
+        late = [rank for rank in range(segment.size) if rank != segment.rank and self._holds_up(rank)]
+        failed = [rank for rank in late if segment.count(rank, FAILED)]
+        ended = [rank for rank in late if rank not in failed and segment.has_ended(rank)]
         # What a rank wrote before it ended counts: look once more, after its end was seen.
-        if ended and not self.advance():
-            names = ", ".join(f"rank {self._ranks[rank]}" for rank in ended)
-            self._fail(f"{operation}: {names} has ended. Look at its log for the cause.")
+        if (ended or failed) and not self.advance():
+            # Those that gave up did so because of others: name them only where no other cause is seen.
+            verb = "has ended" if ended else "has given up on this axis"
+            self._fail(f"{operation}: {self._names(ended or failed)} {verb}. Look at its log for the cause.")
         if waited_s > self._timeout_s:
-            names = ", ".join(f"rank {self._ranks[rank]}" for rank in late) or "the other ranks"
+            names = self._names(late) or "the other ranks"
             self._fail(
-                f"{operation}: no word from {names} in {self._timeout_s:.0f} s, the limit of the group. "
+                f"{operation}: no word from {names} in {self._timeout_s:g} s, the limit of the group. "
                 f"Look at the log and the stack of that rank; if it is only slow, join the ranks with a longer timeout."
             )
+
+    def _names(self, places: list[int]) -> str:
+        return ", ".join(f"rank {self._ranks[place]}" for place in places)
 
     def _holds_up(self, rank: int) -> bool:
         """True when this rank's next step waits for `rank`."""
@@ -147,6 +153,7 @@ class SharedLink:
 
     def _fail(self, text: str) -> None:
         self._failure = text
+        self._segment.tell(FAILED, 1)
         raise CommError(text)
 
     def _refuse_if_broken(self, operation: Operation) -> None:

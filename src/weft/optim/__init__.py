@@ -3,6 +3,7 @@
 from weft.optim.build import build_optimizer
 from weft.optim.clip import clip_factor, global_norm
 from weft.optim.loss_scale import LossScale
+from weft.optim.muon import Muon
 from weft.optim.schedule import lr_factor
 
-__all__ = ["LossScale", "build_optimizer", "clip_factor", "global_norm", "lr_factor"]
+__all__ = ["LossScale", "Muon", "build_optimizer", "clip_factor", "global_norm", "lr_factor"]

@@ -42,16 +42,6 @@ def _axis_not_built(axis: str, technique: str) -> Rule:
 
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = (
-    _axis_not_built("dp_shard", "Sharded data parallelism"),
-    Rule(
-        name="zero-not-built",
-        field="zero",
-        reason="ZeRO (sharding optimizer states, gradients or parameters) is not built yet.",
-        predicate=lambda plan, facts: plan.zero > 0 and not asks(plan, facts, "dp_shard"),
-        finding=lambda plan, facts: "ZeRO is not built yet",
-        remedy=lambda plan, facts: "Use zero=0, with dp_replicate for more ranks",
-        fix=lambda plan, facts: plan.replace(zero=0),
-    ),
     _axis_not_built("tp", "Tensor parallelism"),
     _axis_not_built("pp", "Pipeline parallelism"),
     _axis_not_built("cp", "Context parallelism"),

@@ -146,7 +146,7 @@ def train_case(plan_text: str, case: Case) -> ParityResult:
     )
     result = ParityResult()
     for index in range(case.num_steps):
-        metrics = step(_local_microbatches(case.batch(index), plan, mesh.data.rank))
+        metrics = step(local_microbatches(case.batch(index), plan, mesh.data.rank))
         result.losses.append(metrics.loss)
         result.grad_norms.append(metrics.grad_norm)
     result.reduced_bytes = sum(
@@ -162,7 +162,7 @@ def train_case(plan_text: str, case: Case) -> ParityResult:
     return result
 
 
-def _local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> list[Batch]:
+def local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> list[Batch]:
     """This rank's microbatches: microbatch a of rank r holds the samples (a * dp_size + r) * b + [0, b)."""
     num_micro, dp_size = plan.microbatches_per_step, plan.dp_size
     size = next(iter(batch.values())).shape[0] // (num_micro * dp_size)

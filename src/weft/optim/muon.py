@@ -1,0 +1,121 @@
+"""Muon for the matrices of a network and AdamW for everything else, as one optimizer.
+
+Muon (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982) steps along the orthogonalised momentum of a
+whole matrix. It therefore needs whole matrices: under ZeRO each is dealt out whole to one rank, which alone keeps its
+momentum and orthogonalises it, and only the new weights travel. The other parameters are cut anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+#: The quintic iteration of torch.optim.Muon: towards singular values of 1, fast and roughly.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NUM_ITERATIONS = 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon on 2-D parameters, AdamW on all others.
+
+    params: parameters, or groups of them; `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
+    usual for embeddings and heads. lr: of matrices, in the scale of AdamW's (`match_rms_adamw` in torch), so that one
+    learning rate serves both. Orthogonalisation runs in bf16, as torch's does, and in float64 for float64 parameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
+        super().__init__(_by_shape(params), {**defaults, "matrices": True, "elementwise": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if group["matrices"]:
+                for param in params:
+                    self._turn(param, group)
+            elif params:
+                self._adamw(params, group)
+        return loss
+
+    def _turn(self, param: nn.Parameter, group: dict[str, Any]) -> None:
+        """One matrix: Nesterov momentum, orthogonalised, scaled to the size of an AdamW update."""
+        state = self.state[param]
+        if not state:
+            state["momentum"] = torch.zeros_like(param)
+        assert param.grad is not None
+        momentum = state["momentum"].lerp_(param.grad, 1 - group["momentum"])
+        update = orthogonalise(param.grad.lerp(momentum, group["momentum"]))
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
+
+    def _adamw(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        states = [self.state[param] for param in params]
+        adamw(
+            params,
+            [param.grad for param in params],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
+    """Near the nearest matrix whose singular values are all 1, by Newton-Schulz iteration."""
+    a, b, c = COEFFICIENTS
+    x = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def _by_shape(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Each group as two: its matrices, for which an optimizer must see whole parameters, and the rest."""
+    groups = list(params)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        takes = group.get("matrices", True)
+        for matrices in (True, False):
+            chosen = [param for param in members if (takes and param.ndim == 2) == matrices]
+            if chosen:
+                found.append({**group, "params": chosen, "matrices": matrices, "elementwise": not matrices})
+    return found

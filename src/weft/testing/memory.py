@@ -1,0 +1,71 @@
+"""Bytes per parameter that each stage keeps between steps: measured on ranks, beside the planner's formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.parallel import parallelize
+from weft.parallel.live import live_bytes
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan
+from weft.train import TrainStep
+from weft.train.loss import model_forward, token_cross_entropy
+
+MODEL = DecoderSpec(
+    vocab_size=2048, dim=128, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=32, tied=True
+)
+LAYOUTS = {
+    2: ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3"),
+    4: (
+        "dp_shard=4 zero=1",
+        "dp_shard=4 zero=2",
+        "dp_shard=4 zero=3",
+        "dp_replicate=2 dp_shard=2 zero=1",
+        "dp_replicate=2 dp_shard=2 zero=2",
+        "dp_replicate=2 dp_shard=2 zero=3",
+    ),
+}
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class PerParameter:
+    """Bytes per parameter on one rank."""
+
+    params: float
+    grads: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.params + self.grads + self.optimizer
+
+
+def formula(plan: Plan) -> PerParameter:
+    """What the planner counts for AdamW: weights, fp32 gradients, two fp32 moments, and masters where rounded."""
+    shards = Fraction(1, plan.dp_shard)
+    weight, master = (4, 0) if plan.precision == "fp32" else (2, 4)
+    if plan.zero == 3:
+        return PerParameter(*(float(size * shards) for size in (4, 4, 8)))
+    grads = 4 * (shards if plan.zero == 2 else 1)
+    return PerParameter(weight, float(grads), float((8 + master) * (shards if plan.zero else 1)))
+
+
+def measure(plan_text: str) -> PerParameter:
+    """After one step with AdamW, on this rank of those that are joined."""
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    model = build_decoder(MODEL)
+    num_params = sum(param.numel() for param in model.parameters())
+    parallelize(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    step({"input_ids": ids, "labels": ids, "positions": torch.arange(8).repeat(2, 1)})
+    live = live_bytes(model, step.optimizer)
+    return PerParameter(live.params / num_params, live.grads / num_params, live.optimizer / num_params)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from weft.optim import Muon
+from weft.optim.muon import orthogonalise
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 24), nn.Linear(24, 8))
+
+
+def gradients(module: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in module.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def test_matrices_follow_torchs_muon_and_the_rest_torchs_adamw():
+    ours, theirs = model(), model()
+    muon = Muon(
+        [{"params": ours[0].parameters(), "matrices": False}, {"params": ours[1:].parameters()}],
+        lr=0.01,
+        weight_decay=0.1,
+    )
+    matrices = [p for p in theirs[1:].parameters() if p.ndim == 2]
+    others = [theirs[0].weight, *(p for p in theirs.parameters() if p.ndim == 1)]
+    torch_muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    torch_adamw = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95))
+    for step in range(3):
+        gradients(ours, step)
+        gradients(theirs, step)
+        for optimizer in (muon, torch_muon, torch_adamw):
+            optimizer.step()
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
+def test_singular_values_come_near_one(shape):
+    torch.manual_seed(1)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, dtype=torch.float64)))
+    assert float(values.min()) > 0.5
+    assert float(values.max()) < 1.3
+
+
+def test_states_come_back():
+    ours = model()
+    optimizer = Muon(ours.parameters())
+    gradients(ours, 0)
+    optimizer.step()
+    other = copy.deepcopy(ours)
+    again = Muon(other.parameters())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for module, chosen in ((ours, optimizer), (other, again)):
+        gradients(module, 1)
+        chosen.step()
+    torch.testing.assert_close(ours.state_dict(), other.state_dict(), rtol=0, atol=0)

@@ -1,0 +1,44 @@
+"""Between steps each stage keeps what the planner's formula says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from weft.spec.plan import Plan
+from weft.testing.memory import formula
+
+ROOT = Path(__file__).parents[2]
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("memory", ROOT / "docs" / "memory.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def measured(ranks2, ranks4):
+    return generator().measure_all({2: ranks2, 4: ranks4})
+
+
+def test_live_tensors_are_the_formula(measured):
+    assert len(measured) == 20
+    for plan, live in measured.items():
+        want = formula(Plan.parse(plan))
+        for part in ("params", "grads", "optimizer", "total"):
+            assert getattr(live, part) == pytest.approx(getattr(want, part), rel=0.03), (plan, part)
+
+
+def test_the_page_is_current(measured):
+    written = (ROOT / "docs" / "reference" / "memory.md").read_text()
+    assert written == generator().page(measured), "run: python docs/memory.py"
+
+
+def test_the_formula_at_its_corners():
+    assert formula(Plan.parse("dp_shard=4 zero=1 precision=bf16")).total == 2 + 4 + 12 / 4
+    assert formula(Plan.parse("dp_shard=8 zero=3 precision=bf16")).total == 16 / 8
+    assert formula(Plan.parse("dp_replicate=8")).total == 16
