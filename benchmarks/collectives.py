@@ -59,7 +59,8 @@ def measure(num_ranks: int, repeats: int, dtype: torch.dtype) -> Figures:
         times: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
         for turn in range(repeats + 2 if num_bytes < 1 << 24 else max(repeats // 3, 5) + 1):
             for operation in OPERATIONS:
-                for transport in TRANSPORTS:
+                # Each goes first in turn: who comes after whom changes what is in the caches.
+                for transport in TRANSPORTS[turn % 3 :] + TRANSPORTS[: turn % 3]:
                     barrier(meeting)
                     dist.barrier()
                     start, cpu = time.perf_counter(), time.process_time()

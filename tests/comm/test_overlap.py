@@ -57,16 +57,17 @@ def test_waits_come_in_any_order(ranks2, transport):
     assert ranks2.run(out_of_order, "dp_replicate=2", transport, ["dp_replicate"], 5, numel) == [[]] * 2
 
 
+@pytest.mark.parametrize("numel", [100, NUM_SLOTS * SLOT_BYTES // 3 // 16])
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND])
-def test_two_axes_work_at_once(ranks4, transport):
-    numel = NUM_SLOTS * SLOT_BYTES // 3 // 16
+def test_two_axes_work_at_once(ranks4, transport, numel):
     found = ranks4.run(out_of_order, "dp_replicate=2 dp_shard=2", transport, ["dp_shard", "dp_replicate"], 3, numel)
     assert found == [[]] * 4
 
 
+@pytest.mark.parametrize("numel", [100, 70001])
 @pytest.mark.parametrize("transport", [SHARED, EXCHANGE])
-def test_four_ranks_with_much_under_way(ranks4, transport):
-    assert ranks4.run(out_of_order, "dp_replicate=4", transport, ["dp_replicate"], 6, 70001) == [[]] * 4
+def test_four_ranks_with_much_under_way(ranks4, transport, numel):
+    assert ranks4.run(out_of_order, "dp_replicate=4", transport, ["dp_replicate"], 6, numel) == [[]] * 4
 
 
 def crossed_waits(transports: tuple[str, str]) -> list[float]:
