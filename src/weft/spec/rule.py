@@ -5,6 +5,7 @@ The rules themselves are in `rules.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -142,9 +143,9 @@ def alternatives(values: Sequence[object], field: str) -> str:
 
 
 def common_divisors(*numbers: int) -> list[int]:
-    """Whole numbers that divide all of `numbers`, ascending."""
+    """Whole numbers that divide all of `numbers`, ascending; of products beyond any cluster not all of them."""
     smallest = min(numbers)
-    low = [divisor for divisor in range(1, int(smallest**0.5) + 1) if smallest % divisor == 0]
+    low = [divisor for divisor in range(1, min(math.isqrt(smallest), 50_000) + 1) if smallest % divisor == 0]
     every = sorted({*low, *(smallest // divisor for divisor in low)})
     return [divisor for divisor in every if all(number % divisor == 0 for number in numbers)]
 
