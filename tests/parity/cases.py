@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.spec.model import DecoderSpec
-from weft.testing import DecoderCase
+from weft.testing import Case, DecoderCase, ParityResult, train_case
 
 LLAMA = DecoderSpec(
     vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True
@@ -56,7 +56,7 @@ class ImageCase:
 
     num_steps: int = 5
     max_grad_norm: float = 0.5
-    global_batch: int = 8
+    global_batch: int = 16
     norm: str = "group"
 
     def model(self) -> nn.Module:
@@ -156,8 +156,9 @@ def _grow(draw: random.Random, depth: int, width: int, known: list[nn.Module]) -
     return leaf
 
 
-def cases() -> dict[str, object]:
-    decoder = DecoderCase(LLAMA)
+def cases() -> dict[str, Case]:
+    """One of each kind, by name."""
+    decoder = DecoderCase(LLAMA, global_batch=16)
     settings = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
     return {
         "decoder": decoder,
@@ -165,3 +166,8 @@ def cases() -> dict[str, object]:
         "hf-gpt2": HuggingFaceCase(**settings, kind="gpt2"),
         "cnn": ImageCase(),
     }
+
+
+def train_cases(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
+    """Many cases under one plan in one call: the ranks are there already."""
+    return {name: train_case(plan, case) for name, case in chosen.items()}

@@ -74,9 +74,7 @@ def reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = No
     return start_reduce_scatter(flat, axis, out, op).wait()
 
 
-def start_reduce_scatter(
-    flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum"
-) -> Pending:
+def start_reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum") -> Pending:
     """Begin `reduce_scatter`; neither tensor may be touched before `wait()` of what this returns."""
     own = flat.chunk(axis.size)[axis.rank]
     out = torch.empty_like(own) if out is None else out

@@ -66,9 +66,9 @@ class FlatModel:
         )
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
         if self.precision.is_mixed:
-            self._loaded: Mapping[str, Any] = {}
-            model.register_load_state_dict_pre_hook(self._before_load)
-            model.register_load_state_dict_post_hook(self._after_load)
+            follow = _FollowLoads(self)
+            model.register_load_state_dict_pre_hook(follow.before)
+            model.register_load_state_dict_post_hook(follow.after)
 
     def begin_step(self) -> None:
         """Gradients are zero from here."""
@@ -163,6 +163,10 @@ class FlatModel:
             flat = all_gather(bucket.master, self.axes.shard) if bucket.is_mixed else bucket.weights
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing: frozen parameters are whole on each rank."""
+        return iter(())
+
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole gradients by name, after `finish` or `publish`."""
         for bucket in self.reducer.buckets:
@@ -217,9 +221,7 @@ class FlatModel:
         lasting = model.state_dict(keep_vars=True)
         return [buffer for name, buffer in model.named_buffers() if name in lasting and buffer.is_floating_point()]
 
-    def _make_buckets(
-        self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool
-    ) -> None:
+    def _make_buckets(self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool) -> None:
         """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""
         buckets = lay_out(
             self._slots,
@@ -249,6 +251,13 @@ class FlatModel:
             adoption.put()
             load_states(adoption, saved)
 
+    def take_masters(self, tensors: Mapping[str, Any]) -> None:
+        """Masters follow parameters that were written, from tensors that were not rounded."""
+        for slot in self._slots:
+            tensor = tensors.get(slot.name)
+            if tensor is not None and tensor.shape == slot.shape:
+                self._take_master(slot, tensor)
+
     def _take_master(self, slot: Slot, whole: torch.Tensor) -> None:
         """The master follows a parameter that somebody wrote to."""
         slot.version = slot.param._version
@@ -258,18 +267,29 @@ class FlatModel:
             with torch.no_grad():
                 piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
 
-    def _before_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+
+class _FollowLoads:
+    """`load_state_dict`: masters take the weights as they were before they were rounded into the parameters.
+
+    The module keeps this as hooks, and a copy of the module gets one without an engine.
+    """
+
+    def __init__(self, engine: FlatModel | None = None):
+        self._engine = engine
+        self._loaded: Mapping[str, Any] = {}
+
+    def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         del module, rest
         self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
-    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        """`load_state_dict`: masters take the weights as they were before they were rounded into the parameters."""
+    def after(self, module: nn.Module, incompatible: Any) -> None:
         del module, incompatible
         loaded, self._loaded = self._loaded, {}
-        for slot in self._slots:
-            tensor = loaded.get(slot.name)
-            if tensor is not None and tensor.shape == slot.shape:
-                self._take_master(slot, tensor)
+        if self._engine is not None:
+            self._engine.take_masters(loaded)
+
+    def __reduce__(self) -> tuple[type[_FollowLoads], tuple[()]]:
+        return _FollowLoads, ()
 
 
 def _bucket(slot: Slot) -> Any:

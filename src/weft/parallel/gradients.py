@@ -88,6 +88,10 @@ class DataParallel(Protocol):
         """
         ...
 
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Frozen parameters that are not whole on each rank, by name and whole, in the same manner as `weights`."""
+        ...
+
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole gradients by name after `finish` or `publish`, in the same manner as `weights`."""
         ...
@@ -97,7 +101,10 @@ class DataParallel(Protocol):
         ...
 
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors for all trainable parameters, masters too. All ranks call it with the same."""
+        """Take whole tensors for all trainable parameters, masters too. All ranks call it with the same.
+
+        Those that `frozen` gives are taken too where they are among the tensors.
+        """
         ...
 
     def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:

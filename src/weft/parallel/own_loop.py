@@ -34,7 +34,7 @@ class OwnLoop:
         self._engine = weakref.ref(engine)
         self._backward: int | None = None  # the graph task whose end will reduce
         self._touched: set[int] = set()
-        _find_optimizers(self._engine)
+        find_optimizers(self._engine)
 
     def note(self, bucket: Bucket) -> None:
         """A gradient came into a bucket, outside of microbatches."""
@@ -118,7 +118,7 @@ def _before_step(
     found = engine()
     if found is None or found.in_step:
         return
-    if (args and args[0] is not None) or kwargs.get("closure") is not None:
+    if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
         raise ModelError(
             f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks cannot "
             f"meet. Call backward() first, then step()."
@@ -152,12 +152,10 @@ class _Watcher:
             found.adopt(optimizer)
 
 
-def _find_optimizers(engine: weakref.ref[FlatModel]) -> None:
+def find_optimizers(engine: weakref.ref[FlatModel]) -> None:
     """Watch all optimizers, and take away the watchers of engines that are gone: they must not go while one steps."""
     gone = [
-        key
-        for key, hook in _global_optimizer_pre_hooks.items()
-        if isinstance(hook, _Watcher) and hook.engine() is None
+        key for key, hook in _global_optimizer_pre_hooks.items() if isinstance(hook, _Watcher) and hook.engine() is None
     ]
     for key in gone:
         del _global_optimizer_pre_hooks[key]

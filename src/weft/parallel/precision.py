@@ -8,6 +8,7 @@ statistics move by less than a step of bf16. Buffers keep their format under bf1
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,28 +80,27 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
     for module in model.modules():
         owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
         if isinstance(module, _BatchNorm):
-            module.register_forward_pre_hook(_caster(precision.master), with_kwargs=True)
-            module.register_forward_hook(_output_caster(precision.compute))
+            module.register_forward_pre_hook(functools.partial(_cast_inputs, precision.master), with_kwargs=True)
+            module.register_forward_hook(functools.partial(_cast_output, precision.compute))
         elif module is model or (owns and not isinstance(module, nn.Embedding)):
-            module.register_forward_pre_hook(_caster(precision.compute), with_kwargs=True)
+            module.register_forward_pre_hook(functools.partial(_cast_inputs, precision.compute), with_kwargs=True)
 
 
-def _caster(dtype: torch.dtype) -> Any:
-    def to_dtype(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        del module
-        if not kwargs and all(isinstance(arg, torch.Tensor) and arg.dtype == dtype for arg in args):
-            return None
-        return tree_map(to_dtype, args), tree_map(to_dtype, kwargs)
-
-    return cast
+# Hooks that a module keeps must go into copies and pickles of it, so they are no closures.
 
 
-def _output_caster(dtype: torch.dtype) -> Any:
-    def cast(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        del module, args
-        return output.to(dtype)
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del module
+    if not kwargs and all(isinstance(arg, torch.Tensor) and arg.dtype == dtype for arg in args):
+        return None
+    cast = functools.partial(_to, dtype)
+    return tree_map(cast, args), tree_map(cast, kwargs)
 
-    return cast
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    del module, args
+    return output.to(dtype)
+
+
+def _to(dtype: torch.dtype, value: Any) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

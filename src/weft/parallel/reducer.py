@@ -161,6 +161,7 @@ class Reducer:
             assert bucket is not None
             if self._pass is not None and bucket.index < self._next:
                 self._late.append(index)
+                slot.fired += 1
                 return
             if bucket.grads is None:
                 bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device))

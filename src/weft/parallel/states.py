@@ -21,12 +21,10 @@ from weft.parallel.buckets import Bucket, Slot
 #: One state of one parameter: owner on the shard axis, shape ("cut" where it is divided as the parameter is), format,
 #: and the value of a single number.
 _Entry = dict[str, Any]
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def gather_states(
-    adoption: Adoption, buckets: list[Bucket], shard: Axis
-) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_states(adoption: Adoption, buckets: list[Bucket], shard: Axis) -> Iterator[tuple[str, torch.Tensor]]:
     """All states as (`parameter/key`, whole tensor). A collective over the shard axis."""
     if shard.size == 1:
         for slot, piece in adoption.pieces.items():
@@ -35,7 +33,7 @@ def gather_states(
                     yield f"{slot.name}/{key}", value
         return
     adopted = {slot.name: slot for slot in adoption.slots}
-    table = _exchange(_describe(adoption, shard.rank), shard, buckets[0].master.device)
+    table = exchange(_describe(adoption, shard.rank), shard, buckets[0].master.device)
     for bucket in buckets:
         mine = [slot for slot in bucket.slots if slot.name in adopted and slot.name in table]
         for key in sorted({key for slot in mine for key in table[slot.name]}):
@@ -50,7 +48,7 @@ def _gather_key(
     divided = [slot for slot in slots if table[slot.name][key]["shape"] == "cut"]
     device = bucket.master.device
     for dtype in sorted({table[slot.name][key]["dtype"] for slot in divided}):
-        part = torch.zeros(bucket.length, dtype=_DTYPES[dtype], device=device)
+        part = torch.zeros(bucket.length, dtype=DTYPES[dtype], device=device)
         alike = [slot for slot in divided if table[slot.name][key]["dtype"] == dtype]
         for slot in alike:
             target, value = slot.piece(part, bucket.own), _local(adoption, slot).get(key)
@@ -63,9 +61,9 @@ def _gather_key(
         if entry["shape"] == "cut":
             continue
         if entry["value"] is not None:
-            yield f"{slot.name}/{key}", torch.tensor(entry["value"], dtype=_DTYPES[entry["dtype"]])
+            yield f"{slot.name}/{key}", torch.tensor(entry["value"], dtype=DTYPES[entry["dtype"]])
             continue
-        whole = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device=device)
+        whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)
         if entry["owner"] == shard.rank:
             whole.copy_(_local(adoption, slot)[key])
         yield f"{slot.name}/{key}", broadcast(whole, shard, entry["owner"])
@@ -125,7 +123,7 @@ def _describe(adoption: Adoption, rank: int) -> dict[str, dict[str, _Entry]]:
     return found
 
 
-def _exchange(mine: dict[str, dict[str, _Entry]], axis: Axis, device: torch.device) -> dict[str, dict[str, _Entry]]:
+def exchange(mine: dict[str, dict[str, _Entry]], axis: Axis, device: torch.device) -> dict[str, dict[str, _Entry]]:
     """The tables of all ranks as one; of several ranks with the same entry the first."""
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=device), axis, op="max"))

@@ -33,9 +33,10 @@ from weft.optim import global_norm
 from weft.parallel.agree import check_same_model
 from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.units import Unit, find_units
+from weft.parallel.zero3_adopt import ShardAdoption
 from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
 from weft.parallel.zero3_hooks import Calls, ReplicaSum, drop_partial_gradients, find_optimizers, watch_steps
-from weft.parallel.zero3_shards import ShardAdoption, find_shards
+from weft.parallel.zero3_shards import find_shards
 
 #: What fully_shard must be able to do; torch 2.11 has all of it.
 NEEDED = (
@@ -68,7 +69,7 @@ class FullyShardedModel:
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         members = _shard_units(self.units, mesh, self.precision, set(self.plain.values()))
         self.shards = find_shards(model, list(originals), self._axis)
-        self._adoption = ShardAdoption(self.shards, originals)
+        self._adoption = ShardAdoption(self.shards, originals, self._axis)
         self._modules = [unit.module for unit in self.units]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
@@ -180,17 +181,17 @@ class FullyShardedModel:
         self.in_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer this rank's shards: plain tensors where its update is elementwise, else DTensors."""
+        """Give the optimizer this rank's shards, or whole parameters of which it updates its share: `zero3_adopt`."""
         if self.has_adopted(optimizer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
         self._adoption.put(optimizer)
-        watch_steps(optimizer, weakref.ref(self))
+        watch_steps(optimizer, weakref.ref(self), self._adoption)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `adopt` was called with it."""
-        return optimizer in self._adoption.held
+        return optimizer in self._adoption
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer holds parameters of this module."""

@@ -14,11 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from weft.comm.collectives import Pending, start_all_reduce
 from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.own_loop import _find_optimizers as find_optimizers
+from weft.parallel.own_loop import find_optimizers
 from weft.parallel.zero3_comm import Act, Order
 
 if TYPE_CHECKING:
     from weft.parallel.zero3 import FullyShardedModel
+    from weft.parallel.zero3_adopt import ShardAdoption
 
 __all__ = ["Calls", "ReplicaSum", "drop_partial_gradients", "find_optimizers", "watch_steps"]
 
@@ -117,22 +118,25 @@ def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:
                     param._unsharded_param.grad = None
 
 
-def watch_steps(optimizer: torch.optim.Optimizer, engine: weakref.ref[FullyShardedModel]) -> None:
+def watch_steps(
+    optimizer: torch.optim.Optimizer, engine: weakref.ref[FullyShardedModel], adoption: ShardAdoption
+) -> None:
     """From here the optimizer's own step does what TrainStep would do around it, where TrainStep does not drive."""
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = engine()
-        if found is None or found.in_step:
-            return
-        if (args and args[0] is not None) or kwargs.get("closure") is not None:
-            raise ModelError(
-                f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
-                f"cannot meet. Call backward() first, then step()."
-            )
-        found.settle()
+        if found is not None and not found.in_step:
+            if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
+                raise ModelError(
+                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
+                    f"cannot meet. Call backward() first, then step()."
+                )
+            found.settle()
+        adoption.before_step(optimizer)
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = engine()
+        adoption.after_step(optimizer)
         if found is not None and not found.in_step:
             found.publish()
 

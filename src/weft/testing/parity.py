@@ -83,7 +83,6 @@ class DecoderCase:
             batch["positions"] = torch.where(positions >= border, positions - border, positions)
         return batch
 
-
     def model(self) -> nn.Module:
         return build_decoder(self.spec, dtype=torch.float64, seed=self.seed)
 
@@ -158,7 +157,7 @@ def train_case(plan_text: str, case: Case) -> ParityResult:
     result.weights = {name: weight.detach().clone() for name, weight in engine.weights()}
     # What forward sees is what was trained, up to the plan's format.
     for name, param in model.named_parameters():
-        if param.requires_grad and param.shape == result.weights[name].shape:
+        if param.requires_grad and type(param) is nn.Parameter and param.shape == result.weights[name].shape:
             torch.testing.assert_close(param.detach(), result.weights[name].to(param.dtype), rtol=0, atol=0)
     return result
 

@@ -7,6 +7,7 @@ An optimizer state of parameter `p` is named `p/state`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import nn
@@ -25,10 +26,10 @@ def capture(
     before the next step.
     """
     engine = data_parallel(model)
-    weights = _held(engine.weights(), keep)
+    weights = _held(chain(engine.weights(), engine.frozen()), keep)
     states = _held(engine.states(optimizer), keep)
     own = model_tensors(model) if keep else {}
-    # What is trained comes from the engine; buffers and frozen parameters are whole on every rank.
+    # What is trained or sharded comes from the engine; the rest is whole on every rank.
     return {"model": {name: weights.get(name, tensor) for name, tensor in own.items()}, "optimizer": states}
 
 
@@ -40,12 +41,15 @@ def _held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, to
     return held
 
 
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def restore(
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
     """Give a parallelized model and its optimizer what `capture` gave under any plan. All ranks call it."""
     engine = data_parallel(model)
     own = model_tensors(model)
     _check_names(own, groups["model"])
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    # A sharded parameter is a DTensor, a type of its own; the engine takes it, frozen or not.
+    trained = {n for n, p in model.named_parameters() if p.requires_grad or type(p) is not nn.Parameter}
     engine.load_weights({name: groups["model"][name] for name in own if name in trained})
     with torch.no_grad():
         for name, tensor in own.items():

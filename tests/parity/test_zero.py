@@ -1,0 +1,97 @@
+"""Every stage of ZeRO computes what one process computes, whatever the model: loss, norm, gradients, weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.parity.cases import ImageCase, TreeCase, cases, train_cases
+from weft.testing import train_case
+
+RTOL = 1e-10
+
+LAYOUTS_2 = ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2"]
+LAYOUTS_4 = [
+    "dp_replicate=4",
+    "dp_shard=4 zero=1",
+    "dp_shard=4 zero=2",
+    "dp_replicate=2 dp_shard=2 zero=1",
+    "dp_replicate=2 dp_shard=2 zero=2",
+]
+
+
+@pytest.fixture(scope="module")
+def references():
+    return train_cases("precision=fp64", cases())
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS_2 + LAYOUTS_4)
+def test_a_stage_equals_one_process(layout, accumulation, references, request):
+    ranks = request.getfixturevalue("ranks2" if layout in LAYOUTS_2 else "ranks4")
+    plan = f"{layout} accumulation={accumulation} precision=fp64"
+    for results in ranks.run(train_cases, plan, cases()):
+        for name, result in results.items():
+            assert result.largest_difference(references[name]) < RTOL, name
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), stage=st.sampled_from(LAYOUTS_2), accumulation=st.sampled_from([1, 2]))
+def test_any_tree_of_modules_equals_one_process(ranks2, seed, stage, accumulation):
+    case = TreeCase(seed)
+    reference = train_case("precision=fp64", case)
+    for result in ranks2.run(train_case, f"{stage} accumulation={accumulation} precision=fp64", case):
+        assert result.largest_difference(reference) < RTOL
+
+
+def test_nothing_is_compared_with_itself(references):
+    """The matrix must be able to fail: other data gives other numbers."""
+    other = train_case("precision=fp64", ImageCase(max_grad_norm=0.0))
+    assert references["cnn"].largest_difference(other) > 1e-4
+
+
+def test_parameters_that_nobody_used_have_a_zero_gradient_under_every_plan(references, ranks2):
+    """So weight decay moves them, everywhere alike."""
+    unused = [name for name in references["cnn"].grads if name.startswith("unused")]
+    assert len(unused) == 2
+    for plan in LAYOUTS_2:
+        result = ranks2.run(train_case, f"{plan} precision=fp64", ImageCase())[0]
+        for name in unused:
+            assert not result.grads[name].any()
+            assert torch.equal(result.weights[name], references["cnn"].weights[name])
+    before = dict(ImageCase().model().named_parameters())
+    assert not torch.equal(before["unused.weight"], references["cnn"].weights["unused.weight"])
+    assert "frozen.weight" not in references["cnn"].grads
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS_2[1:])
+def test_half_precision_stays_near_one_process_of_the_same_precision(layout, precision, ranks2):
+    """Ranks split the batch, so sums in matrix products are made in another order: bounds of a few roundings.
+
+    bf16 keeps 8 bits and fp16 11; what counts is the largest of a tensor, as in the float64 matrix.
+    """
+    chosen = cases()
+    one = train_cases(f"precision={precision}", chosen)
+    bound = {"bf16": 2**-5, "fp16": 2**-8}[precision]
+    for name, result in ranks2.run(train_cases, f"{layout} precision={precision}", chosen)[1].items():
+        for ours, theirs in zip(result.losses, one[name].losses, strict=True):
+            assert ours == pytest.approx(theirs, rel=bound), name
+        assert result.grad_norms[0] == pytest.approx(one[name].grad_norms[0], rel=bound), name
+        # Adam's first steps have the size of lr wherever the gradient's sign is sure.
+        for key, weight in one[name].weights.items():
+            assert float((result.weights[key] - weight).abs().mean()) < 2e-3, (name, key)
+
+
+def test_half_precision_stages_agree_with_each_other(ranks2):
+    """The stages differ in who keeps what. The norm is summed in another order, which is the last bit of the clip."""
+    chosen = cases()
+    runs = [ranks2.run(train_cases, f"{layout} precision=bf16", chosen)[0] for layout in LAYOUTS_2]
+    for name in chosen:
+        for other in runs[1:]:
+            assert other[name].losses[:2] == pytest.approx(runs[0][name].losses[:2], rel=1e-6), name
+            assert other[name].grad_norms[0] == pytest.approx(runs[0][name].grad_norms[0], rel=1e-6), name
+            for key, weight in runs[0][name].weights.items():
+                assert float((other[name].weights[key] - weight).abs().mean()) < 1e-4, (name, key)

@@ -1,0 +1,158 @@
+"""zero=3 computes what one process computes, under every layout, accumulation and time of letting parameters go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from tests.parity.cases import TreeCase, cases, train_cases
+from weft.spec.model import DecoderSpec
+from weft.testing import DecoderCase, train_case
+
+RTOL = 1e-10
+LAYOUTS = {2: ["dp_shard=2"], 4: ["dp_shard=4", "dp_replicate=2 dp_shard=2"]}
+PASSES = [
+    (1, "after_forward"),
+    (1, "after_backward"),
+    (4, "after_forward"),
+    (4, "after_backward"),
+    (4, "after_step"),
+]
+UNTIED = DecoderSpec(vocab_size=61, dim=16, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32)
+
+
+@dataclass(frozen=True)
+class OddCase:
+    """What real models do now and then: blocks called twice, an unused block, frozen blocks, two inputs, a scalar."""
+
+    num_steps: int = 4
+    max_grad_norm: float = 0.5
+    optimizer: str = "adamw"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(3)
+        return OddNet().double()
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "adafactor":  # looks at whole rows and columns
+            return torch.optim.Adafactor(model.parameters(), lr=0.01)
+        if self.optimizer == "adagrad":  # has states from the start
+            return torch.optim.Adagrad(model.parameters(), lr=0.01)
+        return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(19, (16, 3), generator=generator)
+        return {"ids": ids, "labels": torch.randint(5, (16,), generator=generator)}
+
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["ids"])
+
+    def loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return F.cross_entropy(output, batch["labels"], reduction="sum"), len(output)
+
+
+class OddBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.up = nn.Linear(width, 5)
+        self.down = nn.Linear(5, width)
+        self.spare = nn.Linear(width, 3)  # never called
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.mean.fill_(0.1)
+        return {"x": x + self.down(self.up(x).tanh()) + shift + self.mean}
+
+
+class OddNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, 7)
+        self.blocks = nn.ModuleList(OddBlock(7) for _ in range(4))
+        self.unused = nn.ModuleList(OddBlock(7) for _ in range(2))
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].up.weight.requires_grad_(False)
+        self.bias = nn.Parameter(torch.ones(7))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).sum(1)
+        for block in [*self.blocks, self.blocks[0], self.blocks[3]]:
+            x = block(x, shift=self.bias)["x"]
+        return self.head(x) * self.scale
+
+
+def chosen() -> dict[str, object]:
+    return {**cases(), "untied": DecoderCase(UNTIED, global_batch=16), "odd": OddCase()}
+
+
+@pytest.fixture(scope="module")
+def references():
+    return train_cases("precision=fp64", chosen())
+
+
+@pytest.mark.parametrize("accumulation, reshard", PASSES)
+@pytest.mark.parametrize("layout", LAYOUTS[2] + LAYOUTS[4])
+def test_zero_3_equals_one_process(layout, accumulation, reshard, references, request):
+    ranks = request.getfixturevalue("ranks2" if layout in LAYOUTS[2] else "ranks4")
+    plan = f"{layout} zero=3 accumulation={accumulation} reshard={reshard} precision=fp64"
+    for results in ranks.run(train_cases, plan, chosen()):
+        for name, result in results.items():
+            assert result.largest_difference(references[name]) < RTOL, name
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), passes=st.sampled_from(PASSES))
+def test_any_tree_of_modules_equals_one_process(ranks2, seed, passes):
+    case, (accumulation, reshard) = TreeCase(seed), passes
+    reference = train_case("precision=fp64", case)
+    plan = f"dp_shard=2 zero=3 accumulation={accumulation} reshard={reshard} precision=fp64"
+    for result in ranks2.run(train_case, plan, case):
+        assert result.largest_difference(reference) < RTOL
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adagrad"])
+def test_optimizers_that_see_whole_shapes_or_start_with_states(optimizer, ranks2):
+    case = OddCase(optimizer=optimizer)
+    reference = train_case("precision=fp64", case)
+    for result in ranks2.run(train_case, "dp_shard=2 zero=3 precision=fp64", case):
+        assert result.largest_difference(reference) < RTOL
+
+
+def test_the_matrix_can_fail(references):
+    other = train_case("precision=fp64", replace(OddCase(), max_grad_norm=0.0))
+    assert references["odd"].largest_difference(other) > 1e-4
+
+
+@pytest.mark.parametrize("reshard", ["after_forward", "after_step"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_stays_near_one_process_of_the_same_precision(precision, reshard, ranks2):
+    """Ranks split the batch, so sums in matrix products are made in another order: bounds of a few roundings."""
+    kinds = cases()
+    plan = f"precision={precision} accumulation=2"
+    one = train_cases(plan, kinds)
+    bound = {"bf16": 2**-5, "fp16": 2**-8}[precision]
+    for name, result in ranks2.run(train_cases, f"{plan} dp_shard=2 zero=3 reshard={reshard}", kinds)[1].items():
+        assert result.losses == pytest.approx(one[name].losses, rel=bound), name
+        assert result.grad_norms[0] == pytest.approx(one[name].grad_norms[0], rel=bound), name
+        for key, weight in one[name].weights.items():
+            assert float((result.weights[key] - weight).abs().mean()) < 2e-3, (name, key)
+
+
+def test_masters_and_their_sums_are_those_of_zero_1(ranks2):
+    """One precision policy for every stage: the same roundings, so nearly the same numbers."""
+    runs = [ranks2.run(train_cases, f"dp_shard=2 zero={zero} precision=bf16", cases())[0] for zero in (1, 3)]
+    for name, theirs in runs[0].items():
+        ours = runs[1][name]
+        assert ours.losses[:2] == pytest.approx(theirs.losses[:2], rel=2e-3), name
+        assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-3), name
+        for key, weight in theirs.weights.items():
+            assert ours.weights[key].dtype == weight.dtype == torch.float32
