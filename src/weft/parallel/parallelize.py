@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.errors import ModelError
+from weft.memory.offload import Host, open_host
 from weft.mesh import Mesh
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
@@ -22,17 +23,18 @@ def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
     model.to(device=mesh.device)
     if mesh.plan.compile:
         compile_blocks(model)
-    attach(model, _engine(model, mesh))
+    host = open_host(mesh.plan, mesh.device)
+    attach(model, _engine(model, mesh, host))
     return model
 
 
-def _engine(model: nn.Module, mesh: Mesh) -> DataParallel:
+def _engine(model: nn.Module, mesh: Mesh, host: Host | None) -> DataParallel:
     """The stage that the plan asks for."""
     if mesh.plan.zero == 3:
         from weft.parallel.zero3 import FullyShardedModel
 
         return FullyShardedModel(model, mesh)
-    return FlatModel(model, mesh)
+    return FlatModel(model, mesh, host=host)
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -90,7 +90,9 @@ NOT_BUILT: tuple[Rule, ...] = (
         field="offload",
         reason="Activations are either made again in backward or kept on the host, not yet some of each.",
         predicate=lambda plan, facts: plan.offload_share("activations") > 0 and plan.recompute != "none",
-        finding=lambda plan, facts: f"activations on the host together with recompute={plan.recompute} is not built yet",
+        finding=lambda plan, facts: (
+            f"activations on the host together with recompute={plan.recompute} is not built yet"
+        ),
         remedy=lambda plan, facts: "Use recompute=none, or leave activations out",
         fix=lambda plan, facts: plan.replace(recompute="none"),
     ),
