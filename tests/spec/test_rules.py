@@ -120,8 +120,13 @@ def test_every_rule_has_a_case_and_says_why_in_one_sentence():
 
 
 def test_what_is_built_is_not_refused():
-    for text in ("", "dp_replicate=8", "dp_replicate=8 accumulation=2 precision=bf16 compile=on", "precision=fp64",
-                 "offload=optimizer:0.5+activations"):
+    for text in (
+        "",
+        "dp_replicate=8",
+        "dp_replicate=8 accumulation=2 precision=bf16 compile=on",
+        "precision=fp64",
+        "offload=optimizer:0.5+activations",
+    ):
         assert check(Plan.parse(text), Facts(model=MODEL, global_batch=16, seq_len=1024)) == []
     assert check(Plan(dp_replicate=8), FACTS) == []
 

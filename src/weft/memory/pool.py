@@ -15,6 +15,7 @@ import torch
 
 from weft import env
 from weft.errors import LaunchError
+from weft.memory.link import Copy
 from weft.units import format_bytes
 
 #: Share of the machine's memory that all ranks on it may pin together; the rest is for states, data and the system.
@@ -38,7 +39,7 @@ class HostPool:
         #: Bytes of all buffers, those in use, and the most that were ever in use at once.
         self.held_bytes = self.used_bytes = self.peak_bytes = 0
         self._pin, self._unpin = pin, unpin
-        self._free: list[torch.Tensor] = []
+        self._free: list[tuple[torch.Tensor, Copy | None]] = []  # the longest free first
         # All buffers, by address: registered memory must not go to others while CUDA still knows it.
         self._all: dict[int, torch.Tensor] = {}
         weakref.finalize(self, _unpin_all, self._all, unpin).atexit = False
@@ -49,31 +50,32 @@ class HostPool:
         field: the plan's word that it is for, for the error. Raises LaunchError where the limit would be passed.
         """
         size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
-        fitting = [index for index, one in enumerate(self._free) if size <= one.nbytes <= size / LEAST_USED]
+        fitting = [index for index, (one, _) in enumerate(self._free) if size <= one.nbytes <= size / LEAST_USED]
         if fitting:
-            buffer = self._free.pop(min(fitting, key=lambda index: self._free[index].nbytes))
+            buffer, last = self._free.pop(min(fitting, key=lambda index: self._free[index][0].nbytes))
+            if last is not None:
+                last.wait_host()
         else:
             buffer = self._make(size, field)
         self.used_bytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return buffer
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Let others have a buffer that `take` gave. No copy from or to it may be under way."""
+    def give_back(self, buffer: torch.Tensor, last: Copy | None = None) -> None:
+        """Let others have a buffer that `take` gave. last: the copy from or to it that may still be under way."""
         self.used_bytes -= buffer.nbytes
-        self._free.append(buffer)
+        self._free.append((buffer, last))
 
     def release(self) -> None:
         """Give all buffers that nobody uses back to the system."""
-        for buffer in self._free:
-            self._drop(buffer)
-        self._free = []
+        while self._free:
+            self._drop(*self._free.pop())
 
     def _make(self, size: int, field: str) -> torch.Tensor:
         # What is free does not fit: the largest goes first, as few as needed.
-        self._free.sort(key=lambda one: one.nbytes)
         while self._free and self.held_bytes + size > self.limit_bytes:
-            self._drop(self._free.pop())
+            largest = max(range(len(self._free)), key=lambda index: self._free[index][0].nbytes)
+            self._drop(*self._free.pop(largest))
         if self.held_bytes + size > self.limit_bytes:
             raise LaunchError(
                 f"{field}: this rank needs {format_bytes(self.held_bytes + size)} of host memory for copies, and its "
@@ -86,7 +88,9 @@ class HostPool:
         self._all[buffer.data_ptr()] = buffer
         return buffer
 
-    def _drop(self, buffer: torch.Tensor) -> None:
+    def _drop(self, buffer: torch.Tensor, last: Copy | None) -> None:
+        if last is not None:
+            last.wait_host()
         del self._all[buffer.data_ptr()]
         if self._unpin is not None:
             self._unpin(buffer)

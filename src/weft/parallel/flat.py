@@ -37,8 +37,9 @@ from weft.parallel.states import gather_states, load_states
 class FlatModel:
     """The engine of zero=0, 1 and 2; see `weft.parallel.gradients.DataParallel`.
 
-    host: where the plan's share of masters and states goes. each_microbatch: stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs
-    traffic. Raises ModelError for parameters it cannot hold, CommError where ranks built different models.
+    host: where the plan's share of masters and states goes. each_microbatch: stage 2 reduces after each microbatch,
+    which saves the memory of whole gradients and costs traffic. Raises ModelError for parameters it cannot hold,
+    CommError where ranks built different models.
     """
 
     def __init__(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
 from weft.errors import ModelError
-from weft.memory.offload import Host, open_host
+from weft.memory.activations import offload_activations
+from weft.memory.blocks import repeated_blocks
+from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
@@ -24,6 +28,12 @@ def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
     if mesh.plan.compile:
         compile_blocks(model)
     host = open_host(mesh.plan, mesh.device)
+    if host is not None and (share := mesh.plan.offload_share("activations")):
+        offload_activations(list(repeated_blocks(model).items()) or [("", model)], share, host)
+    if host is not None and mesh.rank == 0 and mesh.device.type != "cuda":
+        warnings.warn(
+            f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}", stacklevel=2
+        )
     attach(model, _engine(model, mesh, host))
     return model
 

@@ -296,7 +296,7 @@ def _offload(value: object) -> tuple[str, ...]:
 
 
 def _offload_part(part: object) -> tuple[str, str]:
-    """"optimizer", and "optimizer" or "optimizer:0.5": what lives on the host, and the word with its share."""
+    """ "optimizer", and "optimizer" or "optimizer:0.5": what lives on the host, and the word with its share."""
     if not isinstance(part, str):
         return _choice("offload", part, OFFLOADS), ""
     name, colon, share = part.partition(":")

@@ -78,9 +78,7 @@ NOT_BUILT: tuple[Rule, ...] = (
         name="offload-optimizer-zero-3-not-built",
         field="offload",
         reason="Under zero=3 the optimizer goes to the host only together with the parameters.",
-        predicate=lambda plan, facts: (
-            plan.zero == 3 and plan.offload_share("optimizer") > plan.offload_share("params")
-        ),
+        predicate=lambda plan, facts: plan.zero == 3 and plan.offload_share("optimizer") > plan.offload_share("params"),
         finding=lambda plan, facts: "with zero=3, the optimizer without the parameters on the host is not built yet",
         remedy=lambda plan, facts: "Use offload=params, with which the optimizer steps on the host too, or zero=2",
         fix=lambda plan, facts: _with_offload(plan, "optimizer", "params"),
