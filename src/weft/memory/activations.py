@@ -41,19 +41,26 @@ class Activations:
 
     def watch(self, name: str, block: nn.Module) -> None:
         """From here the block's activations live on the host between forward and backward."""
-        enter = _Enter(self, name)
-        block.register_forward_pre_hook(enter)
+        block.register_forward_pre_hook(_Enter(self, name))
         block.register_forward_hook(_Leave(self), always_call=True)
+        for part in block.modules():
+            if next(part.parameters(), None) is not None or next(part.buffers(), None) is not None:
+                part.register_forward_pre_hook(_Part(self))
 
-    def enter(self, name: str, block: nn.Module) -> None:
+    def enter(self, name: str) -> None:
         """A block's forward begins."""
         # A recomputed forward runs inside of backward: what it keeps is used at once.
         wanted = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        one = _Pass(self, name, block) if wanted else None
+        one = _Pass(self, name) if wanted else None
         self._open.append(one)
         if one is not None:
             self.last = weakref.ref(one)
             one.open()
+
+    def call(self, part: nn.Module) -> None:
+        """A part of a block is called."""
+        if self._open and (one := self._open[-1]) is not None:
+            one.keep(part)
 
     def leave(self) -> None:
         """A block's forward ends, by an exception or not."""
@@ -65,16 +72,24 @@ class Activations:
 class _Pass:
     """One forward of one block, and its backward."""
 
-    def __init__(self, owner: Activations, name: str, block: nn.Module):
+    def __init__(self, owner: Activations, name: str):
         self.owner = owner
         self.hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, self._unpack)
         self._name = name
         self._before = owner.last() if owner.last is not None else None
-        # fully_shard has gathered the block's parameters by now, and lets them go by itself.
-        kept = [*block.parameters(), *block.buffers()]
-        self._stay = {tensor.untyped_storage().data_ptr() for tensor in kept if type(tensor) in _PLAIN}
+        self._stay: set[int] = set()  # addresses of parameters and buffers
         self._known: dict[tuple[Any, ...], _Saved] = {}
         self._saved: list[weakref.ref[_Saved]] = []
+
+    def keep(self, part: nn.Module) -> None:
+        """Leave a module's parameters and buffers where they are.
+
+        By address: autograd hands over views of them too, and under fully_shard they come into being just before the
+        module is called.
+        """
+        for tensor in (*part.parameters(), *part.buffers()):
+            if type(tensor) in _PLAIN:
+                self._stay.add(tensor.untyped_storage().data_ptr())
 
     def open(self) -> None:
         """The block's forward begins."""
@@ -126,7 +141,6 @@ class _Pass:
             type(tensor) in _PLAIN
             and tensor.layout == torch.strided
             and tensor.nbytes >= self.owner.least_bytes
-            and not (tensor.is_leaf and tensor.requires_grad)
             and tensor.untyped_storage().data_ptr() not in self._stay
             and all(stride > 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         )
@@ -193,10 +207,22 @@ class _Enter:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._owner is not None:
-            self._owner.enter(self._name, module)
+            self._owner.enter(self._name)
 
     def __reduce__(self) -> tuple[type[_Enter], tuple[()]]:
         return _Enter, ()
+
+
+class _Part:
+    def __init__(self, owner: Activations | None = None):
+        self._owner = owner
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._owner is not None:
+            self._owner.call(module)
+
+    def __reduce__(self) -> tuple[type[_Part], tuple[()]]:
+        return _Part, ()
 
 
 class _Leave:

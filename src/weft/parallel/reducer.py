@@ -153,6 +153,7 @@ class Reducer:
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         if factor != 1.0 and self.buckets:
+            self.arrive()  # what is still on its way to the host must not be multiplied twice
             torch._foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
             for bucket in self.buckets:
                 if bucket.host is not None:
