@@ -11,6 +11,11 @@ _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB",
     "{}%".format, st.integers(1, 99)
 )
 
+_shares = st.integers(1, 10**6).map(lambda number: f":{number / 10**6:.6f}") | st.integers(1, 100).map(":{}%".format)
+_offloads = st.dictionaries(st.sampled_from(OFFLOADS), st.just("") | _shares).map(
+    lambda found: tuple(name + share for name, share in found.items())
+)
+
 plans = st.builds(
     Plan,
     pp=_sizes,
@@ -28,6 +33,6 @@ plans = st.builds(
     accumulation=_sizes,
     precision=st.sampled_from(PRECISIONS),
     recompute=st.sampled_from(RECOMPUTES) | _budgets,
-    offload=st.lists(st.sampled_from(OFFLOADS)).map(tuple),
+    offload=_offloads,
     compile=st.booleans(),
 )

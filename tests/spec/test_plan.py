@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.spec.plans import plans
 from weft.errors import PlanError
-from weft.spec.plan import AXES, Plan, plan_fields
+from weft.spec.plan import AXES, OFFLOADS, Plan, plan_fields
 
 
 @settings(max_examples=150, deadline=None)
@@ -53,6 +53,16 @@ def test_the_text_holds_only_what_differs_in_the_order_of_the_fields():
     assert Plan.parse("zero=3 tp=2 dp_shard=4").format() == "dp_shard=4 tp=2 zero=3"
     assert Plan.parse("compile=on offload=params+optimizer").format() == "offload=optimizer+params compile=on"
 
+    assert Plan.parse("offload=activations:50%+optimizer:0.250").format() == "offload=optimizer:0.25+activations:0.5"
+    assert Plan.parse("offload=optimizer:1.0+params:100%+none").offload == ("optimizer", "params")
+
+
+def test_the_share_that_lives_on_the_host():
+    plan = Plan(offload=("activations:.125", "optimizer", "optimizer"))
+    assert [plan.offload_share(name) for name in OFFLOADS] == [1.0, 0.0, 0.125]
+    assert plan.offload == ("optimizer", "activations:0.125")
+    assert Plan(offload="params:30%").offload_share("params") == 0.3
+
 
 def test_a_toml_table_is_read():
     table = tomllib.loads('dp_shard = 4\ntp = 2\nzero = 3\ncompile = true\noffload = ["params"]\nrecompute = "12 GiB"')
@@ -92,6 +102,14 @@ GOLDEN = {
     ),
     "sp=maybe": "sp=maybe: this is a switch. Use sp=on or sp=off.",
     "offload=disk": "offload=disk: not one of optimizer, params, activations. Use offload=optimizer.",
+    "offload=optimizer:0": (
+        "offload=optimizer:0: a share is a number above 0 and at most 1. Use e.g. offload=optimizer:0.5."
+    ),
+    "offload=params:101%": (
+        "offload=params:101%: a share is a number above 0 and at most 1. Use e.g. offload=params:0.5."
+    ),
+    "offload=params:-1": "offload=params:-1: a share is a number above 0 and at most 1. Use e.g. offload=params:0.5.",
+    "offload=params:0.5+params": "offload=params: params has another share already. Keep one.",
     "recompute=0%": (
         "recompute=0%: not one of none, full, attention, selective, nor a budget. "
         "Use one of them, or e.g. recompute=12GiB or recompute=50%."

@@ -28,9 +28,19 @@ CASES = [
     ("ep-not-built", "dp_replicate=2 ep=2", Facts(),
      "ep=2: expert parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2"),
     ("sp-not-built", "sp=on", Facts(), "sp=on: sequence parallelism is not built yet. Use sp=off.", ""),
-    ("offload-not-built", "offload=optimizer+params", Facts(),
-     "offload=optimizer+params: offload to the host is not built yet. "
-     "Use offload=none, with a larger accumulation where memory is short.", ""),
+    ("offload-optimizer-zero-3-not-built", "dp_shard=2 zero=3 offload=optimizer:0.5+activations", Facts(),
+     "offload=optimizer:0.5+activations: with zero=3, the optimizer without the parameters on the host is not built "
+     "yet. Use offload=params, with which the optimizer steps on the host too, or zero=2.",
+     "dp_shard=2 zero=3 offload=params:0.5+activations"),
+    ("offload-activations-recompute-not-built", "recompute=full offload=activations", Facts(),
+     "offload=activations: activations on the host together with recompute=full is not built yet. "
+     "Use recompute=none, or leave activations out.", "offload=activations"),
+    ("offload-activations-compile-not-built", "compile=on offload=activations", Facts(),
+     "offload=activations: activations on the host together with compile=on is not built yet. "
+     "Use compile=off, or leave activations out.", "offload=activations"),
+    ("offload-params-needs-zero-3", "offload=params:0.25", Facts(),
+     "offload=params:0.25: zero=0 needs whole parameters on the device in every pass; zero=3 brings them piece by "
+     "piece. Use zero=3 with dp_shard=2 or more, or offload=optimizer.", "offload=optimizer:0.25"),
     ("world-size", "dp_replicate=2 tp=2", FACTS,
      "world_size=8: the plan asks for 4 ranks (dp_replicate=2 * tp=2), but 8 were started. "
      "Start 4 ranks, or put dp_replicate=* in the plan.", "dp_replicate=4 tp=2"),
@@ -110,16 +120,17 @@ def test_what_is_built_is_not_refused():
         "precision=fp64",
         "recompute=50%",
         *(f"dp_replicate=2 dp_shard=4 zero={stage} precision=fp16" for stage in (1, 2, 3)),
+        "offload=optimizer:0.5+activations",
     ):
         assert check(Plan.parse(text), Facts(model=MODEL, global_batch=16, seq_len=1024)) == []
     assert check(Plan(dp_replicate=8), FACTS) == []
 
 
 def test_everything_else_is_refused_by_a_rule_that_says_so():
-    for word in ("tp=2", "pp=2", "cp=2", "ep=2", "sp=on", "offload=params"):
+    for word in ("tp=2", "pp=2", "cp=2", "ep=2", "sp=on"):
         (violation,) = check(Plan.parse(word), Facts())
         assert "is not built yet" in violation.message
-    assert len(NOT_BUILT) == 6
+    assert len(NOT_BUILT) == 8
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])

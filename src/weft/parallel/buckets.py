@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from weft.memory.offload import HostPart
 from weft.mesh import Axis
 
 #: Large enough to amortise a collective's latency, small enough that several are under way at once.
@@ -93,6 +94,7 @@ class Bucket:
     weights: flat, of the compute format; the parameters are views into it. master: this rank's part of the unrounded
     weights; a slice of `weights` where nothing is rounded. own: this rank's part of the flat tensors.
     grads: flat, whole, of the master's format; None while nobody needs it. shard: this rank's part of the sums.
+    on_host: whether the master is on the host, and its gradient for the optimizer too: `host` holds both.
     """
 
     index: int
@@ -104,8 +106,10 @@ class Bucket:
     weights: torch.Tensor
     master: torch.Tensor
     gaps: list[slice]
+    on_host: bool = False
     grads: torch.Tensor | None = None
     shard: torch.Tensor | None = None
+    host: HostPart | None = None
 
     @property
     def size(self) -> int:
@@ -114,7 +118,7 @@ class Bucket:
     @property
     def is_mixed(self) -> bool:
         """Whether masters are tensors of their own."""
-        return self.weights.dtype != self.master.dtype
+        return self.on_host or self.weights.dtype != self.master.dtype
 
     def use_grads(self, flat: torch.Tensor) -> None:
         """Take `flat` for whole gradients. Its contents may be anything; what no parameter owns becomes zero."""
@@ -144,7 +148,7 @@ def fill(bucket: Bucket, source: Callable[[Slot], torch.Tensor], settle: Callabl
     settle(full)
     if bucket.is_mixed:
         bucket.weights = full.to(bucket.weights.dtype)
-        bucket.master = full[bucket.own].clone()
+        bucket.master = bucket.host.master.copy_(full[bucket.own]) if bucket.host else full[bucket.own].clone()
     else:
         bucket.weights, bucket.master = full, full[bucket.own]
     for slot in bucket.slots:
@@ -163,15 +167,17 @@ def lay_out(
     shard: Axis,
     *,
     whole: frozenset[str] = frozenset(),
+    host: frozenset[str] = frozenset(),
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Bucket]:
     """Buckets, without contents yet, in the order in which backward completes them: the last parameters first.
 
-    whole: names of the parameters that must not cross the borders between parts.
+    whole: names of the parameters that must not cross the borders between parts. host: of those whose masters are
+    on the host.
     """
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
-        key = (slot.name in whole and shard.size > 1, formats[slot.param], slot.param.device)
+        key = (slot.name in whole and shard.size > 1, slot.name in host, formats[slot.param], slot.param.device)
         kinds.setdefault(key, []).append(slot)
     limit = max(1, bucket_bytes // master.itemsize)
     groups: list[tuple[list[Slot], int, bool]] = []
@@ -179,7 +185,10 @@ def lay_out(
         groups += _whole(members, limit, shard.size) if key[0] else _slices(members, limit, shard.size)
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
     groups.sort(key=lambda group: max(position[id(slot)] for slot in group[0]))
-    return [_bucket(index, *group, formats, master, shard) for index, group in enumerate(groups)]
+    buckets = [_bucket(index, *group, formats, master, shard) for index, group in enumerate(groups)]
+    for bucket in buckets:
+        bucket.on_host = bucket.slots[0].name in host
+    return buckets
 
 
 def _bucket(

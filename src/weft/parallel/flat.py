@@ -23,6 +23,7 @@ from torch import nn
 from weft.comm import all_gather, broadcast
 from weft.comm.collectives import start_all_gather
 from weft.errors import ModelError
+from weft.memory.offload import Host, HostPart, choose, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.parallel.adopt import Adoption
 from weft.parallel.agree import check_same_model
@@ -36,12 +37,19 @@ from weft.parallel.states import gather_states, load_states
 class FlatModel:
     """The engine of zero=0, 1 and 2; see `weft.parallel.gradients.DataParallel`.
 
-    each_microbatch: stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs
-    traffic. Raises ModelError for parameters it cannot hold, CommError where ranks built different models.
+    host: where the plan's share of masters and states goes. each_microbatch: stage 2 reduces after each microbatch,
+    which saves the memory of whole gradients and costs traffic. Raises ModelError for parameters it cannot hold,
+    CommError where ranks built different models.
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, *, each_microbatch: bool = False, bucket_bytes: int = BUCKET_BYTES
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        host: Host | None = None,
+        each_microbatch: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ):
         self.device = mesh.device
         self.axes = (
@@ -60,12 +68,15 @@ class FlatModel:
         self._slots = [Slot(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._moving = self._settle_rest(model)
+        self._host = host
+        sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
+        self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
         self.own_loop = OwnLoop(self)
         self.reducer = Reducer(
             self._slots, self.axes, stage, mesh.device, self.own_loop.note, each_microbatch and stage == 2
         )
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
-        if self.precision.is_mixed:
+        if self.precision.is_mixed or self._on_host:
             follow = _FollowLoads(self)
             model.register_load_state_dict_pre_hook(follow.before)
             model.register_load_state_dict_post_hook(follow.after)
@@ -110,13 +121,18 @@ class FlatModel:
         pending = []
         for bucket in reversed(self.reducer.buckets):  # first what the next forward needs first
             own = bucket.weights[bucket.own]
-            if bucket.is_mixed:
+            if bucket.host is not None:
+                bucket.host.bring(own).wait()
+            elif bucket.is_mixed:
                 own.copy_(bucket.master)
             pending.append(start_all_gather(own, self.axes.shard, out=bucket.weights))
         for one in pending:
             one.wait()
         for buffer in self._moving:
             broadcast(buffer, self.axes.data)
+        for slot, piece in self._pieces():
+            if _bucket(slot).host is not None:
+                piece.grad = None  # its memory served to bring the weights
         self.leave_step()
 
     def leave_step(self) -> None:
@@ -134,6 +150,8 @@ class FlatModel:
         if any(not _bucket(slot).whole for slot in self._slots if slot.name in names):
             self._lay_out_anew(names)
         adoption.put()
+        if self._on_host:
+            step_on_host(optimizer)
         self.adoptions.append(adoption)
         self.own_loop.watch(adoption)
 
@@ -151,16 +169,18 @@ class FlatModel:
         if self.axes.shard.size == 1:
             for slot in self._slots:
                 slot.param.grad = slot.grad
-        for adoption in self.adoptions:
-            for slot, piece in adoption.pieces.items():
-                if piece is not slot.param:
-                    bucket = _bucket(slot)
-                    piece.grad = slot.piece(shard_of(bucket), bucket.own)
+        for slot, piece in self._pieces():
+            if piece is not slot.param:
+                bucket = _bucket(slot)
+                piece.grad = slot.piece(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Trainable parameters by name, whole and unrounded."""
         for bucket in self.reducer.buckets:
-            flat = all_gather(bucket.master, self.axes.shard) if bucket.is_mixed else bucket.weights
+            flat = bucket.weights
+            if bucket.is_mixed:
+                shard = bucket.master
+                flat = shard if bucket.num_shards == 1 else all_gather(shard.to(flat.device), self.axes.shard)
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -207,6 +227,10 @@ class FlatModel:
         if any(param.requires_grad for param in self._frozen):
             raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
 
+    def _pieces(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+        for adoption in self.adoptions:
+            yield from adoption.pieces.items()
+
     def _adoption(self, optimizer: torch.optim.Optimizer) -> Adoption:
         self.adopt(optimizer)
         return next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
@@ -233,9 +257,12 @@ class FlatModel:
             self.precision.master,
             self.axes.shard,
             whole=whole,
+            host=self._on_host,
             bucket_bytes=self._bucket_bytes,
         )
         for bucket in buckets:
+            if bucket.on_host and self._host is not None:
+                bucket.host = HostPart(self._host, bucket.length, bucket.master.dtype)
             fill(bucket, source, lambda flat: broadcast(flat, self.axes.data) if settle else flat)
         self.reducer.buckets = buckets
 
@@ -248,6 +275,9 @@ class FlatModel:
             for one in self.adoptions
         ]
         weights = dict(self.weights())
+        for bucket in self.reducer.buckets:
+            if bucket.host is not None:
+                bucket.host.release()
         self._make_buckets(whole, lambda slot: weights[slot.name], settle=False)
         for slot, grad in grads.items():
             slot.grad, slot.param.grad = None, grad
@@ -268,6 +298,8 @@ class FlatModel:
         bucket = _bucket(slot)
         piece = slot.piece(bucket.master, bucket.own)
         if bucket.is_mixed and piece is not None:
+            if bucket.host is not None:
+                bucket.host.arrive()
             with torch.no_grad():
                 piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
 

@@ -68,6 +68,9 @@ class OwnLoop:
         self._touched = set()
         for bucket in engine.reducer.buckets:
             bucket.shard = engine.reducer.take(bucket)[bucket.own]
+        engine.reducer.forget()
+        engine.reducer.send()
+        engine.reducer.arrive()
         engine.show_gradients()
 
     def _held(self) -> FlatModel:
@@ -117,6 +120,8 @@ def _before_step(
 ) -> None:
     found = engine()
     if found is None or found.in_step:
+        if found is not None:
+            found.reducer.arrive()
         return
     if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
         raise ModelError(

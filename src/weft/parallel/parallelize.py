@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 
 from weft.errors import ModelError
 from weft.memory import apply_recompute, repeated_blocks
+from weft.memory.activations import offload_activations
+from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
@@ -24,17 +28,24 @@ def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
         compile_blocks(model)
-    attach(model, _engine(model, mesh))
+    host = open_host(mesh.plan, mesh.device)
+    if host is not None and (share := mesh.plan.offload_share("activations")):
+        offload_activations(list(repeated_blocks(model).items()) or [("", model)], share, host)
+    if host is not None and mesh.rank == 0 and mesh.device.type != "cuda":
+        warnings.warn(
+            f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}", stacklevel=2
+        )
+    attach(model, _engine(model, mesh, host))
     return model
 
 
-def _engine(model: nn.Module, mesh: Mesh) -> DataParallel:
+def _engine(model: nn.Module, mesh: Mesh, host: Host | None) -> DataParallel:
     """The stage that the plan asks for."""
     if mesh.plan.zero == 3:
         from weft.parallel.zero3 import FullyShardedModel
 
         return FullyShardedModel(model, mesh)
-    return FlatModel(model, mesh)
+    return FlatModel(model, mesh, host=host)
 
 
 def compile_blocks(model: nn.Module) -> None:

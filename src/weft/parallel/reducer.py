@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from weft.comm import all_gather, all_reduce
-from weft.comm.collectives import Pending, start_all_reduce, start_reduce_scatter
+from weft.comm.collectives import start_all_reduce, start_reduce_scatter
 from weft.errors import CommError
+from weft.memory.link import Waitable
 from weft.mesh import Axis
 from weft.parallel.buckets import Bucket, Slot
 
@@ -39,7 +40,7 @@ class Axes:
 class _UnderWay:
     """A bucket's reduction. add: what arrives here is to be added to the bucket's shard."""
 
-    pending: Pending
+    pending: Waitable
     add: torch.Tensor | None = None
 
 
@@ -83,6 +84,7 @@ class Reducer:
         for one in self._under_way.values():
             one.pending.wait()
         self._under_way, self._reduced, self._late, self._next = {}, set(), [], 0
+        self.forget()
         self.clear(self._slots)
 
     def begin_pass(self, last: bool) -> None:
@@ -110,7 +112,26 @@ class Reducer:
         if self._axes.shard.size > 1:
             for pending in [start_all_reduce(shard_of(bucket), self._axes.replicate) for bucket in self.buckets]:
                 pending.wait()
+        self.send()
         self._sum(totals)
+
+    def send(self) -> None:
+        """Let the sums travel to the host, where the optimizer works there and they did not travel yet."""
+        for bucket in self.buckets:
+            if bucket.host is not None and not bucket.host.is_sent:
+                bucket.host.send(shard_of(bucket))
+
+    def forget(self) -> None:
+        """What travelled to the host is old."""
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.forget()
+
+    def arrive(self) -> None:
+        """Wait until the host has the sums."""
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.arrive()
 
     def norm(self) -> torch.Tensor:
         """Euclidean norm of the whole gradient; not a number where `check` has something to say."""
@@ -132,7 +153,11 @@ class Reducer:
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         if factor != 1.0 and self.buckets:
+            self.arrive()  # what is still on its way to the host must not be multiplied twice
             torch._foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
+            for bucket in self.buckets:
+                if bucket.host is not None:
+                    bucket.host.scale(factor)
             self._norm_squared *= factor * factor
 
     def clear(self, slots: list[Slot]) -> None:
@@ -148,7 +173,7 @@ class Reducer:
     def take(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's whole gradient, flat, with what autograd or the user left in `.grad`; nothing there is zero."""
         if bucket.grads is None:
-            bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device))
+            bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
         assert bucket.grads is not None
         for slot in bucket.slots:
             if slot.param.grad is not slot.grad:
@@ -164,7 +189,7 @@ class Reducer:
                 slot.fired += 1
                 return
             if bucket.grads is None:
-                bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device))
+                bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
             if param.grad is not slot.grad:
                 _take(slot)
             if self._pass is None:
@@ -184,7 +209,8 @@ class Reducer:
         flat = self.take(bucket)
         if self._axes.shard.size == 1:
             bucket.shard = flat
-            self._under_way[bucket.index] = _UnderWay(start_all_reduce(flat, self._axes.replicate))
+            pending = start_all_reduce(flat, self._axes.replicate)
+            self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
             return
         for slot in bucket.slots:
             slot.param.grad = None
@@ -198,8 +224,17 @@ class Reducer:
         if self._stage == 2 and len(self._under_way) >= MOST_UNDER_WAY:
             self._land(min(self._under_way))
         pending = start_reduce_scatter(flat, self._axes.shard, out=bucket.shard if add is None else add)
+        if add is None and self._axes.replicate.size == 1:
+            pending = self._send_early(bucket, pending)
         self._under_way[bucket.index] = _UnderWay(pending, add)
         self._reduced.add(bucket.index)
+
+    def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
+        """Let a bucket's sums travel on to the host as soon as they are there. Returns what the device waits for."""
+        is_final = self._pass == "last" or not self._each
+        if bucket.host is None or not bucket.host.is_early or not is_final:
+            return pending
+        return bucket.host.send(shard_of(bucket), pending)
 
     def _land(self, index: int) -> None:
         """Wait for a bucket's reduction."""

@@ -33,7 +33,7 @@ def gather_states(adoption: Adoption, buckets: list[Bucket], shard: Axis) -> Ite
                     yield f"{slot.name}/{key}", value
         return
     adopted = {slot.name: slot for slot in adoption.slots}
-    table = exchange(_describe(adoption, shard.rank), shard, buckets[0].master.device)
+    table = exchange(_describe(adoption, shard.rank), shard, buckets[0].weights.device)
     for bucket in buckets:
         mine = [slot for slot in bucket.slots if slot.name in adopted and slot.name in table]
         for key in sorted({key for slot in mine for key in table[slot.name]}):
@@ -46,7 +46,7 @@ def _gather_key(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """One key of one bucket's parameters: the divided ones in one collective, the others one by one."""
     divided = [slot for slot in slots if table[slot.name][key]["shape"] == "cut"]
-    device = bucket.master.device
+    device = bucket.weights.device
     for dtype in sorted({table[slot.name][key]["dtype"] for slot in divided}):
         part = torch.zeros(bucket.length, dtype=DTYPES[dtype], device=device)
         alike = [slot for slot in divided if table[slot.name][key]["dtype"] == dtype]

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.comm import all_reduce, broadcast
 from weft.errors import LaunchError, ModelError, PlanError
+from weft.memory.offload import choose, shard_offload, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import global_norm
 from weft.parallel.agree import check_same_model
@@ -55,9 +56,10 @@ class FullyShardedModel:
     def __init__(self, model: nn.Module, mesh: Mesh):
         _check(mesh)
         check_same_model(model, mesh.data, mesh.device)
-        plan, self.precision = mesh.plan, Precision.of(mesh.plan)
+        plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device
         self._data, self._axis, self._replicas = mesh.data, mesh["dp_shard"], mesh["dp_replicate"]
         self._defers = plan.reshard == "after_step" and plan.microbatches_per_step > 1
+        self._has_host = plan.offload_share("params") > 0
         self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
         self._in_microbatch = self._averages = self._unfinished = False
         self._synchronises = True
@@ -162,8 +164,8 @@ class FullyShardedModel:
         """Euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
         shards = [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
         plain = [param.grad for param in self.plain.values() if param.grad is not None]
-        squares = all_reduce(global_norm(shards).double().square(), self._axis)
-        return (squares + global_norm(plain).to(squares).square()).sqrt()
+        squares = all_reduce(_square(shards, self._device), self._axis)
+        return (squares + _square(plain, self._device)).sqrt()
 
     def check(self) -> None:
         """Nothing: ranks compare what they are about to do before they do it."""
@@ -187,6 +189,8 @@ class FullyShardedModel:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
         self._adoption.put(optimizer)
+        if self._has_host:
+            step_on_host(optimizer)
         watch_steps(optimizer, weakref.ref(self), self._adoption)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -295,6 +299,15 @@ class FullyShardedModel:
         return all_reduce(grad.detach().clone(), self._data) / self._data.size
 
 
+def _square(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Square of the norm; with parameters on the host, gradients lie on two devices."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for kind in {grad.device for grad in grads}:
+        norm = global_norm([grad for grad in grads if grad.device == kind])
+        total += norm.double().square().to(device)
+    return total
+
+
 def _check(mesh: Mesh) -> None:
     if mesh["dp_shard"].size == 1:
         raise PlanError("zero=3: it shards over dp_shard, and dp_shard is 1. Use dp_shard=2 or more, or zero=0.")
@@ -333,13 +346,18 @@ def _shard_units(
         policy = MixedPrecisionPolicy(precision.compute, precision.master, cast_forward_inputs=False)
     names = {param: name for name, param in units[-1].module.named_parameters() if param not in plain}
     members: list[list[str]] = []
+    sizes = [(str(unit), sum(param.numel() for param in unit.module.parameters() if param in names)) for unit in units]
+    sizes[-1] = (sizes[-1][0], sizes[-1][1] - sum(size for _, size in sizes[:-1]))  # what no other unit has
+    on_host = choose(sizes, mesh.plan.offload_share("params"))
     for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
         members.append([names.pop(param) for param in module.parameters() if param in names])
         # The backward of the last unit follows its forward, and the root is in use all along.
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding
         lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
-        fully_shard(module, mesh=device_mesh, reshard_after_forward=lets_go, mp_policy=policy, ignored_params=plain)
+        settings = {"mp_policy": policy, "ignored_params": plain}
+        settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
+        fully_shard(module, mesh=device_mesh, reshard_after_forward=lets_go, **settings)
         # The gradient of an embedding needs its tokens, not its weights.
         module.set_unshard_in_backward(not embeds)
     return members

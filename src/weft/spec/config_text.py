@@ -46,7 +46,7 @@ def _plan_table() -> dict[str, object]:
         "reshard": {"enum": list(RESHARDS)},
         "precision": {"enum": list(PRECISIONS)},
         "recompute": {"type": "string"},
-        "offload": {"type": "array", "items": {"enum": list(OFFLOADS)}},
+        "offload": {"type": "array", "items": {"type": "string", "pattern": f"^({'|'.join(OFFLOADS)})(:.+)?$"}},
     }
     fields = {name: special.get(name, whole) for name in plan_fields()}
     return {"type": "object", "additionalProperties": False, "properties": fields}

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +29,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", 
 _LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 _FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
+_SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
 _WHOLE = re.compile(r"[0-9]{1,18}")
 
 
@@ -45,7 +47,8 @@ class Plan:
     accumulation: forward-backward passes per optimizer step when there is no pipeline.
     precision: of forward and backward; master weights and optimizer states stay fp32 (fp64 under "fp64").
     recompute: "none", "full", "attention", "selective", or a budget for saved activations ("12GiB", "50%").
-    offload: what lives on the host: any of optimizer, params, activations.
+    offload: what lives on the host: any of optimizer, params, activations, each whole or with a share of it
+        ("optimizer:0.5"); `offload_share` reads it.
     compile: run blocks through torch.compile.
     Raises PlanError, with every field that cannot be used, when it is made.
     """
@@ -92,6 +95,11 @@ class Plan:
     def microbatches_per_step(self) -> int:
         """Forward passes per optimizer step on one data-parallel rank."""
         return self.microbatches if self.pp > 1 else self.accumulation
+
+    def offload_share(self, name: str) -> float:
+        """Which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
+        shares = [part.partition(":")[2] or "1" for part in self.offload if part.partition(":")[0] == name]
+        return float(shares[0]) if shares else 0.0
 
     def axis_sizes(self) -> dict[str, int]:
         """Size of each mesh axis, outermost first."""
@@ -297,8 +305,27 @@ def _offload(value: object) -> tuple[str, ...]:
     if not isinstance(value, tuple):
         rule = "name what lives on the host. Use e.g. offload=optimizer+activations."
         raise _error("offload", f"offload={_shown(value)}: {rule}")
-    chosen = {_choice("offload", part, OFFLOADS) for part in cast(tuple[object, ...], value)}
-    return tuple(part for part in OFFLOADS if part in chosen)
+    chosen: dict[str, str] = {}
+    for part in cast(tuple[object, ...], value):
+        name, word = _offload_part(part)
+        if chosen.setdefault(name, word) != word:
+            raise _error("offload", f"offload={_shown(part)}: {name} has another share already. Keep one.")
+    return tuple(chosen[name] for name in OFFLOADS if name in chosen)
+
+
+def _offload_part(part: object) -> tuple[str, str]:
+    """ "optimizer", and "optimizer" or "optimizer:0.5": what lives on the host, and the word with its share."""
+    if not isinstance(part, str):
+        return _choice("offload", part, OFFLOADS), ""
+    name, colon, share = part.partition(":")
+    _choice("offload", name, OFFLOADS)
+    if not colon:
+        return name, name
+    fraction = Decimal(share.rstrip("%")) / (100 if "%" in share else 1) if _SHARE.fullmatch(share) else Decimal(0)
+    if not 0 < fraction <= 1:
+        rule = f"a share is a number above 0 and at most 1. Use e.g. offload={name}:0.5."
+        raise _error("offload", f"offload={_shown(part)}: {rule}")
+    return name, name if fraction == 1 else f"{name}:{fraction.normalize():f}"
 
 
 def _recompute(value: object) -> str:

@@ -56,15 +56,42 @@ NOT_BUILT: tuple[Rule, ...] = (
         fix=lambda plan, facts: plan.replace(sp=False),
     ),
     Rule(
-        name="offload-not-built",
+        name="offload-optimizer-zero-3-not-built",
         field="offload",
-        reason="Keeping states on the host is not built yet.",
-        predicate=lambda plan, facts: plan.offload != (),
-        finding=lambda plan, facts: "offload to the host is not built yet",
-        remedy=lambda plan, facts: "Use offload=none, with a larger accumulation where memory is short",
-        fix=lambda plan, facts: plan.replace(offload=()),
+        reason="Under zero=3 the optimizer goes to the host only together with the parameters.",
+        predicate=lambda plan, facts: plan.zero == 3 and plan.offload_share("optimizer") > plan.offload_share("params"),
+        finding=lambda plan, facts: "with zero=3, the optimizer without the parameters on the host is not built yet",
+        remedy=lambda plan, facts: "Use offload=params, with which the optimizer steps on the host too, or zero=2",
+        fix=lambda plan, facts: _with_offload(plan, "optimizer", "params"),
+    ),
+    Rule(
+        name="offload-activations-recompute-not-built",
+        field="offload",
+        reason="Activations are either made again in backward or kept on the host, not yet some of each.",
+        predicate=lambda plan, facts: plan.offload_share("activations") > 0 and plan.recompute != "none",
+        finding=lambda plan, facts: (
+            f"activations on the host together with recompute={plan.recompute} is not built yet"
+        ),
+        remedy=lambda plan, facts: "Use recompute=none, or leave activations out",
+        fix=lambda plan, facts: plan.replace(recompute="none"),
+    ),
+    Rule(
+        name="offload-activations-compile-not-built",
+        field="offload",
+        reason="What a compiled block keeps for backward is not brought to the host yet.",
+        predicate=lambda plan, facts: plan.offload_share("activations") > 0 and plan.compile,
+        finding=lambda plan, facts: "activations on the host together with compile=on is not built yet",
+        remedy=lambda plan, facts: "Use compile=off, or leave activations out",
+        fix=lambda plan, facts: plan.replace(compile=False),
     ),
 )
+
+
+def _with_offload(plan: Plan, name: str, other: str) -> Plan:
+    """`other` on the host in place of `name`, with the larger of the two shares."""
+    share = max(plan.offload_share(name), plan.offload_share(other))
+    rest = tuple(part for part in plan.offload if part.partition(":")[0] not in (name, other))
+    return plan.replace(offload=(*rest, f"{other}:{share:.6f}" if share < 1 else other))
 
 
 def _product(plan: Plan) -> str:
@@ -158,6 +185,17 @@ LASTING: tuple[Rule, ...] = (
         finding=lambda plan, facts: f"zero={plan.zero} keeps parameters whole",
         remedy=lambda plan, facts: "Leave reshard out, or use zero=3",
         fix=lambda plan, facts: plan.replace(reshard="after_forward"),
+    ),
+    Rule(
+        name="offload-params-needs-zero-3",
+        field="offload",
+        reason="Below zero=3 every forward reads all parameters, so on the host they would travel whole in each pass.",
+        predicate=lambda plan, facts: plan.offload_share("params") > 0 and plan.zero != 3,
+        finding=lambda plan, facts: (
+            f"zero={plan.zero} needs whole parameters on the device in every pass; zero=3 brings them piece by piece"
+        ),
+        remedy=lambda plan, facts: "Use zero=3 with dp_shard=2 or more, or offload=optimizer",
+        fix=lambda plan, facts: _with_offload(plan, "params", "optimizer"),
     ),
     Rule(
         name="tp-heads",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.memory import recompute_of
+from weft.memory.offload import offload_lines
 from weft.mesh import Mesh
 from weft.models import describe
 from weft.monitor import last_per_step, read_events
@@ -29,6 +30,7 @@ def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Mo
         f"plan    {mesh.plan} on {mesh.world_size} {mesh.device.type} rank{'s' if mesh.world_size > 1 else ''}",
         f"format  {Precision.of(mesh.plan)}",
         *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
+        *(f"offload {line}" for line in offload_lines(mesh.plan, mesh.device)),
     ]
 
 

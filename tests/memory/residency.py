@@ -1,0 +1,62 @@
+"""A machine with two memories, played on one: which tensors are the host's, and what no device could do with them.
+
+Host storages are those of the pool and what is made from them alone. An operation that mixes both memories is refused
+as CUDA would refuse it: only copies and scalars may.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.memory.pool import HostPool
+
+#: The last one: torch's optimizers divide their tensors by device before they call it.
+MAY_MIX = {"copy_", "_to_copy", "set_", "_fused_adamw_"}
+
+
+class TwoMemories(TorchDispatchMode):
+    """While inside, refuses operations that mix host and device. pool: what makes the host's buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._all: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.pool = HostPool(1 << 30, pin=self.to_host)
+
+    def to_host(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._host[storage._cdata] = weakref.ref(storage)
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        found = self._host.get(storage._cdata)
+        return found is not None and found() is storage
+
+    def live_bytes(self, host: bool) -> int:
+        """Bytes of all storages made inside that still live, in one of the memories."""
+        storages = [storage for ref in self._all.values() if (storage := ref()) is not None]
+        return sum(one.nbytes() for one in storages if (one._cdata in self._host) == host)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        given = list(_tensors((args, kwargs)))
+        sides = {self.is_host(tensor) for tensor in given if tensor.ndim}
+        if name not in MAY_MIX and len(sides) > 1:
+            raise RuntimeError(f"{name}: tensors of both memories")
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            self._all[storage._cdata] = weakref.ref(storage)
+            if sides == {True} and name not in ("_to_copy",):
+                self.to_host(tensor)
+        return result
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))

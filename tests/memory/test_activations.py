@@ -1,0 +1,208 @@
+"""Activations travel once each, parameters never, and what autograd would refuse is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.memory.links import LateLink
+from weft.errors import ModelError
+from weft.memory.activations import Activations, offload_activations
+from weft.memory.offload import Host
+from weft.memory.pool import HostPool
+
+
+class Block(nn.Module):
+    """Three products of one input, as attention makes them."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.register_buffer("mask", torch.rand(16, width))
+
+    def forward(self, x):
+        a, b, c = (part(x) for part in self.parts)
+        return x + (a.sigmoid() * b * self.mask).tanh() * c
+
+
+class Stack(nn.Module):
+    def __init__(self, num_blocks: int = 3, width: int = 8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def host(limit: int = 1 << 20) -> Host:
+    return Host(LateLink(), HostPool(limit))
+
+
+def watched(model: nn.Module, where: Host, share: float = 1.0, least_bytes: int = 0) -> Activations:
+    return offload_activations(list(model.blocks.named_children()), share, where, least_bytes)
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def test_gradients_are_the_same_bits_and_all_buffers_come_back():
+    model, x = Stack(), torch.randn(16, 8)
+    expected = gradients(model, x)
+    where = host()
+    activations = watched(model, where)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
+        assert where.pool.used_bytes == 0
+    assert where.link.bytes["down"] == where.link.bytes["up"] == activations.sent_bytes
+    # Steps after the first take nothing new.
+    assert where.pool.held_bytes == where.pool.peak_bytes
+
+
+def test_each_tensor_travels_once_and_parameters_and_buffers_do_not():
+    """Of a block: its input, for three products; a.sigmoid(), b, tanh's output and c. Five of 512 bytes."""
+    model, where = Stack(1), host()
+    activations = watched(model, where)
+    gradients(model, torch.randn(16, 8))
+    assert activations.sent_bytes == 5 * 16 * 8 * 4
+
+
+def test_a_share_of_the_blocks_the_first_ones_and_at_least_one():
+    for share, count in ((0.1, 1), (0.5, 2), (0.67, 2), (1.0, 3)):
+        model, where = Stack(3), host()
+        activations = watched(model, where, share)
+        gradients(model, torch.randn(16, 8))
+        assert activations.sent_bytes == count * 5 * 512
+
+
+def test_small_tensors_stay():
+    model, where = Stack(2), host()
+    activations = watched(model, where, least_bytes=513)
+    gradients(model, torch.randn(16, 8))
+    assert activations.sent_bytes == 0
+
+
+def test_the_device_keeps_one_block_at_a_time():
+    """Between forward and backward none; in backward, the block at work and the one before."""
+    model, where = Stack(4), host()
+    watched(model, where)
+    output = model(torch.randn(16, 8).requires_grad_())
+    gc.collect()
+    held = [one for one in gc.get_objects() if type(one).__name__ == "_Saved"]
+    assert len(held) == 4 * 5
+    assert all(one._tensor is None for one in held)
+    del held
+    most: list[int] = []
+
+    def count(grad):
+        alive = [one for one in gc.get_objects() if type(one).__name__ == "_Saved"]
+        most.append(sum(one._tensor is not None for one in alive))
+
+    for block in model.blocks:
+        block.parts[0].weight.register_hook(count)
+    output.sum().backward()
+    assert 5 <= max(most) <= 10
+    assert where.pool.used_bytes == 0
+
+
+def test_a_graph_that_is_dropped_gives_its_buffers_back():
+    model, where = Stack(), host()
+    watched(model, where)
+    output = model(torch.randn(16, 8))
+    assert where.pool.used_bytes > 0
+    del output
+    assert where.pool.used_bytes == 0
+
+
+def test_backward_twice_through_one_graph():
+    model, x = Stack(2), torch.randn(16, 8)
+    expected = gradients(model, x)
+    watched(model, host())
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, 2 * grad)
+
+
+def test_views_with_holes_and_repeated_rows():
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Linear(8, 16)
+            self.scale = nn.Parameter(torch.randn(1, 8))
+
+        def forward(self, x):
+            left, right = self.wide(x).chunk(2, -1)  # two views with holes
+            return left * right * self.scale.exp().expand(16, 8) + x.t().contiguous().t()
+
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Cut()])
+    model.forward = lambda x: model.blocks[0](x)
+    x = torch.randn(16, 8)
+    expected = gradients(model, x)
+    activations = watched(model, host())
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
+    assert activations.sent_bytes > 0
+
+
+def test_without_gradients_nothing_moves():
+    model, where = Stack(), host()
+    activations = watched(model, where)
+    with torch.no_grad():
+        model(torch.randn(16, 8))
+    assert activations.sent_bytes == 0
+
+
+def test_an_exception_in_a_block_leaves_no_hooks_behind():
+    model, where = Stack(2), host()
+    activations = watched(model, where)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.randn(16, 7))
+    before = activations.sent_bytes
+    (torch.randn(16, 8, requires_grad=True) ** 2).sum().backward()
+    assert activations.sent_bytes == before
+    gradients(model, torch.randn(16, 8))
+    assert where.pool.used_bytes == 0
+
+
+def test_a_tensor_changed_in_place_after_it_was_kept_is_refused_as_autograd_refuses_it():
+    class Spoils(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            z = y.sigmoid() * y
+            y.add_(1)
+            return z
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Spoils()])
+    watched(model, host())
+    with pytest.raises(ModelError) as caught:
+        model.blocks[0](torch.randn(16, 8))
+    assert str(caught.value) == (
+        "offload=activations: 0 changes a tensor in place that backward needs as it was. "
+        "Make that operation one that returns a new tensor, or leave activations out."
+    )
+
+
+def test_a_copy_of_the_model_is_a_plain_model():
+    model, where = Stack(2), host()
+    activations = watched(model, where)
+    other = copy.deepcopy(model)
+    gradients(other, torch.randn(16, 8))
+    assert activations.sent_bytes == 0

@@ -1,0 +1,110 @@
+"""The pool's bound holds, its buffers are used again, and memory that CUDA knows never goes without being told."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import LaunchError
+from weft.memory.pool import HostPool, host_limit
+
+
+class Registry:
+    """What CUDA knows."""
+
+    def __init__(self):
+        self.known: set[int] = set()
+
+    def pin(self, buffer):
+        assert buffer.data_ptr() not in self.known
+        self.known.add(buffer.data_ptr())
+
+    def unpin(self, buffer):
+        self.known.remove(buffer.data_ptr())
+
+
+class Last:
+    waited = 0
+
+    def wait_host(self):
+        self.waited += 1
+
+
+def test_a_buffer_is_used_again_and_waits_for_its_last_copy():
+    pool, last = HostPool(1 << 20), Last()
+    first = pool.take(10_000, "x")
+    assert first.nbytes == 12_288
+    address = first.data_ptr()
+    pool.give_back(first, last)
+    assert last.waited == 0
+    assert pool.take(11_000, "x").data_ptr() == address
+    assert last.waited == 1
+    assert (pool.held_bytes, pool.used_bytes, pool.peak_bytes) == (12_288,) * 3
+
+
+def test_a_much_larger_buffer_is_not_wasted_on_a_small_request():
+    pool = HostPool(1 << 20)
+    pool.give_back(pool.take(400_000, "x"))
+    assert pool.take(4_000, "x").nbytes == 4096
+
+
+def test_free_buffers_go_before_the_limit_refuses():
+    registry = Registry()
+    pool = HostPool(100 * 4096, registry.pin, registry.unpin)
+    large, small = pool.take(60 * 4096, "x"), pool.take(10 * 4096, "x")
+    pool.give_back(large)
+    pool.give_back(small)
+    del large
+    assert pool.take(80 * 4096, "x").nbytes == 80 * 4096  # the 60 pages went, the 10 could stay
+    assert pool.held_bytes == 90 * 4096
+    with pytest.raises(LaunchError) as caught:
+        pool.take(51 * 4096, "offload=activations")
+    assert str(caught.value) == (
+        "offload=activations: this rank needs 524 KiB of host memory for copies, and its limit is 400 KiB. "
+        "Put a smaller share on the host, such as offload=activations:0.5."
+    )
+
+
+def test_all_memory_is_unpinned_when_it_is_released_and_when_the_pool_goes():
+    registry = Registry()
+    pool = HostPool(1 << 20, registry.pin, registry.unpin)
+    kept, free = pool.take(5, "x"), pool.take(5000, "x")
+    pool.give_back(free)
+    assert len(registry.known) == 2
+    pool.release()
+    assert registry.known == {kept.data_ptr()}
+    assert pool.held_bytes == pool.used_bytes == 4096
+    del pool
+    gc.collect()
+    assert registry.known == set()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60_000) | st.none(), max_size=40))
+def test_the_bound_holds_whatever_is_asked(requests):
+    registry = Registry()
+    pool, taken = HostPool(40 * 4096, registry.pin, registry.unpin), []
+    for size in requests:
+        if size is None:
+            if taken:
+                pool.give_back(taken.pop(0))
+            continue
+        try:
+            taken.append(pool.take(size, "x"))
+        except LaunchError:
+            assert sum(one.nbytes for one in taken) + size > pool.limit_bytes - 4096
+        assert all(one.nbytes >= 1 for one in taken)
+        assert len({one.data_ptr() for one in taken}) == len(taken)
+        assert pool.used_bytes == sum(one.nbytes for one in taken) <= pool.held_bytes <= pool.limit_bytes
+        assert len(registry.known) * 4096 <= pool.held_bytes
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch):
+    alone = host_limit(0.5)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert host_limit(0.5) == alone // 4
+    assert host_limit(0.25) == pytest.approx(alone / 8, abs=8)
