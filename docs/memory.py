@@ -23,7 +23,8 @@ came to (the rank that has most). `z` ranks of `dp_shard` share what is sharded.
 """
 TAIL = """
 During a step there is more: activations; at zero=2 the whole gradients of three buckets (16 MiB of masters each), of
-all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three units.
+all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three
+units.
 """
 
 
