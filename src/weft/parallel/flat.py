@@ -66,6 +66,7 @@ class FlatModel:
         cast_inputs(model, self.precision)
         self._formats = formats(model, self.precision)
         self._slots = [Slot(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
+        self._ids = {id(slot.param) for slot in self._slots}
         self._frozen = [param for param in model.parameters() if not param.requires_grad]
         self._moving = self._settle_rest(model)
         self._host = host
@@ -161,8 +162,7 @@ class FlatModel:
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer holds trainable parameters of this module."""
-        ours = {id(slot.param) for slot in self._slots}
-        return any(id(param) in ours for group in optimizer.param_groups for param in group["params"])
+        return any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"])
 
     def show_gradients(self) -> None:
         """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
