@@ -108,7 +108,7 @@ def test_a_gpu_that_is_full_is_explained(monkeypatch):
         "Use the first of these changes of the plan that you can bear (each alone, saved bytes estimated):",
         "  1. accumulation=2  (about 5.00 GiB less)",
         "  2. precision=bf16  (about 5.00 GiB less)",
-        "  3. dp_shard=2 zero=1  (about 3.91 KiB less, on 2 ranks, not enough alone)",
+        "  3. offload=activations  (about 3.33 GiB less)",
     ]
 
 
