@@ -131,7 +131,7 @@ class _RankRun:
         if self.mesh.rank == 0:
             # Who stops a run wants it to end: writing a sample takes seconds.
             wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
-            sample = write_sample(self.folder, wanted, self.model, self.tokenizer, progress.step)
+            sample = write_sample(self.folder, wanted, progress.step)
             lines = closing_lines(self.folder, self.config, progress, reason, sample)
             print("\n".join(lines), file=self.terminal, flush=True)
         return RunResult(progress.step, reason)

@@ -58,15 +58,17 @@ def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, section: Sa
     return prompt + tokenizer.decode(new_ids)
 
 
-def write_sample(folder: RunFolder, section: SampleSection, model: Decoder, tokenizer: Tokenizer, step: int) -> str:
-    """Write samples/step_N.txt and return its text; empty when the config asks for no sample."""
-    if not section.prompt:
+def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
+    """Write samples/step_N.txt from the checkpoint of a step and return its text; empty when no sample is asked for.
+
+    It is read from disk, not from the running model: under a plan that shards weights one rank alone has only a part.
+    """
+    room = folder.decoder().max_seq_len - len(Tokenizer.load(folder.tokenizer).encode(section.prompt))
+    if not section.prompt or room < 1:
         return ""
-    room = model.spec.max_seq_len - len(tokenizer.encode(section.prompt))
-    if room < 1:
-        return ""
-    within = section.model_copy(update={"max_tokens": min(section.max_tokens, room)})
-    text = continue_text(model, tokenizer, section.prompt, within)
+    text = generate_text(
+        folder.path, section.prompt, min(section.max_tokens, room), section.temperature, section.top_k, step=step
+    )
     folder.samples.mkdir(exist_ok=True)
     (folder.samples / f"step_{step:08d}.txt").write_text(text + "\n")
     return text
