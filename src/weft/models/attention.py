@@ -40,7 +40,8 @@ class SdpaCore(nn.Module):
             k_BKSC, v_BKSC = repeat_heads(k_BKSC, num_heads), repeat_heads(v_BKSC, num_heads)
             grouped = False
         # One new token sees all keys, so it needs no mask; is_causal would let it see the first key only.
-        causal = bool(mask_B1TS is None and q_BHTC.shape[2] > 1)  # under compile a size may be symbolic
+        # Branched, not computed: under compile a size may be symbolic, and torch wants a plain bool.
+        causal = True if mask_B1TS is None and q_BHTC.shape[2] > 1 else False  # noqa: SIM210
         return F.scaled_dot_product_attention(
             q_BHTC, k_BKSC, v_BKSC, attn_mask=mask_B1TS, is_causal=causal, enable_gqa=grouped
         )
