@@ -31,6 +31,23 @@ def test_it_is_the_best_of_all_choices(menu_list, budget):
         assert sum(option[1] for option in picked) == pytest.approx(min(fitting))
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 10**12), st.floats(0, 10)), min_size=1, max_size=4), max_size=9),
+       st.floats(0, 1))  # fmt: skip
+def test_large_sizes_are_never_rounded_into_the_budget(menu_list, share):
+    budget = int(share * sum(max(size for size, _ in menu) for menu in menu_list))
+    choice = cheapest_choice(menu_list, budget)
+    least = sum(min(size for size, _ in menu) for menu in menu_list)
+    assert (choice is None) == (least > budget)
+    if choice is not None:
+        assert sum(menu[index][0] for menu, index in zip(menu_list, choice, strict=True)) <= budget
+
+
+def test_two_that_are_a_step_too_large_together_are_not_both_kept():
+    menu = [(81_929, 0.0), (0, 1.0)]
+    assert sorted(cheapest_choice([menu, menu], 163_840)) == [0, 1]
+
+
 def test_many_blocks_and_real_sizes_use_the_budget_to_the_last_percent():
     gib = 2**30
     menu = [(2 * gib + 12345, 0.0), (gib + 777, 0.5), (100_001, 1.0)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,38 @@ def test_what_is_kept_falls_with_the_policy(name):
     assert full[0] < 0.25 * none[0]
     assert full[0] < selective[0] < 0.75 * none[0]
     assert full[1] < selective[1] < none[1]
+
+
+def test_selective_keeps_products_and_attention_as_far_as_a_replay_gets():
+    model, call = MODELS["llama"]()
+    recompute = apply_recompute(model, Plan(recompute="selective"))
+    call(model).sum().backward()
+    # q, k, v, attention, o, gate, up; not down, after which nothing is needed.
+    assert {policy.saved for policy in recompute.policies.values()} == {frozenset(range(7))}
+
+
+def test_selective_makes_attention_scores_again():
+    """Without a fused core, scores grow with the square of the sequence: they are worth more than their products."""
+
+    def at_length(setting, num_tokens):
+        model, _ = MODELS["hf-gpt2-eager"]()
+        return kept_bytes(setting, model, lambda model: model(token_ids(1, num_tokens)).logits)[0]
+
+    none, selective = (at_length(setting, 64) / at_length(setting, 16) for setting in ("none", "selective"))
+    assert none > 5.5
+    assert selective < 4.5
+
+
+def test_weights_are_no_activations():
+    shape = replace(LLAMA, vocab_size=3000, tied=False)
+
+    def build():
+        return build_decoder(shape, dtype=torch.float64, seed=0), lambda model: model(token_ids())
+
+    none, _ = kept_bytes("none", *build())
+    model, call = build()
+    kept_bytes("80%", model, call)
+    assert recompute_of(model).full_bytes == pytest.approx(none, rel=0.02)
 
 
 def test_attention_keeps_what_a_core_would_keep_only_where_that_is_much():

@@ -38,8 +38,8 @@ def test_two_ranks(setting, accumulation, reference, ranks2):
         assert result.largest_difference(reference) < RTOL
 
 
-def choose_on_unequal_ranks() -> list[tuple[str, int]]:
-    """Ranks with batches of different length, under one budget; returns what this rank chose."""
+def choose(num_ranks: int, num_tokens: int | None = None) -> tuple[list[tuple[str, int]], int]:
+    """Policies and bytes without recompute, under one budget; each rank has sequences of another length."""
     import torch.distributed as dist
 
     from weft.memory import recompute_of
@@ -48,16 +48,19 @@ def choose_on_unequal_ranks() -> list[tuple[str, int]]:
     from weft.parallel import parallelize
     from weft.spec.plan import Plan
 
-    mesh = build_mesh(Plan.parse("dp_replicate=2 recompute=150KiB precision=fp64"))
+    mesh = build_mesh(Plan.parse(f"dp_replicate={num_ranks} recompute=100KiB precision=fp64"))
     model = parallelize(build_decoder(CASE.spec, seed=0), mesh)
-    model(torch.zeros(2, 8 + 16 * dist.get_rank(), dtype=torch.int64)).sum().backward()
-    return [(policy.name, len(policy.saved)) for policy in recompute_of(model).policies.values()]
+    length = num_tokens or 8 + 16 * dist.get_rank()
+    model(torch.zeros(2, length, dtype=torch.int64)).sum().backward()
+    recompute = recompute_of(model)
+    return [(policy.name, len(policy.saved)) for policy in recompute.policies.values()], recompute.full_bytes
 
 
 def test_ranks_choose_alike_from_what_the_fullest_one_sees(ranks2):
-    first, second = ranks2.run(choose_on_unequal_ranks)
+    first, second = ranks2.run(choose, 2)
     assert first == second
-    assert any(name != "none" for name, _ in first)
+    assert any(name != "none" for name, _ in first[0])
+    assert first[1] == choose(1, 24)[1]
 
 
 def train_fully_sharded(setting: str) -> dict[str, torch.Tensor]:
