@@ -270,7 +270,7 @@ def _gaps(slots: list[Slot], size: int) -> list[slice]:
     for slot in sorted(slots, key=lambda slot: slot.start):
         if slot.start > end:
             gaps.append(slice(end, slot.start))
-        end = slot.start + slot.numel
+        end = max(end, slot.start + slot.numel)  # an empty parameter may lie where another begins
     if end < size:
         gaps.append(slice(end, size))
     return gaps
