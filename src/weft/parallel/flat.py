@@ -29,6 +29,7 @@ from weft.parallel.adopt import Adoption
 from weft.parallel.agree import check_same_model
 from weft.parallel.buckets import BUCKET_BYTES, Slot, fill, lay_out
 from weft.parallel.own_loop import OwnLoop
+from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.reducer import Axes, Reducer, shard_of
 from weft.parallel.states import gather_states, load_states
@@ -46,12 +47,14 @@ class FlatModel:
         self,
         model: nn.Module,
         mesh: Mesh,
+        placements: Mapping[str, Placement] | None = None,
         *,
         host: Host | None = None,
         each_microbatch: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ):
         self.device = mesh.device
+        del placements
         self.axes = (
             Axes(mesh.data, mesh["dp_shard"], mesh["dp_replicate"])
             if mesh.plan.zero
