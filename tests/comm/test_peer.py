@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.comm import Ledger, all_to_all, autograd, shift, start_receive, start_send
+from weft.comm import Ledger, autograd
 from weft.comm.meet import join
+from weft.comm.peer import all_to_all, shift, start_receive, start_send
 from weft.comm.segment import SLOT_BYTES
 from weft.errors import CommError
 from weft.mesh import Axis, build_mesh

@@ -13,7 +13,6 @@ from weft.comm.collectives import (
 )
 from weft.comm.ledger import Ledger
 from weft.comm.meet import Choice, transports
-from weft.comm.peer import all_to_all, shift, start_all_to_all, start_receive, start_send, start_shift
 
 __all__ = [
     "Choice",
@@ -21,17 +20,11 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_reduce",
-    "all_to_all",
     "barrier",
     "broadcast",
     "reduce_scatter",
-    "shift",
     "start_all_gather",
     "start_all_reduce",
-    "start_all_to_all",
-    "start_receive",
     "start_reduce_scatter",
-    "start_send",
-    "start_shift",
     "transports",
 ]
