@@ -122,7 +122,7 @@ class AxisMap:
 
     def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
         """ModelError where an optimizer must see whole parameters, and one of these is cut."""
-        for name in names:
+        for name in sorted(names):
             placement = self.placement(name)
             if self._size(placement.cut) > 1:
                 raise ModelError(
@@ -163,10 +163,6 @@ class AxisMap:
         """Those of the tensors that are not whole on every rank."""
         for pairs in groups:
             yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_cut)
-
-    def whole_shapes(self, pairs: Iterable[tuple[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
-        """Of those that are cut, the shape of the whole."""
-        return {name: self.whole_shape(name, shape) for name, shape in pairs if self.placement(name).is_cut}
 
     def _build(self, name: str, placement: Placement, times: int) -> Axes:
         cut, is_expert = placement.cut, "ep" in placement.cut
