@@ -20,7 +20,8 @@ from weft.memory.link import Waitable
 from weft.parallel.axes import AxisMap
 from weft.parallel.buckets import Bucket, Slot
 
-#: Stage 2: so many buckets' whole gradients may be on their way at once.
+#: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at
+#: stage 2, and where they lie in autograd's hands. The next gradients then find that memory, still in the caches.
 MOST_UNDER_WAY = 2
 
 
@@ -221,8 +222,8 @@ class Reducer:
             bucket.shard = torch.zeros(bucket.length, dtype=bucket.master.dtype, device=bucket.weights.device)
         elif bucket.index in self._reduced:
             add = torch.zeros_like(bucket.shard)  # what lies between parameters stays zero
-        if self._stage == 2 and len(self._under_way) >= MOST_UNDER_WAY:
-            self._land(min(self._under_way))
+        if self._stage == 2 or parts is not None:
+            self._make_way()
         out = bucket.shard if add is None else add
         if parts is not None:
             pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out)
@@ -240,6 +241,7 @@ class Reducer:
         flat = bucket.shard = self.take(bucket) if parts is None else self._room(bucket)
         if final:  # before, nothing is saved by dividing it: it travels once
             if parts is not None:
+                self._make_way()
                 for slot in bucket.slots:
                     slot.param.grad = None
             pending = start_all_reduce(flat, bucket.over.replicate, parts=parts)
@@ -251,6 +253,11 @@ class Reducer:
         if bucket.host is None or not bucket.host.is_early or not is_final:
             return pending
         return bucket.host.send(shard_of(bucket), pending)
+
+    def _make_way(self) -> None:
+        """Wait for the first of those on their way where they are many."""
+        if len(self._under_way) >= MOST_UNDER_WAY:
+            self._land(min(self._under_way))
 
     def _land(self, index: int) -> None:
         """Wait for a bucket's reduction."""
