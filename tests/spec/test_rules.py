@@ -28,10 +28,6 @@ CASES = [
     ("ep-not-built", "dp_replicate=2 ep=2", Facts(),
      "ep=2: expert parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2"),
     ("sp-not-built", "sp=on", Facts(), "sp=on: sequence parallelism is not built yet. Use sp=off.", ""),
-    ("offload-optimizer-zero-3-not-built", "dp_shard=2 zero=3 offload=optimizer:0.5+activations", Facts(),
-     "offload=optimizer:0.5+activations: with zero=3, the optimizer without the parameters on the host is not built "
-     "yet. Use offload=params, with which the optimizer steps on the host too, or zero=2.",
-     "dp_shard=2 zero=3 offload=params:0.5+activations"),
     ("offload-activations-recompute-not-built", "recompute=full offload=activations", Facts(),
      "offload=activations: activations on the host together with recompute=full is not built yet. "
      "Use recompute=none, or leave activations out.", "offload=activations"),

@@ -84,7 +84,7 @@ def _engine(model: nn.Module, mesh: Mesh, host: Host | None, placements: Mapping
     if mesh.plan.zero == 3:
         from weft.parallel.zero3 import FullyShardedModel
 
-        return FullyShardedModel(model, mesh, placements)
+        return FullyShardedModel(model, mesh, placements, host=host)
     return FlatModel(model, mesh, placements, host=host)
 
 

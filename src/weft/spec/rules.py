@@ -56,15 +56,6 @@ NOT_BUILT: tuple[Rule, ...] = (
         fix=lambda plan, facts: plan.replace(sp=False),
     ),
     Rule(
-        name="offload-optimizer-zero-3-not-built",
-        field="offload",
-        reason="Under zero=3 the optimizer goes to the host only together with the parameters.",
-        predicate=lambda plan, facts: plan.zero == 3 and plan.offload_share("optimizer") > plan.offload_share("params"),
-        finding=lambda plan, facts: "with zero=3, the optimizer without the parameters on the host is not built yet",
-        remedy=lambda plan, facts: "Use offload=params, with which the optimizer steps on the host too, or zero=2",
-        fix=lambda plan, facts: _with_offload(plan, "optimizer", "params"),
-    ),
-    Rule(
         name="offload-activations-recompute-not-built",
         field="offload",
         reason="Activations are either made again in backward or kept on the host, not yet some of each.",
