@@ -126,7 +126,6 @@ def test_everything_else_is_refused_by_a_rule_that_says_so():
     for word in ("tp=2", "pp=2", "cp=2", "ep=2", "sp=on"):
         (violation,) = check(Plan.parse(word), Facts())
         assert "is not built yet" in violation.message
-    assert len(NOT_BUILT) == 8
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])

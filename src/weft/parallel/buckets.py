@@ -133,18 +133,15 @@ class Bucket:
         return self.on_host or self.weights.dtype != self.master.dtype
 
     def parts(self) -> Parts | None:
-        """The gradients where autograd put them; None where they must be collected first."""
+        """The gradients where autograd put them; None where some are missing, or must be brought to another form."""
         parts: list[tuple[int, torch.Tensor]] = []
         for slot in self.slots:
             grad = slot.param.grad
-            if grad is not None:
-                if grad.layout != torch.strided or grad.dtype != self.master.dtype:
-                    return None
-                if grad.stride() != slot.stride:
-                    grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(
-                        grad
-                    )
-                parts.append((slot.start, grad.detach().as_strided((slot.numel,), (1,))))
+            if grad is None or grad.layout != torch.strided or grad.dtype != self.master.dtype:
+                return None
+            if grad.stride() != slot.stride:
+                grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            parts.append((slot.start, grad.detach().as_strided((slot.numel,), (1,))))
         return Parts(parts, self.size) if any(part.numel() for _, part in parts) else None
 
     def use_grads(self, flat: torch.Tensor) -> None:
