@@ -12,7 +12,7 @@ from weft.spec.cluster import device
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
 from weft.spec.rule import alternatives, common_divisors, nearest
-from weft.spec.rules import LASTING, NOT_BUILT, RULES, Facts, check, check_plan
+from weft.spec.rules import LASTING, RULES, Facts, check, check_plan
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=6, num_heads=32, num_kv_heads=8, ffn_dim=768, max_seq_len=1024)
 FACTS = Facts(model=MODEL, world_size=8, global_batch=16, seq_len=1024)

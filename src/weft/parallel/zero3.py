@@ -31,6 +31,7 @@ from weft.memory.offload import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.parallel.agree import check_same_model
 from weft.parallel.axes import AxisMap
+from weft.parallel.materialise import Materialise
 from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.stages import across_stages
@@ -39,8 +40,8 @@ from weft.parallel.zero3_adopt import ShardAdoption
 from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
 from weft.parallel.zero3_hooks import Calls, ReplicaSum, drop_partial_gradients, find_optimizers, watch_steps
 from weft.parallel.zero3_host import HostedShards, choose_hosted
-from weft.parallel.zero3_placed import PartialSums, kinds_of, with_experts
-from weft.parallel.zero3_setup import check_torch, settle, shard_units
+from weft.parallel.zero3_placed import PartialSums, kinds_of, settle, with_experts
+from weft.parallel.zero3_setup import check_torch, shard_units
 from weft.parallel.zero3_shards import find_shards
 
 
@@ -52,12 +53,14 @@ class FullyShardedModel:
         model: nn.Module,
         mesh: Mesh,
         placements: Mapping[str, Placement] | None = None,
+        seed: int | None = None,
         *,
         host: Host | None = None,
     ):
         check_torch(mesh)
         axes = self.axes = AxisMap(mesh, placements or {}, sharded=True)
         axes.check_names(model)
+        materialise = Materialise(model, axes, seed, mesh.device)
         check_same_model(model, axes, mesh.device)
         plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device
         self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate
@@ -78,7 +81,10 @@ class FullyShardedModel:
         self._partial = PartialSums(axes, self.precision.master, mesh.device)
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
-        members, on_host = shard_units(self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()))
+        materialise.make(self.plain.values())
+        members, on_host = shard_units(
+            self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise
+        )
         self.shards = find_shards(model, list(originals), lambda name: self._kinds[name].shard)
         kinds = self._kinds
         self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]

@@ -1,19 +1,16 @@
-"""zero=3, at the start: what torch must have, equal weights on all ranks, and fully_shard on each unit."""
+"""zero=3, at the start: what torch must have, and fully_shard on each unit."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from weft.comm import broadcast
 from weft.errors import LaunchError, PlanError
 from weft.memory.offload import choose, shard_offload
 from weft.mesh import Axis, Mesh
-from weft.parallel.axes import AxisMap
+from weft.parallel.materialise import Materialise
 from weft.parallel.precision import Precision
 from weft.parallel.units import Unit
 from weft.parallel.zero3_placed import group_of, own_params
@@ -39,26 +36,13 @@ def check_torch(mesh: Mesh) -> None:
         )
 
 
-def settle(
-    model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
-) -> dict[str, torch.Tensor]:
-    """Parameters and buffers become the first rank's; what is trained, in the master's format.
-
-    Returns the buffers that checkpoints hold; training may move them.
-    """
-    for name, param in model.named_parameters():
-        dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
-        param.data = broadcast(param.data.to(dtype).contiguous(), axes.of(name, param.shape).same)
-    for name, buffer in model.named_buffers():
-        settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
-        if settled.data_ptr() != buffer.data_ptr():
-            buffer.copy_(settled)
-    lasting = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
-
-
 def shard_units(
-    units: tuple[Unit, ...], axes: list[Axis], mesh: Mesh, precision: Precision, plain: set[nn.Parameter]
+    units: tuple[Unit, ...],
+    axes: list[Axis],
+    mesh: Mesh,
+    precision: Precision,
+    plain: set[nn.Parameter],
+    materialise: Materialise,
 ) -> tuple[list[list[str]], list[str]]:
     """Apply fully_shard to each unit over its axis, the root last.
 
@@ -78,6 +62,7 @@ def shard_units(
     on_host = choose(sizes, mesh.plan.offload_share("params"))
     for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
         members.append([names[param] for param in owned[index]])
+        materialise.make(owned[index])  # whole only until its unit is divided
         # The backward of the last unit follows its forward, and the root is in use all along.
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding
