@@ -14,11 +14,12 @@ from weft.models.transformer import Decoder
 from weft.parallel.context.context import Context
 from weft.parallel.context.decoder import replace_cores
 from weft.parallel.context.hugging_face import heads_of, is_hugging_face, replace_attention
+from weft.parallel.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
 
 
-def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Let `model` take sequences that are cut over `mesh["cp"]`, in place. Nothing happens where cp is 1.
 
     Returns the placements of the parameters it changed: none, since every rank of cp keeps them whole.

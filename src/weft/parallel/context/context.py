@@ -56,7 +56,7 @@ class Context:
             self.in_use = before
 
     def order(self, seq_len: int) -> Order:
-        """Where this rank's tokens are in sequences of that length. Raises ModelError where they do not come out even."""
+        """Where this rank's tokens are in sequences of that length; ModelError where they do not come out even."""
         cp, (heads, kv_heads) = self.axis.size, self._heads
         mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
         if mode == "ulysses" and not ulysses_fits(cp, heads, kv_heads, self._plan.tp):
@@ -127,9 +127,7 @@ class Context:
 def context_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
     """`attend_cut`, seen as one call by modes that look for attention, such as recompute=attention."""
     if has_torch_function((q_BHTC, k_BKTC, v_BKTC)):
-        return handle_torch_function(
-            context_attention, (q_BHTC, k_BKTC, v_BKTC), q_BHTC, k_BKTC, v_BKTC, scale, view
-        )
+        return handle_torch_function(context_attention, (q_BHTC, k_BKTC, v_BKTC), q_BHTC, k_BKTC, v_BKTC, scale, view)
     return attend_cut(q_BHTC, k_BKTC, v_BKTC, scale, view)
 
 

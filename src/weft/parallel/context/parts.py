@@ -14,7 +14,6 @@ from torch import Tensor
 from weft.parallel.context.kernel import attend, attend_backward, sum_dtype
 from weft.parallel.context.pieces import Piece
 
-
 #: Keys and values, each (B, K, S, C): a pair, or one tensor (2, B, K, S, C).
 KeysValues: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
