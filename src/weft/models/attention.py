@@ -32,7 +32,7 @@ class Visible(NamedTuple):
 class SdpaCore(nn.Module):
     """softmax(q k^T / sqrt(C)) v by torch's fused kernels. Another core may take its place: `attn.core = ...`."""
 
-    #: Whether it wants `Visible.mask_B1TS`; a core that does not finds what it needs in positions and document ids.
+    #: Whether it wants `Visible.mask_B1TS`, as a core does that says nothing; else positions and document ids must do.
     takes_mask = True
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:

@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         else:
             spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
             turn = rotation(positions_BT, spec.head_dim, spec.rope_theta, spec.rope_scale, dtype)
-        if all(block.attn.core.takes_mask for block in self.blocks):
+        if all(getattr(block.attn.core, "takes_mask", True) for block in self.blocks):
             visible = see_causally(positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD))
         else:
             visible = Visible(None, positions_BT, document_ids_BT)
