@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.spec.plans import plans
 from weft.errors import PlanError
 from weft.spec.cluster import device
+from weft.spec.context import CP_MODES
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
 from weft.spec.rule import alternatives, common_divisors, nearest
@@ -23,8 +24,6 @@ CASES = [
      "tp=2: tensor parallelism is not built yet. Use dp_replicate=6 in its place.", "dp_replicate=6"),
     ("pp-not-built", "pp=2 microbatches=4", Facts(),
      "pp=2: pipeline parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2 accumulation=4"),
-    ("cp-not-built", "cp=2 precision=bf16", Facts(),
-     "cp=2: context parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2 precision=bf16"),
     ("ep-not-built", "dp_replicate=2 ep=2", Facts(),
      "ep=2: expert parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2"),
     ("sp-not-built", "sp=on", Facts(), "sp=on: sequence parallelism is not built yet. Use sp=off.", ""),
@@ -77,8 +76,20 @@ CASES = [
      "Use ep=1, 2, 4 or 8.",
      "dp_shard=4 tp=2 ep=2 zero=1"),
     ("cp-divides-sequence", "cp=3", FACTS,
-     "cp=3: a sequence has 1024 tokens, and that is not a multiple of 3. "
+     "cp=3: a sequence has 1024 tokens, and that is not a multiple of its 6 chunks. "
      "Use cp=1, 2, 4, 8, 16, 32, 64 or 128.", "cp=2"),
+    ("cp-divides-sequence", "cp=4 cp_mode=ring", Facts(model=MODEL, seq_len=20),
+     "cp=4: a sequence has 20 tokens, and that is not a multiple of its 8 chunks. Use cp=1, 2, 5 or 10.",
+     "cp=5 cp_mode=ring"),
+    ("cp-divides-sequence", "cp=8 cp_mode=ulysses", Facts(model=MODEL, seq_len=20),
+     "cp=8: a sequence has 20 tokens, and that is not a multiple of its 8 chunks. Use cp=1, 2, 4, 5, 10 or 20.",
+     "cp=10 cp_mode=ulysses"),
+    ("ulysses-heads", "cp=4 tp=16 cp_mode=ulysses", FACTS,
+     "cp_mode=ulysses: 32 heads and 8 key-value heads do not come out even over cp=4 and tp=16. "
+     "Use cp_mode=ring or cp_mode=gather, which take any number of heads.", "cp=4 tp=16"),
+    ("cp-mode-needs-cp", "cp_mode=ring", Facts(),
+     "cp_mode=ring: it says how a sequence that is cut over cp attends, and cp is 1. "
+     "Leave cp_mode out, or use cp=2 or more.", ""),
     ("seq-len-fits-model", "", Facts(model=MODEL, seq_len=4096),
      "train.seq_len=4096: the model reads at most 1024 tokens (model.max_seq_len). "
      "Use train.seq_len=1024 or less.", None),
@@ -117,18 +128,20 @@ def test_what_is_built_is_not_refused():
         "recompute=50%",
         *(f"dp_replicate=2 dp_shard=4 zero={stage} precision=fp16" for stage in (1, 2, 3)),
         "offload=optimizer:0.5+activations",
+        "cp=4",
+        *(f"dp_shard=2 cp=8 cp_mode={mode} zero={stage}" for mode in CP_MODES for stage in (1, 2, 3)),
     ):
         assert check(Plan.parse(text), Facts(model=MODEL, global_batch=16, seq_len=1024)) == []
     assert check(Plan(dp_replicate=8), FACTS) == []
 
 
 def test_everything_else_is_refused_by_a_rule_that_says_so():
-    for word in ("tp=2", "pp=2", "cp=2", "ep=2", "sp=on"):
+    for word in ("tp=2", "pp=2", "ep=2", "sp=on"):
         (violation,) = check(Plan.parse(word), Facts())
         assert "is not built yet" in violation.message
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_a_star_on_an_axis_that_is_not_built_is_refused(axis):
     plan, open_axis = Plan.read_open(f"{axis}=*")
     (violation,) = check(plan, Facts(open_axis=open_axis))
@@ -144,7 +157,7 @@ def test_an_open_axis_fits_any_number_of_ranks():
 @given(plans)
 def test_unknown_facts_never_fire_and_never_fail(plan):
     needs_facts = {"world-size", "global-batch", "tp-heads", "tp-ffn", "pp-layers", "cp-divides-sequence",
-                   "seq-len-fits-model", "precision-on-device"}  # fmt: skip
+                   "ulysses-heads", "seq-len-fits-model", "precision-on-device"}  # fmt: skip
     assert not needs_facts & {violation.rule for violation in check(plan, Facts(), LASTING)}
 
 

@@ -12,6 +12,7 @@ from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
+from weft.parallel.context import apply_context
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.materialise import move
@@ -79,8 +80,7 @@ def cut_tensors(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
 
 def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Let attention see the whole sequence where each rank has a part of it."""
-    del model
-    raise PlanError(f"cp={mesh.plan.cp}: context parallelism is not built yet. Use cp=1.")
+    return apply_context(model, mesh)
 
 
 def _engine(
