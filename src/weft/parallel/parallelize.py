@@ -12,6 +12,7 @@ from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
+from weft.parallel.expert import spread_experts
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.placement import Placement, merge_placements
@@ -46,7 +47,7 @@ def cut(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     plan = mesh.plan
     return merge_placements(
         split_stages(model, mesh) if plan.pp > 1 else {},
-        spread_experts(model, mesh) if plan.ep > 1 else {},
+        spread_experts(model, mesh),
         cut_tensors(model, mesh) if plan.tp > 1 else {},
         cut_context(model, mesh) if plan.cp > 1 else {},
     )
@@ -59,12 +60,6 @@ def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Keep only this rank's stages of the model."""
     del model
     raise PlanError(f"pp={mesh.plan.pp}: pipeline parallelism is not built yet. Use pp=1.")
-
-
-def spread_experts(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
-    """Keep only this rank's experts."""
-    del model
-    raise PlanError(f"ep={mesh.plan.ep}: expert parallelism is not built yet. Use ep=1.")
 
 
 def cut_tensors(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:

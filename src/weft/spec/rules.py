@@ -45,7 +45,6 @@ NOT_BUILT: tuple[Rule, ...] = (
     _axis_not_built("tp", "Tensor parallelism"),
     _axis_not_built("pp", "Pipeline parallelism"),
     _axis_not_built("cp", "Context parallelism"),
-    _axis_not_built("ep", "Expert parallelism"),
     Rule(
         name="sp-not-built",
         field="sp",
