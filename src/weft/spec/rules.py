@@ -125,6 +125,13 @@ def _tp_choices(facts: Facts) -> list[int]:
     return common_divisors(facts.model.num_heads, facts.model.num_kv_heads, facts.model.ffn_dim)
 
 
+def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
+    """Numbers that divide the experts, and the ranks where these are known."""
+    if facts.open_axis in ("dp_shard", "cp", "tp"):
+        return common_divisors(facts.model.num_experts)
+    return common_divisors(facts.model.num_experts, plan.dp_shard * plan.cp * plan.tp)
+
+
 def _precision_choices(facts: Facts) -> list[str]:
     return ["fp32", *(name for name in ("fp16", "bf16") if facts.device.peak_flops(name) is not None)]
 
@@ -289,6 +296,27 @@ LASTING: tuple[Rule, ...] = (
         ),
         remedy=lambda plan, facts: alternatives(common_divisors(plan.dp_shard * plan.cp * plan.tp), "ep"),
         fix=lambda plan, facts: plan.replace(ep=nearest(common_divisors(plan.dp_shard * plan.cp * plan.tp), plan.ep)),
+    ),
+    Rule(
+        name="ep-needs-experts",
+        field="ep",
+        reason="Expert parallelism divides the experts of a model, so the model must have some.",
+        predicate=lambda plan, facts: plan.ep > 1 and facts.model.num_experts == 0,
+        finding=lambda plan, facts: "the model has no experts to divide",
+        remedy=lambda plan, facts: "Use ep=1, or a model with experts, such as model.num_experts=8",
+        fix=lambda plan, facts: plan.replace(ep=1),
+    ),
+    Rule(
+        name="ep-divides-experts",
+        field="ep",
+        reason="Every rank of ep holds the same number of experts, so ep divides their number.",
+        predicate=lambda plan, facts: facts.model.num_experts > 0 and facts.model.num_experts % plan.ep != 0,
+        finding=lambda plan, facts: (
+            f"the model has {facts.model.num_experts} experts, and {facts.model.num_experts} is not a multiple of "
+            f"{plan.ep}"
+        ),
+        remedy=lambda plan, facts: alternatives(_ep_choices(plan, facts), "ep"),
+        fix=lambda plan, facts: plan.replace(ep=nearest(_ep_choices(plan, facts), plan.ep)),
     ),
     Rule(
         name="cp-divides-sequence",
