@@ -13,7 +13,7 @@ from weft.errors import CommError
 RTOL = 1e-10
 ADAMW, SGD = Settings(), Settings(optimizer="sgd")
 TWO = ["tp=2", "cp=2", "cp=2 zero=1", "cp=2 zero=2 accumulation=2"] + [
-    f"dp_shard=2 ep=2 zero={zero} accumulation={1 + zero % 2}" for zero in range(3)
+    f"dp_shard=2 ep=2 zero={zero} accumulation={1 + zero % 2}" for zero in range(4)
 ]
 FOUR = [
     "tp=4",
@@ -27,6 +27,12 @@ FOUR = [
     "cp=2 tp=2 ep=2 zero=1",
     "dp_shard=4 ep=2 zero=0",
     "dp_shard=4 ep=4 zero=2",
+    "dp_shard=2 tp=2 zero=3",
+    "dp_shard=2 tp=2 zero=3 ep=2 accumulation=2",
+    "dp_shard=2 tp=2 zero=3 ep=4 accumulation=2 reshard=after_step",
+    "cp=2 tp=2 ep=2 zero=3 reshard=after_backward",
+    "dp_replicate=2 dp_shard=2 ep=2 zero=3 accumulation=2",
+    "dp_shard=4 ep=2 zero=3",
 ]
 
 
@@ -45,7 +51,13 @@ def test_cut_models_equal_one_process(plans, ranks, settings, references, reques
             assert result.largest_difference(reference) < RTOL, plan
 
 
-CAPTURES = ["dp_shard=2 tp=2 zero=2 ep=2", "tp=4", "dp_shard=4 ep=4 zero=1", "dp_replicate=2 cp=2 zero=2"]
+CAPTURES = [
+    "dp_shard=2 tp=2 zero=2 ep=2",
+    "tp=4",
+    "dp_shard=4 ep=4 zero=1",
+    "dp_replicate=2 cp=2 zero=2",
+    "dp_shard=2 tp=2 zero=3 ep=2",
+]
 
 
 @pytest.mark.parametrize("plan", CAPTURES)
