@@ -25,8 +25,6 @@ CASES = [
      "tp=2: tensor parallelism is not built yet. Use dp_replicate=6 in its place.", "dp_replicate=6"),
     ("pp-not-built", "pp=2 microbatches=4", Facts(),
      "pp=2: pipeline parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2 accumulation=4"),
-    ("cp-not-built", "cp=2 precision=bf16", Facts(),
-     "cp=2: context parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2 precision=bf16"),
     ("sp-not-built", "sp=on", Facts(), "sp=on: sequence parallelism is not built yet. Use sp=off.", ""),
     ("offload-optimizer-zero-3-not-built", "dp_shard=2 zero=3 offload=optimizer:0.5+activations", Facts(),
      "offload=optimizer:0.5+activations: with zero=3, the optimizer without the parameters on the host is not built "
@@ -134,10 +132,10 @@ def test_what_is_built_is_not_refused():
 
 
 def test_everything_else_is_refused_by_a_rule_that_says_so():
-    for word in ("tp=2", "pp=2", "cp=2", "sp=on"):
+    for word in ("tp=2", "pp=2", "sp=on"):
         (violation,) = check(Plan.parse(word), Facts())
         assert "is not built yet" in violation.message
-    assert len(NOT_BUILT) == 7
+    assert len(NOT_BUILT) == 6
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.memory.policy import ATTENTION_CALLS, Forward, Policy, is_heavy, spare_buffers, without_cache
+from weft.memory.policy import Forward, Policy, is_attention, is_heavy, spare_buffers, without_cache
 
 #: Storages by identity. Holding the storage keeps its identity from being given to another one.
 Storages = dict[int, torch.UntypedStorage]
@@ -210,7 +210,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in ATTENTION_CALLS:
+        if not is_attention(func):
             return func(*args, **kwargs)
         self._record.enter_core([args, kwargs])
         try:

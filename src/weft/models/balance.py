@@ -26,7 +26,10 @@ BIAS_UNIT = 1e-6
 class Span:
     """How the sequences lie on ranks: here each is whole. `weft.parallel` has the other kind."""
 
-    num_parts = 1
+    @property
+    def num_parts(self) -> int:
+        """Over how many ranks each sequence is divided, in equal parts."""
+        return 1
 
     def sum(self, x_BE: Tensor) -> Tensor:
         """Sum over the ranks that hold other tokens of the same sequences; differentiable."""

@@ -119,7 +119,10 @@ class Decoder(nn.Module):
         else:
             spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
             turn = rotation(positions_BT, spec.head_dim, spec.rope_theta, spec.rope_scale, dtype)
-        visible = see_causally(positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD))
+        if all(block.attn.core.takes_mask for block in self.blocks):
+            visible = see_causally(positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD))
+        else:
+            visible = Visible(None, positions_BT, document_ids_BT)
         for index, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, visible, turn, cache.layers[index] if cache is not None else None)
         return self.head(self.norm(x_BTD))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -13,42 +11,51 @@ from weft.comm.collectives import start_all_reduce
 from weft.mesh import Axis, Mesh
 from weft.models.balance import Span, move_bias
 from weft.models.moe import Router, routers
-
-#: The whole sequence from the parts of all ranks of cp, in order of the axis; dim 1 is the sequence.
-Join = Callable[[list[Tensor]], Tensor]
-#: This rank's part of a whole sequence.
-Cut = Callable[[Tensor], Tensor]
+from weft.parallel.context import Context, context_of
 
 
 class DividedSpan(Span):
-    """Sequences divided over cp, and under sequence parallelism each part in contiguous parts over tp.
+    """Sequences divided over cp while they are cut, and under sequence parallelism each part over tp."""
 
-    order: for a number of tokens, how cp's parts are joined and cut.
-    """
+    def __init__(self, context: Context | None, tp: Axis):
+        self._context, self._tp = context, tp
 
-    def __init__(self, cp: Axis, tp: Axis, order: Callable[[int], tuple[Join, Cut]]):
-        self._cp, self._tp, self._order = cp, tp, order
-        self.num_parts = cp.size * tp.size
+    def __deepcopy__(self, memo: dict[int, object]) -> Span:
+        return Span()  # a copy of the model is a plain one
 
-    def __deepcopy__(self, memo: dict[int, object]) -> DividedSpan:
-        return self  # a copy of the module runs on the same ranks
+    @property
+    def num_parts(self) -> int:
+        return self._tp.size * (self._cut.axis.size if self._cut else 1)
 
     def sum(self, x_BE: Tensor) -> Tensor:
-        return sum_over(sum_over(x_BE, self._tp), self._cp)
+        x_BE = sum_over(x_BE, self._tp)
+        return sum_over(x_BE, self._cut.axis) if self._cut else x_BE
 
     def whole(self, ids_BTK: Tensor) -> Tensor:
         part = torch.cat(_gathered(ids_BTK, self._tp), 1)
-        parts = _gathered(part, self._cp)
-        return part if len(parts) == 1 else self._joining(part.shape[1])[0](parts)
+        if not self._cut:
+            return part
+        axis = self._cut.axis
+        return self._cut.order(part.shape[1] * axis.size).join(_gathered(part, axis))
 
     def part(self, x_BSK: Tensor) -> Tensor:
-        if self._cp.size > 1:
-            x_BSK = self._joining(x_BSK.shape[1] // self._cp.size)[1](x_BSK)
+        if self._cut:
+            x_BSK = self._cut.order(x_BSK.shape[1]).cut(x_BSK)
         share = x_BSK.shape[1] // self._tp.size
         return x_BSK.narrow(1, self._tp.rank * share, share)
 
-    def _joining(self, num_tokens: int) -> tuple[Join, Cut]:
-        return self._order(num_tokens * self._cp.size)
+    @property
+    def _cut(self) -> Context | None:
+        return self._context if self._context is not None and self._context.in_use else None
+
+
+def divide_sequences(model: nn.Module, mesh: Mesh) -> None:
+    """Tell routers that sequences lie on several ranks, where cp or sp divides them. After these were applied."""
+    tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
+    context = context_of(model)
+    if context is not None or tp.size > 1:
+        for router in routers(model):
+            router.span = DividedSpan(context, tp)
 
 
 def _gathered(x: Tensor, axis: Axis) -> list[Tensor]:

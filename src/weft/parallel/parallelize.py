@@ -12,7 +12,9 @@ from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
+from weft.parallel.context import apply_context
 from weft.parallel.expert import spread_experts
+from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.placement import Placement, merge_placements
@@ -45,12 +47,14 @@ def parallelize(model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placem
 def cut(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     plan = mesh.plan
-    return merge_placements(
+    placed = merge_placements(
         split_stages(model, mesh) if plan.pp > 1 else {},
         spread_experts(model, mesh),
         cut_tensors(model, mesh) if plan.tp > 1 else {},
         cut_context(model, mesh) if plan.cp > 1 else {},
     )
+    divide_sequences(model, mesh)
+    return placed
 
 
 # Each technique takes the place of its function here when it is built.
@@ -70,8 +74,7 @@ def cut_tensors(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
 
 def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Let attention see the whole sequence where each rank has a part of it."""
-    del model
-    raise PlanError(f"cp={mesh.plan.cp}: context parallelism is not built yet. Use cp=1.")
+    return apply_context(model, mesh)
 
 
 def _engine(model: nn.Module, mesh: Mesh, host: Host | None, placements: Mapping[str, Placement]) -> DataParallel:

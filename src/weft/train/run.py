@@ -23,6 +23,7 @@ from weft.models import build_decoder
 from weft.monitor import Meter, flops_per_token, make_display
 from weft.optim import build_optimizer
 from weft.parallel import parallelize
+from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.config import RunConfig, SampleSection
 from weft.spec.model import DecoderSpec, ModelSpec
@@ -141,10 +142,12 @@ class _RankRun:
         recompute = recompute_of(self.model)
         if recompute is None or recompute.is_chosen:
             return
-        batch = {name: tensor.to(self.mesh.device) for name, tensor in self.loader.batches(0)[0].items()}
+        whole = {name: tensor.to(self.mesh.device) for name, tensor in self.loader.batches(0)[0].items()}
+        batch = cut_sequence(self.model, whole)
 
         def example() -> None:
-            model_forward(self.model, batch)
+            with sequence_in_use(self.model):
+                model_forward(self.model, batch)
 
         recompute.prepare(self.model, example)
 

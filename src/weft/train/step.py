@@ -20,6 +20,7 @@ from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import ExpertBalance, Precision, data_parallel
+from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.train.oom import explains_memory
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
@@ -99,8 +100,9 @@ class TrainStep:
         for index, microbatch in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
-            with self._data_parallel.microbatch(last=index == len(microbatches) - 1):
-                self._accumulate(microbatch, scale, totals)
+            last = index == len(microbatches) - 1
+            with self._data_parallel.microbatch(last), sequence_in_use(self.model):
+                self._accumulate(cut_sequence(self.model, microbatch), scale, totals)
         self._experts.start()
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them

@@ -1,0 +1,136 @@
+"""Context parallel equals one process: loss, norm, gradients and weights, in float64, each of the three ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parity.cases import GPT2, LLAMA, HuggingFaceCase, train_cases
+from weft.spec.model import DecoderSpec
+from weft.testing import Case, DecoderCase
+
+RTOL = 1e-10
+MODES = ("gather", "ring", "ulysses")
+#: As many heads as four ranks of Ulysses need; two key-value heads, so that under cp=4 each goes to two ranks.
+WIDE_GPT2 = dataclasses.replace(GPT2, num_heads=4, num_kv_heads=4)
+MULTI_QUERY = DecoderSpec(
+    vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=1, ffn_dim=24, max_seq_len=32, tied=False
+)
+
+
+@dataclass(frozen=True)
+class PackedCase(HuggingFaceCase):
+    """A decoder of transformers, with documents that only positions show, or with padding that a mask shows."""
+
+    padded: bool = False
+
+    def model(self) -> nn.Module:
+        import transformers
+
+        if self.kind == "qwen2":
+            return super().model()
+        torch.manual_seed(self.seed)
+        if self.kind == "gpt2":
+            config = transformers.GPT2Config(
+                vocab_size=61, n_embd=16, n_layer=2, n_head=4, n_positions=32,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            )  # fmt: skip
+            return transformers.GPT2LMHeadModel(config).double()
+        config = transformers.LlamaConfig(
+            vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=24, max_position_embeddings=32, tie_word_embeddings=True,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).double()
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        batch = super().batch(step)
+        if self.padded:
+            batch["mask"] = torch.ones_like(batch["labels"])
+            batch["mask"][:3, :5] = 0
+            batch["mask"][1, -2:] = 0
+            batch["labels"][batch["mask"] == 0] = -100
+        return batch
+
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {"position_ids": batch["positions"]}
+        if self.padded:
+            inputs["attention_mask"] = batch["mask"]
+        return model(input_ids=batch["input_ids"], **inputs).logits
+
+
+def decoders() -> dict[str, Case]:
+    return {
+        "llama": DecoderCase(LLAMA, num_steps=3),
+        "llama-documents": DecoderCase(LLAMA, num_steps=3, documents=True),
+        "gpt2-documents": DecoderCase(WIDE_GPT2, num_steps=2, documents=True),
+        "gpt2": DecoderCase(WIDE_GPT2, num_steps=2, optimizer="sgd", max_grad_norm=0.0),
+        "multi-query": DecoderCase(MULTI_QUERY, num_steps=2, masked=0.0),
+    }
+
+
+def hugging_face() -> dict[str, Case]:
+    return {
+        f"{kind}{'-documents' * documents}{'-padded' * padded}": PackedCase(
+            LLAMA, num_steps=2, kind=kind, documents=documents, padded=padded
+        )
+        for kind in ("llama", "qwen2", "gpt2")
+        for documents, padded in ((False, False), (True, False), (False, True))
+    }
+
+
+def plans(ranks: int, modes=MODES) -> list[str]:
+    layouts = {2: ["cp=2"], 4: ["cp=4", "dp_shard=2 cp=2", "dp_replicate=2 cp=2"]}[ranks]
+    return [
+        f"{layout} zero={zero} cp_mode={mode}"
+        for layout in layouts
+        for mode in modes
+        for zero in (0, 1, 2, 3)
+        if not (zero == 0 and "dp_shard" in layout)
+    ]
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {
+        "decoders": train_cases("precision=fp64", decoders()),
+        "hugging_face": train_cases("precision=fp64", hugging_face()),
+    }
+
+
+def compare(pool, plan, chosen, references):
+    for result in pool.run(train_cases, plan, chosen):
+        for name, numbers in result.items():
+            assert numbers.largest_difference(references[name]) < RTOL, name
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("plan", plans(2))
+def test_decoders_on_two_ranks(plan, accumulation, references, ranks2):
+    compare(ranks2, f"{plan} accumulation={accumulation} precision=fp64", decoders(), references["decoders"])
+
+
+@pytest.mark.parametrize("plan", plans(4))
+def test_decoders_on_four_ranks(plan, references, ranks4):
+    compare(ranks4, f"{plan} accumulation=2 precision=fp64", decoders(), references["decoders"])
+
+
+@pytest.mark.parametrize("plan", [plan for plan in plans(2) if "zero=0" in plan or "zero=3" in plan])
+def test_hugging_face_on_two_ranks(plan, references, ranks2):
+    compare(ranks2, f"{plan} precision=fp64", hugging_face(), references["hugging_face"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["cp=4 zero=3", "dp_shard=2 cp=2 zero=2 accumulation=2"])
+def test_hugging_face_on_four_ranks(layout, mode, references, ranks4):
+    compare(ranks4, f"{layout} cp_mode={mode} precision=fp64", hugging_face(), references["hugging_face"])
+
+
+@pytest.mark.parametrize("recompute", ["full", "attention", "selective", "60%"])
+@pytest.mark.parametrize("mode", MODES)
+def test_recompute(mode, recompute, references, ranks2):
+    chosen = decoders()
+    compare(ranks2, f"cp=2 cp_mode={mode} recompute={recompute} precision=fp64", chosen, references["decoders"])
