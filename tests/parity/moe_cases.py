@@ -74,18 +74,18 @@ def moe_cases() -> dict[str, Case]:
     """Every way of balancing and dropping, padding and packed documents, by name."""
     of = dataclasses.replace
     return {
-        "aux": MoECase(MOE, global_batch=16, num_steps=3),
-        "bias": MoECase(of(MOE, balance="bias", router="sigmoid", balance_rate=0.02), global_batch=16, num_steps=4),
-        "capacity": MoECase(of(MOE, capacity_factor=0.75, top_k=3, route_scale=2.5), global_batch=16, num_steps=3,
+        "aux": MoECase(MOE, global_batch=8, num_steps=2),
+        "bias": MoECase(of(MOE, balance="bias", router="sigmoid", balance_rate=0.02), global_batch=8, num_steps=3),
+        "capacity": MoECase(of(MOE, capacity_factor=0.75, top_k=3, route_scale=2.5), global_batch=8, num_steps=2,
                             documents=True),
-        "plain": MoECase(of(MOE, balance="none", normalise_top_k=False, num_shared_experts=0), global_batch=16,
-                         num_steps=3, masked=0.0),
+        "plain": MoECase(of(MOE, balance="none", normalise_top_k=False, num_shared_experts=0), global_batch=8,
+                         num_steps=2, masked=0.0),
     }  # fmt: skip
 
 
 def hugging_face_moe_cases() -> dict[str, Case]:
     return {
-        kind: HuggingFaceMoECase(MOE, global_batch=16, num_steps=3, kind=kind)
+        kind: HuggingFaceMoECase(MOE, global_batch=8, num_steps=2, kind=kind)
         for kind in ("mixtral", "qwen2_moe", "qwen3_moe")
     }
 
