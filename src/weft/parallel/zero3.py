@@ -73,7 +73,8 @@ class FullyShardedModel:
         self._unit_axes = [kind.shard for kind in kinds_of(self.units, axes)]
         cast_inputs(model, self.precision)
         chosen = formats(model, self.precision)
-        self._moving = _settle(model, chosen, self.precision, axes)
+        self._buffers = _settle(model, chosen, self.precision, axes)
+        self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
         originals = dict(model.named_parameters())
         self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
         self._shapes = {name: param.shape for name, param in originals.items()}
@@ -82,8 +83,8 @@ class FullyShardedModel:
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         members = _shard_units(self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()))
         self.shards = find_shards(model, list(originals), lambda name: self._kinds[name].shard)
-        lasting = model.state_dict(keep_vars=True)
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+        kinds = self._kinds
+        self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
         self._adoption = ShardAdoption(self.shards, originals, self._axis)
         self._modules = [unit.module for unit in self.units]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
@@ -98,15 +99,18 @@ class FullyShardedModel:
         orders = {axis.ranks: Order(axis, names, mesh.device) for axis in axes}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
+        self._undivided: dict[nn.Module, ReplicaSum] = {}
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
             module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks]))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if self._replicas.size > 1:
+            if self._replicas.size > 1 or axis.size == 1:
                 self._sums.append(ReplicaSum(index, members[index], self._replicas, orders[self._replicas.ranks]))
                 module.set_all_reduce_hook(self._sums[-1])
+                if axis.size == 1:
+                    self._undivided[module] = self._sums[-1]
             calls.watch(module, is_root=index == len(self._modules) - 1)
         self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
@@ -173,8 +177,7 @@ class FullyShardedModel:
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
         if self._is_partial:
-            held = ((name, shard.local.grad) for name, shard in self.shards.items() if shard.local.grad is not None)
-            self._partial.add((self._kinds[name].extra, grad) for name, grad in held)
+            self._partial.add((axis, grad) for axis, one in self._late if (grad := one.local.grad) is not None)
             self._is_partial = False
 
     def norm(self) -> torch.Tensor:
@@ -314,8 +317,12 @@ class FullyShardedModel:
     def _average(self, wanted: bool) -> None:
         """Whether gradients are means over the ranks, which a user's own loop works with, or sums."""
         if wanted != self._averages:
+            number = float(self._data.size) if wanted else 1.0
             for module in self._modules:
-                module.set_gradient_divide_factor(float(self._data.size) if wanted else 1.0)
+                if module in self._undivided:
+                    self._undivided[module].factor = 1.0 / number
+                else:
+                    module.set_gradient_divide_factor(number)
             self._averages = wanted
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
@@ -347,10 +354,10 @@ def _check(mesh: Mesh) -> None:
 
 def _settle(
     model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
-) -> list[tuple[torch.Tensor, Axis]]:
+) -> dict[str, torch.Tensor]:
     """Parameters and buffers become the first rank's; what is trained, in the master's format.
 
-    Returns the buffers that training moves.
+    Returns the buffers that checkpoints hold; training may move them.
     """
     for name, param in model.named_parameters():
         dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
@@ -360,8 +367,7 @@ def _settle(
         if settled.data_ptr() != buffer.data_ptr():
             buffer.copy_(settled)
     lasting = model.state_dict(keep_vars=True)
-    moving = {name: buffer for name, buffer in model.named_buffers() if name in lasting and buffer.is_floating_point()}
-    return [(buffer, axes.settling(name, buffer)) for name, buffer in moving.items()]
+    return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
 
 
 def _shard_units(
