@@ -59,7 +59,8 @@ class PackedCase(HuggingFaceCase):
         inputs = {"position_ids": batch["positions"]}
         if self.padded:
             inputs["attention_mask"] = batch["mask"]
-        return model(input_ids=batch["input_ids"], **inputs).logits
+        # A model that fills a cache does not see documents in positions, here as there.
+        return model(input_ids=batch["input_ids"], use_cache=not self.documents, **inputs).logits
 
 
 def decoders() -> dict[str, Case]:

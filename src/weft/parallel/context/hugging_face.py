@@ -137,7 +137,8 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             f"sequence cannot be put in its place. Use cp=1 for this model."
         )
     places_T = context.places(tokens.shape[1], tokens.device)
-    ids_BT = _document_ids(context, given.get("attention_mask"), given.get("position_ids"), places_T, tokens.shape[0])
+    positions = None if _fills_cache(model, signature, given) else given.get("position_ids")
+    ids_BT = _document_ids(context, given.get("attention_mask"), positions, places_T, tokens.shape[0])
     if given.get("position_ids") is None:
         given["position_ids"] = places_T[None]
     none = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=tokens.device)
@@ -147,11 +148,19 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return (), {**given, **extra}
 
 
+def _fills_cache(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> bool:
+    """Whether the model would make a cache here: then transformers does not look for documents in the positions."""
+    if "use_cache" not in signature.parameters:
+        return False
+    wanted = given.get("use_cache")
+    return bool(getattr(model.config.get_text_config(decoder=True), "use_cache", True) if wanted is None else wanted)
+
+
 def _document_ids(
     context: Context, mask: Tensor | None, positions: Tensor | None, places_T: Tensor, batch: int
 ) -> Tensor | None:
     """An id for each token, by the rules of transformers: a mask is padding; without one, documents are where
-    positions begin anew."""
+    positions begin anew (in a model that fills no cache: `use_cache=False`)."""
     if mask is not None:
         if mask.shape != (batch, places_T.shape[0]):
             raise ModelError(

@@ -6,7 +6,9 @@ ring: keys and values go around the axis, each step's message under the attentio
     arXiv 2310.01889). In backward their gradients follow them around.
 ulysses: an all_to_all gives each rank all tokens of some heads, and another gives them back (Jacobs et al. 2023,
     arXiv 2309.14509).
-In each, what a rank keeps for backward is its share of the sequence: queries, keys, values, output, log-sum-exp.
+In each way, what a rank keeps for backward is its share of the sequence: queries, keys, values, output, log-sum-exp.
+The pieces are hidden from modes that pick operations to keep (recompute=selective): their outputs together are larger
+than the output, and each rank has others.
 
 B sequences, T tokens of this rank, S of the whole sequence, H query heads, K key-value heads, C width of one head.
 """
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import all_gather, reduce_scatter
 from weft.comm.autograd import exchange_dims
@@ -65,11 +68,12 @@ def attend_cut(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, vie
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
-        kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
-        seen = Seen(q_BHTC, scale)
-        for source, kv in _own_first(_gathered(kv_2BKTC, view.axis), view.axis.rank):
-            seen.meet(kv, view.pieces(source))
-        out_BHTC, lse_BHT = seen.result()
+        with _disable_current_modes():
+            kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
+            seen = Seen(q_BHTC, scale)
+            for source, kv in _own_first(_gathered(kv_2BKTC, view.axis), view.axis.rank):
+                seen.meet(kv, view.pieces(source))
+            out_BHTC, lse_BHT = seen.result()
         ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT)
         ctx.scale, ctx.view = scale, view
         return out_BHTC
@@ -90,13 +94,14 @@ class _Gather(torch.autograd.Function):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
-        kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
-        axis, seen = view.axis, Seen(q_BHTC, scale)
-        for step in range(axis.size):
-            coming = start_shift(kv, axis) if step + 1 < axis.size else None
-            seen.meet(kv, view.pieces((axis.rank - step) % axis.size))
-            kv = coming.wait() if coming else kv
-        out_BHTC, lse_BHT = seen.result()
+        with _disable_current_modes():
+            kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
+            axis, seen = view.axis, Seen(q_BHTC, scale)
+            for step in range(axis.size):
+                coming = start_shift(kv, axis) if step + 1 < axis.size else None
+                seen.meet(kv, view.pieces((axis.rank - step) % axis.size))
+                kv = coming.wait() if coming else kv
+            out_BHTC, lse_BHT = seen.result()
         ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT)
         ctx.scale, ctx.view = scale, view
         return out_BHTC
@@ -127,9 +132,10 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, scale: float, found: list[Piece]) -> Tensor:
-        seen = Seen(q_BHSC, scale)
-        seen.meet((k_BKSC, v_BKSC), found)
-        out_BHSC, lse_BHS = seen.result()
+        with _disable_current_modes():
+            seen = Seen(q_BHSC, scale)
+            seen.meet((k_BKSC, v_BKSC), found)
+            out_BHSC, lse_BHS = seen.result()
         ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS)
         ctx.scale, ctx.found = scale, found
         return out_BHSC
