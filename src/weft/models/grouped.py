@@ -134,32 +134,29 @@ class _Permute(torch.autograd.Function):
 
 
 class _Loop(torch.autograd.Function):
-    """One product for each expert that has rows, written where its rows lie."""
+    """One product for each expert.
+
+    In forward also for those without rows, and each into memory of its own: selective recompute keeps products by
+    their number, and must find them unchanged.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, weights_EFD: Tensor, ends: Sequence[int]) -> Tensor:
         ctx.save_for_backward(x_RD, weights_EFD)
-        ctx.ends = ends
-        out_RF = x_RD.new_empty(x_RD.shape[0], weights_EFD.shape[1])
-        for expert, rows in _groups(ends):
-            torch.mm(x_RD[rows], weights_EFD[expert].t(), out=out_RF[rows])
-        return out_RF
+        ctx.sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        parts = x_RD.split(ctx.sizes)
+        return torch.cat([torch.mm(part, weights.t()) for part, weights in zip(parts, weights_EFD, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_RD, weights_EFD = ctx.saved_tensors
         grad_x = torch.empty_like(x_RD) if ctx.needs_input_grad[0] else None
-        grad_w = torch.zeros_like(weights_EFD) if ctx.needs_input_grad[1] else None
-        for expert, rows in _groups(ctx.ends):
-            if grad_x is not None:
+        grad_w = torch.empty_like(weights_EFD) if ctx.needs_input_grad[1] else None
+        start = 0
+        for expert, size in enumerate(ctx.sizes):
+            rows = slice(start, start := start + size)
+            if grad_x is not None and size:
                 torch.mm(grad_RF[rows], weights_EFD[expert], out=grad_x[rows])
             if grad_w is not None:
                 torch.mm(grad_RF[rows].t(), x_RD[rows], out=grad_w[expert])
         return grad_x, grad_w, None
-
-
-def _groups(ends: Sequence[int]) -> list[tuple[int, slice]]:
-    """Each expert that has rows, and where they lie."""
-    starts = [0, *ends[:-1]]
-    spans = enumerate(zip(starts, ends, strict=True))
-    return [(expert, slice(start, end)) for expert, (start, end) in spans if end > start]
