@@ -53,7 +53,7 @@ def test_a_toml_table_is_read():
 
 
 GOLDEN = {
-    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, expert. Did you mean 'vocab'?",
+    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert. Did you mean 'vocab'?",
     "embed": "layout word 'embed': a layout is made of pattern=style words. Use e.g. embed=vocab.",
     "a..b=vocab": (
         "layout pattern 'a..b': a module path with '*' or {a,b} for a part is needed. Use e.g. 'blocks.*.attn.q'."
