@@ -68,20 +68,22 @@ def scales_logits(model: nn.Module) -> bool:
 
 def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
     """The layout that a Hugging Face model brings along; None without one, or with styles that say too little."""
-    plan = getattr(model, "_tp_plan", None) or {}
-    paths = dict(model.named_modules())
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+    paths = [path for path, _ in model.named_modules()]
     pairs: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if pattern.endswith("lm_head"):
+    for short, style in plan.items():
+        pattern = prefix + short
+        if short.endswith("embed_tokens") or "experts" in short:
+            continue  # embeddings are cut by vocabulary below, experts by expert parallelism
+        if Layout(((pattern, "replicate"),)).unused(paths):
             continue
         if style not in _HF_STYLES:
             return None
-        layout = Layout(((pattern, _HF_STYLES[style]),))
-        if layout.unused(paths):
-            continue
         pairs[pattern] = _HF_STYLES[style]
-        reasons[pattern] = f"{style} in the model's own base_model_tp_plan"
+        reasons[pattern] = f"{style} in the model's base_model_tp_plan"
     if not pairs:
         return None
     return FoundLayout(_with_vocab(model, pairs, reasons), "the model's own base_model_tp_plan", reasons)
