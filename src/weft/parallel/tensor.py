@@ -167,7 +167,7 @@ class _Cutter:
             unit = pieces[0][1]
             first = self.axis.rank * count // self.axis.size * unit
             rows = tuple(range(first, first + unit))
-            placement = Placement(cut=("tp",), index=rows, partial=("tp",))
+            placement = Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set below
         self._replace(module, "weight", placement, dim=1 if is_transposed(module) else 0)
         self._replace(module, "bias", placement, dim=0)
         _set_sizes(module)
