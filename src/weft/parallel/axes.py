@@ -11,7 +11,7 @@ Parameters with the same axes are one kind: they may lie in one bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,8 @@ class Axes:
 
     shard: ranks that divide a bucket. replicate: those with equal parts, whose sums add up. over: both joined.
     same: all ranks that hold the same part of the parameter. cut: those that hold its other parts.
-    share: this rank's place among those with equal sums, and their number.
+    extra: those of `replicate` besides dp_replicate. share: this rank's place among those with equal sums, and their
+    number.
     waits: whether its sums must not begin before all stages are at the end of their passes.
     """
 
@@ -40,11 +41,12 @@ class Axes:
     over: Axis
     same: Axis
     cut: Axis
+    extra: Axis
     share: tuple[int, int]
     waits: bool = False
 
 
-class Layout:
+class AxisMap:
     """Axes and placements of a module's parameters and buffers by name.
 
     sharded: whether the plan divides anything (zero above 0). `batch`: ranks whose gradients add up where nothing is
@@ -60,6 +62,17 @@ class Layout:
         self.stage = self._joined((*_DATA, "cp", "tp"))
         self.stages = mesh["pp"]
         self.world = self.stage if self.stages.size == 1 else mesh.world
+        #: All ranks of one replica of the model.
+        self.replica = self._joined(("pp", "dp_shard", "cp", "tp"))
+
+    @property
+    def plain(self) -> Axes:
+        """The axes of a parameter that nobody cut."""
+        return self.of("", ())
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter is cut over the expert view."""
+        return "ep" in self.placement(name).cut
 
     def check_names(self, model: nn.Module) -> None:
         """ModelError for a placement of a tensor that the module does not have."""
@@ -110,9 +123,59 @@ class Layout:
         axis = self._mesh[placement.cut]
         return placement.local(whole, axis.rank, axis.size)
 
-    def joined(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors in place of parts."""
-        return ((name, self.whole(name, tensor)) for name, tensor in pairs)
+    def told(self, name: str) -> tuple[object, ...]:
+        """What all ranks must agree on of a tensor's placement; nothing where it is whole."""
+        placement = self.placement(name)
+        said = (placement.cut, placement.dim, placement.parts, placement.partial, placement.pad, placement.name)
+        return said if name in self.placements else ()
+
+    def saved_name(self, name: str) -> str:
+        """A parameter's name in checkpoints."""
+        return self.placement(name).name or name
+
+    def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+        """ModelError where an optimizer must see whole parameters, and one of these is cut."""
+        for name in sorted(names):
+            placement = self.placement(name)
+            if self._size(placement.cut) > 1:
+                raise ModelError(
+                    f"optimizer {type(optimizer).__name__}: it must see the whole of parameter {name!r}, which is cut "
+                    f"over {'*'.join(placement.cut)}. Use AdamW or SGD for it, or a plan with "
+                    f"{' '.join(f'{axis}=1' for axis in placement.cut)}."
+                )
+
+    def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors under the names that checkpoints have for them. A collective over the cut axes."""
+        return ((self.saved_name(name), self.whole(name, tensor)) for name, tensor in pairs)
+
+    def named_states(
+        self, pairs: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same for `parameter/key`, of parameters whose parts have these shapes."""
+        for full_name, tensor in pairs:
+            name, _, key = full_name.rpartition("/")
+            is_part = self.placement(name).is_cut and tensor.shape == shapes[name] and tensor.ndim
+            yield f"{self.saved_name(name)}/{key}", self.whole(name, tensor) if is_part else tensor
+
+    def states_here(
+        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
+    ) -> dict[str, torch.Tensor]:
+        """Of whole states, this rank's part; with several stages, of this one's parameters alone."""
+        ours: dict[str, list[str]] = {}
+        for name in shapes:
+            ours.setdefault(self.saved_name(name), []).append(name)
+        found: dict[str, torch.Tensor] = {}
+        for full_name, saved in tensors.items():
+            saved_name, _, key = full_name.rpartition("/")
+            for name in ours.get(saved_name, [] if self.stages.size > 1 else [saved_name]):
+                whole = tuple(saved.shape) == self.whole_shape(name, shapes.get(name, ()))
+                found[f"{name}/{key}"] = self.part(name, saved) if whole and saved.ndim else saved
+        return found
+
+    def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the tensors that are not whole on every rank."""
+        for pairs in groups:
+            yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_cut)
 
     def _build(self, name: str, placement: Placement, times: int) -> Axes:
         cut, is_expert = placement.cut, "ep" in placement.cut
@@ -134,14 +197,18 @@ class Layout:
         sums = self._mesh.ranks_over(self._lasting(equal))
         over = self._joined(("dp_replicate", *shard, *extra))
         return Axes(
-            shard=self._joined(shard) if self._sharded else Axis("dp_shard", 1, 0, (self._mesh.rank,)),
+            shard=self._joined(shard) if self._sharded else self._nobody("dp_shard"),
             replicate=self._joined(("dp_replicate", *extra)) if self._sharded else over,
             over=over,
             same=same,
-            cut=self._mesh[cut] if cut else Axis("tp", 1, 0, (self._mesh.rank,)),
+            cut=self._mesh[cut] if cut else self._nobody("tp"),
+            extra=self._joined(extra) if extra else self._nobody("tp"),
             share=(sums.index(self._mesh.rank), len(sums)),
             waits=ENDS in extra,
         )
+
+    def _nobody(self, name: str) -> Axis:
+        return Axis(name, 1, 0, (self._mesh.rank,))
 
     def _size(self, names: tuple[str, ...]) -> int:
         return len(self._mesh.ranks_over(names)) if names else 1

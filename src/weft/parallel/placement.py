@@ -28,6 +28,7 @@ class Placement:
     whole_shape: the shape of the whole, without padding; () where it follows from the part.
     partial: mesh axes, besides the data axes, over whose ranks the gradient is a partial sum: it is added over them.
     pad: rows that `dim` of the whole has at its end for equal parts; no part of checkpoints, zero after loading.
+    name: the whole's in checkpoints, where it is another than here: a weight that two stages share.
     """
 
     cut: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class Placement:
     whole_shape: tuple[int, ...] = ()
     partial: tuple[str, ...] = ()
     pad: int = 0
+    name: str = ""
 
     def __post_init__(self) -> None:
         if self.index is not None and not self.whole_shape:
