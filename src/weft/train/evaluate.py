@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.mesh import Mesh
+from weft.parallel.head import expect_labels
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]
@@ -35,7 +36,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
     model.eval()
     for batch in batches:
         local = {name: tensor.to(mesh.device) for name, tensor in batch.items()}
-        loss_sum, num_tokens = token_cross_entropy(model_forward(model, local), local)
+        with expect_labels(model, token_cross_entropy, local):
+            output = model_forward(model, local)
+        loss_sum, num_tokens = token_cross_entropy(output, local)
         totals[0] += loss_sum
         totals[1] += num_tokens
         if token_bytes is not None:

@@ -20,6 +20,7 @@ from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import Precision, data_parallel
+from weft.parallel.head import expect_labels
 from weft.train.oom import explains_memory
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
@@ -116,7 +117,8 @@ class TrainStep:
     def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
         """Add one microbatch's gradients, loss sum and token count."""
         with self._meter.phase("forward"):
-            output = self._forward(self.model, microbatch)
+            with expect_labels(self.model, self._loss_fn, microbatch):
+                output = self._forward(self.model, microbatch)
             loss_sum, num_tokens = self._loss_fn(output, microbatch)
             totals[0] += loss_sum.detach()
             totals[1] += num_tokens
