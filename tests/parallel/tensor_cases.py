@@ -5,6 +5,7 @@ Gradients are put together from the ranks' parts by the placements alone: no eng
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,10 +46,17 @@ def hugging_face(name: str, **changes: Any) -> nn.Module:
     config_class, model_class, own = FAMILIES[name]
     config = getattr(transformers, config_class)(**{**sizes, **own, **changes})
     model = getattr(transformers, model_class)(config).double()
+    for module in model.modules():
+        if type(module).__name__ == "GemmaRMSNorm":  # it adds up its weight's gradient in float32
+            module.forward = functools.partial(_gemma_norm, module)
     with torch.no_grad():
         for param in model.parameters():  # biases and norms that start at 0 or 1 would hide what is done to them
             param += 0.05 * torch.randn_like(param)
     return model
+
+
+def _gemma_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps) * (1.0 + module.weight)
 
 
 _KV = {"num_key_value_heads": 2}

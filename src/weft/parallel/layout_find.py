@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from weft.errors import LayoutError
 from weft.models import Decoder
+from weft.parallel.found import FoundLayout
+from weft.parallel.layout_trace import trace_layout
 from weft.spec.layout import Layout
 
 #: How the styles of a `base_model_tp_plan` of transformers are called here.
@@ -18,15 +18,6 @@ _HF_STYLES = {
     "rowwise": "rowwise",
     "replicated_with_grad_allreduce": "partial",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class FoundLayout:
-    """A layout, and for a person where each of its lines comes from: reasons by pattern."""
-
-    layout: Layout
-    source: str
-    reasons: Mapping[str, str]
 
 
 def find_layout(model: nn.Module) -> Layout:
@@ -42,8 +33,6 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     found = _from_tp_plan(model)
     if found is not None:
         return found
-    from weft.parallel.layout_trace import trace_layout
-
     return trace_layout(model, example)
 
 

@@ -69,6 +69,7 @@ class _Cutter:
         self.ends = Line(self.axis, cuts_tokens=ends_cut)
         self.placed: dict[int, Placement] = {}
         self.locals: dict[int, nn.Parameter] = {}  # by id of the whole: a tied weight is cut once
+        self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs
         self.entries: dict[str, Entry] = {}
         self.forks: dict[str, Fork] = {}
 
@@ -86,6 +87,7 @@ class _Cutter:
         for path, style in self.styles.items():
             if style.name == "rowwise":
                 self._row(path, self.modules[path])
+        self._follow_ties()
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
         if self.sequence is not None:
@@ -213,7 +215,15 @@ class _Cutter:
             local = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
             self.locals[id(whole)] = self.locals[id(local)] = local
             self.placed[id(local)] = placement
+            self.wholes.append(whole)
         setattr(module, name, self.locals[id(whole)])
+
+    def _follow_ties(self) -> None:
+        """A weight or bias that is registered at several places is cut at all of them."""
+        for module in self.model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in self.locals:
+                    module._parameters[name] = self.locals[id(param)]
 
     def _placements(self) -> dict[str, Placement]:
         named = dict(self.model.named_parameters())
