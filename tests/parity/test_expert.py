@@ -19,6 +19,9 @@ PLANS_2 = [
     ("dp_shard=2 ep=2 zero=2 accumulation=4", False),
     ("dp_shard=2 ep=2 zero=3 accumulation=2", True),
     ("cp=2 ep=2", False),
+    ("tp=2", True),
+    ("tp=2 ep=2", True),
+    ("tp=2 ep=2 sp=on accumulation=2", False),
     ("cp=2 ep=2 zero=3 cp_mode=ring", False),
 ]
 PLANS_4 = [
@@ -34,6 +37,9 @@ PLANS_4 = [
     ("dp_replicate=2 dp_shard=2 ep=2 zero=3", True),
     ("dp_shard=2 cp=2 ep=4 zero=1", False),
     ("dp_shard=2 cp=2 ep=2 zero=3", True),
+    ("dp_shard=2 tp=2 ep=4 zero=1 sp=on", False),
+    ("dp_shard=2 tp=2 ep=2 zero=3", False),
+    ("tp=2 cp=2 ep=4 sp=on", False),
     ("cp=4 ep=2 zero=2 cp_mode=gather", False),
 ]
 

@@ -178,4 +178,5 @@ def _norm(spec: DecoderSpec) -> nn.Module:
 
 def _attention_dtype(x_BTD: Tensor) -> torch.dtype:
     device = x_BTD.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BTD.dtype
+    has_autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if has_autocast else x_BTD.dtype

@@ -18,17 +18,25 @@ from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.placement import Placement, merge_placements
+from weft.parallel.tensor import cut_tensors, fuse_whole_head
+from weft.spec.layout import Layout
 
 
-def parallelize(model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    layout: Layout | None = None,
+    placements: Mapping[str, Placement] | None = None,
+) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
-    placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
+    layout: which modules tensor parallelism cuts how; found from the model where it is None. placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
     Raises ModelError when the model was laid over a mesh before.
     """
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
-    placed = cut(model, mesh) if placements is None else dict(placements)
+    placed = cut(model, mesh, layout) if placements is None else dict(placements)
     model.to(device=mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
@@ -44,17 +52,17 @@ def parallelize(model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placem
     return model
 
 
-def cut(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     plan = mesh.plan
-    placed = merge_placements(
-        split_stages(model, mesh) if plan.pp > 1 else {},
-        spread_experts(model, mesh),
-        cut_tensors(model, mesh) if plan.tp > 1 else {},
-        cut_context(model, mesh) if plan.cp > 1 else {},
-    )
+    stages = split_stages(model, mesh) if plan.pp > 1 else {}
+    experts = spread_experts(model, mesh, layout)
+    tensors = cut_tensors(model, mesh, layout, experts) if plan.tp > 1 else {}
+    if plan.tp == 1:
+        fuse_whole_head(model)
+    context = cut_context(model, mesh) if plan.cp > 1 else {}
     divide_sequences(model, mesh)
-    return placed
+    return merge_placements(stages, experts, tensors, context)
 
 
 # Each technique takes the place of its function here when it is built.
@@ -64,12 +72,6 @@ def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Keep only this rank's stages of the model."""
     del model
     raise PlanError(f"pp={mesh.plan.pp}: pipeline parallelism is not built yet. Use pp=1.")
-
-
-def cut_tensors(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
-    """Keep only this rank's part of large matrices; with sp, of the sequence between them."""
-    del model
-    raise PlanError(f"tp={mesh.plan.tp}: tensor parallelism is not built yet. Use tp=1.")
 
 
 def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:

@@ -21,6 +21,7 @@ from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import ExpertBalance, Precision, data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.head import expect_labels
 from weft.train.oom import explains_memory
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
@@ -121,7 +122,8 @@ class TrainStep:
     def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
         """Add one microbatch's gradients, loss sum and token count."""
         with self._meter.phase("forward"):
-            output = self._forward(self.model, microbatch)
+            with expect_labels(self.model, self._loss_fn, microbatch):
+                output = self._forward(self.model, microbatch)
             loss_sum, num_tokens = self._loss_fn(output, microbatch)
             totals[0] += loss_sum.detach()
             totals[1] += num_tokens
