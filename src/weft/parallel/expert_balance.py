@@ -69,7 +69,7 @@ class ExpertBalance:
         self._routers = list(routers(model))
         self._biased = [router for router in self._routers if router.bias_ppm is not None]
         names = ("dp_replicate", "dp_shard", "cp", *(("tp",) if mesh.plan.sp else ()))
-        self._axis = mesh[names] if self._biased else mesh["pp"]
+        self._axis = mesh[names] if self._biased else None
         self._pending: Pending | None = None
 
     def begin(self, scale: float) -> None:
@@ -81,7 +81,7 @@ class ExpertBalance:
 
     def start(self) -> None:
         """After the last backward: begin to add up the ranks' counts. All ranks call it."""
-        if self._biased:
+        if self._axis is not None:
             self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
 
     def finish(self, *, moved: bool) -> None:
