@@ -44,7 +44,9 @@ class Router(nn.Module):
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.dim))
         has_bias = spec.balance == "bias"
-        self.register_buffer("bias_ppm", torch.zeros(spec.num_experts, dtype=torch.int64) if has_bias else None)
+        # Never on the meta device, with whose models it would be lost: it is small, and nothing says what it holds.
+        bias_ppm = torch.zeros(spec.num_experts, dtype=torch.int64, device="cpu") if has_bias else None
+        self.register_buffer("bias_ppm", bias_ppm)
         self.load = Load(spec.num_experts)
         self.span = Span()
         self.aux_scale: float | None = None
