@@ -47,16 +47,18 @@ def hugging_face(name: str, **changes: Any) -> nn.Module:
     config = getattr(transformers, config_class)(**{**sizes, **own, **changes})
     model = getattr(transformers, model_class)(config).double()
     for module in model.modules():
-        if type(module).__name__ == "GemmaRMSNorm":  # it adds up its weight's gradient in float32
-            module.forward = functools.partial(_gemma_norm, module)
+        if type(module).__name__.endswith("RMSNorm"):  # those of transformers work in float32
+            module.forward = functools.partial(_norm_in_float64, module)
     with torch.no_grad():
         for param in model.parameters():  # biases and norms that start at 0 or 1 would hide what is done to them
             param += 0.05 * torch.randn_like(param)
     return model
 
 
-def _gemma_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps) * (1.0 + module.weight)
+def _norm_in_float64(module: Any, x: torch.Tensor) -> torch.Tensor:
+    gemma = type(module).__name__.startswith("Gemma")
+    eps = module.eps if gemma else module.variance_epsilon
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (gemma + module.weight)
 
 
 _KV = {"num_key_value_heads": 2}
