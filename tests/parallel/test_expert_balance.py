@@ -36,7 +36,8 @@ def test_the_auxiliary_loss_is_weighed_against_a_mean_over_trained_tokens():
     ((loss_sum + MOE.balance_rate * sum(losses)) / num_tokens).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found.grads[name], parameter.grad, rtol=1e-9, atol=1e-13, msg=name)
-    assert found.losses[0] == pytest.approx(float(loss_sum.detach()) / int(num_tokens), rel=1e-12)  # as reported: without it
+    # What is reported is the loss without it.
+    assert found.losses[0] == pytest.approx(float(loss_sum.detach()) / int(num_tokens), rel=1e-12)
 
 
 def biased_step(rate: float = 0.02) -> tuple[TrainStep, MoECase]:
