@@ -116,6 +116,21 @@ def test_biases_follow_the_tokens_of_all_ranks_and_runs_go_on_under_any_number_o
             torch.testing.assert_close(went_on[1][name], weight, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def weights_from_shapes(plan_text: str) -> dict[str, torch.Tensor]:
+    """Of a model that was built on the meta device, where no rank ever has all experts."""
+    mesh = build_mesh(Plan.parse(plan_text))
+    model = parallelize(build_decoder(BIAS, device="meta", dtype=torch.float64), mesh, seed=3)
+    return {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_experts_are_made_from_shapes_with_the_weights_of_one_process(zero, ranks2):
+    expected = dict(build_decoder(BIAS, dtype=torch.float64, seed=3).named_parameters())
+    for weights in ranks2.run(weights_from_shapes, f"dp_shard=2 ep=2 zero={zero}"):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 def bytes_of_one_step(plan_text: str, spec, num_tokens: int) -> tuple[int, int, int]:
     """Calls and bytes of all_to_all over ep, and of anything else over it."""
     plan, ledger = Plan.parse(f"{plan_text} precision=fp64"), Ledger()
