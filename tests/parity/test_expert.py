@@ -19,6 +19,8 @@ PLANS_2 = [
     ("dp_shard=2 ep=2 zero=2 accumulation=4", False),
     ("dp_shard=2 ep=2 zero=3 accumulation=2", True),
     ("dp_shard=2 ep=2 zero=3 recompute=selective", False),
+    ("dp_shard=2 ep=2 zero=3 recompute=full", False),
+    ("dp_shard=2 ep=2 zero=2 recompute=selective", False),
     ("cp=2 ep=2", False),
     ("cp=2 ep=2 zero=3 cp_mode=ring", False),
     ("tp=2", True),

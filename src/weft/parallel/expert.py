@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import all_gather
 from weft.comm.autograd import exchange, gather_slice, slice_to
@@ -57,7 +58,8 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
     placements: dict[str, Placement] = {}
     for path, experts in found.items():
         placements.update(_keep_own(path, experts, ep))
-        _replace_class(experts, Spread(ep, whole_tokens, num_experts(path, experts) * ep.size))
+        spread = Spread(ep, whole_tokens, num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
+        _replace_class(experts, spread)
     return placements
 
 
@@ -129,11 +131,17 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How one module's tokens reach their experts. tp: ranks that come with the same tokens (size 1: none does)."""
+    """How one module's tokens reach their experts.
+
+    tp: ranks that come with the same tokens (size 1: none does). hides: selective recompute sees nothing of the module,
+    and so makes all of it again. Under zero=3 experts are units of their own inside of their block, whose gathering
+    makes other operations in a replay than it did before, and torch refuses that.
+    """
 
     ep: Axis
     tp: Axis
     num_experts: int
+    hides: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
         return self  # a copy of the module runs on the same ranks
@@ -208,8 +216,16 @@ def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor
     return plain(experts, rows_ND, ids_N[:, None], rows_ND.new_ones(rows_ND.shape[0], 1))
 
 
-class _Spread:
+class _Spread(nn.Module):
     """Base of the classes that modules of experts are given; beside it stands their own."""
+
+    _weft_spread: Spread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._weft_spread.hides:
+            return super().__call__(*args, **kwargs)
+        with _disable_current_modes():
+            return super().__call__(*args, **kwargs)
 
 
 def _replace_class(experts: nn.Module, spread: Spread) -> None:
@@ -218,7 +234,7 @@ def _replace_class(experts: nn.Module, spread: Spread) -> None:
         raise ModelError(f"module of type {kind.__name__}: its experts were spread before. Build a new model.")
     body = {"forward": _forward(kind.forward), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     experts._weft_spread = spread  # pyright: ignore[reportArgumentType]
-    experts.__class__ = type(kind.__name__, (kind, _Spread), body)
+    experts.__class__ = type(kind.__name__, (_Spread, kind), body)
 
 
 def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
