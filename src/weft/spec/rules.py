@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from weft.errors import PlanError, Problem
 from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
+from weft.spec.expert_rules import EXPERT_RULES
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
 
@@ -43,18 +44,7 @@ def _axis_not_built(axis: str, technique: str) -> Rule:
 
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = (
-    _axis_not_built("tp", "Tensor parallelism"),
     _axis_not_built("pp", "Pipeline parallelism"),
-    _axis_not_built("ep", "Expert parallelism"),
-    Rule(
-        name="sp-not-built",
-        field="sp",
-        reason="Sequence parallelism is not built yet.",
-        predicate=lambda plan, facts: plan.sp,
-        finding=lambda plan, facts: "sequence parallelism is not built yet",
-        remedy=lambda plan, facts: "Use sp=off",
-        fix=lambda plan, facts: plan.replace(sp=False),
-    ),
     Rule(
         name="offload-activations-recompute-not-built",
         field="offload",
@@ -107,14 +97,26 @@ def _smaller_accumulation(plan: Plan, facts: Facts) -> Plan | None:
     return plan.replace(**{passes: nearest(legal, plan.microbatches_per_step)})
 
 
+def _kv_heads_fit(facts: Facts, tp: int) -> bool:
+    """Each rank has whole key-value heads, or several ranks have the same one."""
+    return facts.model.num_kv_heads % tp == 0 or tp % facts.model.num_kv_heads == 0
+
+
 def _heads_finding(plan: Plan, facts: Facts) -> str:
     heads, kv_heads = facts.model.num_heads, facts.model.num_kv_heads
-    number, kind = (heads, "heads") if heads % plan.tp else (kv_heads, "key-value heads")
-    return f"the model has {number} {kind}, and {number} is not a multiple of {plan.tp}"
+    if heads % plan.tp:
+        return f"the model has {heads} heads, and {heads} is not a multiple of {plan.tp}"
+    return (
+        f"the model has {kv_heads} key-value heads, and neither of {kv_heads} and {plan.tp} is a multiple of the other"
+    )
 
 
 def _tp_choices(facts: Facts) -> list[int]:
-    return common_divisors(facts.model.num_heads, facts.model.num_kv_heads, facts.model.ffn_dim)
+    return [tp for tp in common_divisors(facts.model.num_heads, facts.model.ffn_dim) if _kv_heads_fit(facts, tp)]
+
+
+def _sequence_unit(plan: Plan) -> int:
+    return plan.cp * plan.tp
 
 
 def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
@@ -207,8 +209,11 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="tp-heads",
         field="tp",
-        reason="Tensor parallelism gives each rank whole heads, so tp divides the heads and the key-value heads.",
-        predicate=lambda plan, facts: facts.model.num_heads % plan.tp != 0 or facts.model.num_kv_heads % plan.tp != 0,
+        reason=(
+            "Tensor parallelism gives each rank whole heads, so tp divides the heads; key-value heads are divided, or "
+            "each is repeated on equally many ranks."
+        ),
+        predicate=lambda plan, facts: facts.model.num_heads % plan.tp != 0 or not _kv_heads_fit(facts, plan.tp),
         finding=_heads_finding,
         remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
         fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
@@ -231,6 +236,20 @@ LASTING: tuple[Rule, ...] = (
         predicate=lambda plan, facts: plan.sp and not asks(plan, facts, "tp"),
         finding=lambda plan, facts: "sequence parallelism needs tp of at least 2, and tp is 1",
         remedy=lambda plan, facts: "Use sp=off, or tp=2 or more",
+        fix=lambda plan, facts: plan.replace(sp=False),
+    ),
+    Rule(
+        name="sp-divides-sequence",
+        field="train.seq_len",
+        reason="Sequence parallelism gives each rank of tp equally many tokens of every sequence.",
+        predicate=lambda plan, facts: plan.sp and facts.seq_len % _sequence_unit(plan) != 0,
+        finding=lambda plan, facts: (
+            f"with sp=on, {plan.cp} x {plan.tp} ranks share the {facts.seq_len} tokens of a sequence evenly, and "
+            f"{facts.seq_len} is not a multiple of {_sequence_unit(plan)}"
+        ),
+        remedy=lambda plan, facts: (
+            f"Use train.seq_len={max(1, facts.seq_len // _sequence_unit(plan)) * _sequence_unit(plan)}, or sp=off"
+        ),
         fix=lambda plan, facts: plan.replace(sp=False),
     ),
     Rule(
@@ -282,20 +301,7 @@ LASTING: tuple[Rule, ...] = (
         remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
-    Rule(
-        name="ep-divides-ranks",
-        field="ep",
-        reason="Experts are spread over dp_shard x cp x tp, so ep divides that product.",
-        predicate=lambda plan, facts: (
-            facts.open_axis not in ("dp_shard", "cp", "tp") and (plan.dp_shard * plan.cp * plan.tp) % plan.ep != 0
-        ),
-        finding=lambda plan, facts: (
-            f"experts are spread over dp_shard x cp x tp = {plan.dp_shard * plan.cp * plan.tp} ranks, "
-            f"and that is not a multiple of {plan.ep}"
-        ),
-        remedy=lambda plan, facts: alternatives(common_divisors(plan.dp_shard * plan.cp * plan.tp), "ep"),
-        fix=lambda plan, facts: plan.replace(ep=nearest(common_divisors(plan.dp_shard * plan.cp * plan.tp), plan.ep)),
-    ),
+    *EXPERT_RULES,
     Rule(
         name="cp-divides-sequence",
         field="cp",

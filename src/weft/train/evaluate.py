@@ -12,6 +12,7 @@ from torch import nn
 from weft.comm import all_reduce
 from weft.mesh import Mesh
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.head import expect_labels
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]
@@ -36,8 +37,9 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
     model.eval()
     for batch in batches:
         local = cut_sequence(model, {name: tensor.to(mesh.device) for name, tensor in batch.items()})
-        with sequence_in_use(model):
-            loss_sum, num_tokens = token_cross_entropy(model_forward(model, local), local)
+        with sequence_in_use(model), expect_labels(model, token_cross_entropy, local):
+            output = model_forward(model, local)
+            loss_sum, num_tokens = token_cross_entropy(output, local)
         totals[0] += loss_sum
         totals[1] += num_tokens
         if token_bytes is not None:

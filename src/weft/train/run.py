@@ -243,7 +243,7 @@ def stop_on_signal(step: TrainStep) -> Iterator[None]:
 def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:
     """FLOPs of forward and backward per token of a decoder; the convention is `flops_per_token`'s."""
     embedding = spec.vocab_size * spec.dim
-    num_params = ModelSpec.of_decoder(spec).num_params - (0 if spec.tied else embedding)
+    num_params = ModelSpec.of_decoder(spec).num_active_params - (0 if spec.tied else embedding)
     return flops_per_token(num_params, spec.num_layers, spec.dim, seq_len)
 
 

@@ -19,8 +19,9 @@ from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
-from weft.parallel import Precision, data_parallel
+from weft.parallel import ExpertBalance, Precision, data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.head import expect_labels
 from weft.train.oom import explains_memory
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
@@ -75,6 +76,7 @@ class TrainStep:
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._experts = ExpertBalance(model, mesh)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
 
@@ -95,12 +97,14 @@ class TrainStep:
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         totals[2] = float(self.wants_stop)
         scale = self.loss_scale.factor() / self._nominal
+        self._experts.begin(scale)
         for index, microbatch in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
             last = index == len(microbatches) - 1
             with self._data_parallel.microbatch(last), sequence_in_use(self.model):
                 self._accumulate(cut_sequence(self.model, microbatch), scale, totals)
+        self._experts.start()
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
         with self._meter.phase("reduce"):
@@ -118,7 +122,8 @@ class TrainStep:
     def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
         """Add one microbatch's gradients, loss sum and token count."""
         with self._meter.phase("forward"):
-            output = self._forward(self.model, microbatch)
+            with expect_labels(self.model, self._loss_fn, microbatch):
+                output = self._forward(self.model, microbatch)
             loss_sum, num_tokens = self._loss_fn(output, microbatch)
             totals[0] += loss_sum.detach()
             totals[1] += num_tokens
@@ -148,6 +153,7 @@ class TrainStep:
             self._data_parallel.scale(to_mean * clip_factor(grad_norm, self.max_grad_norm))
             self.optimizer.step()
             self._data_parallel.publish()
+        self._experts.finish(moved=skipped is None)
         return StepMetrics(
             loss=loss,
             grad_norm=grad_norm,
