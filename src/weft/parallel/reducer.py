@@ -7,6 +7,8 @@ counts as zero: ranks may take different branches.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,7 +79,8 @@ class Reducer:
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
         for index, slot in enumerate(slots):
-            slot.param.register_post_accumulate_grad_hook(self._hook(index, slot))
+            # torch's collector does not see these hooks: what they held would live for ever, and its mesh with it.
+            slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
 
     def begin_step(self) -> None:
         """No gradients; whatever a broken step left on its way is awaited."""
@@ -180,28 +183,27 @@ class Reducer:
                 _take(slot)
         return bucket.grads
 
-    def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
-        def arrived(param: nn.Parameter) -> None:
-            bucket = slot.bucket
-            assert bucket is not None
-            if self._pass is not None and bucket.index < self._next:
-                self._late.append(index)
-                slot.fired += 1
-                return
-            if bucket.grads is None:
-                bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
-            if param.grad is not slot.grad:
-                _take(slot)
-            if self._pass is None:
-                self._note(bucket)
-                return
+    def arrived(self, index: int, param: nn.Parameter) -> None:
+        """Autograd has delivered a gradient for this parameter."""
+        slot = self._slots[index]
+        bucket = slot.bucket
+        assert bucket is not None
+        if self._pass is not None and bucket.index < self._next:
+            self._late.append(index)
             slot.fired += 1
-            if self._launches and slot.fired == slot.expected:
-                self._waiting[bucket.index] -= 1
-                while self._next < len(self.buckets) and self._waiting[self._next] == 0:
-                    self._launch(self.buckets[self._next])
-
-        return arrived
+            return
+        if bucket.grads is None:
+            bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
+        if param.grad is not slot.grad:
+            _take(slot)
+        if self._pass is None:
+            self._note(bucket)
+            return
+        slot.fired += 1
+        if self._launches and slot.fired == slot.expected:
+            self._waiting[bucket.index] -= 1
+            while self._next < len(self.buckets) and self._waiting[self._next] == 0:
+                self._launch(self.buckets[self._next])
 
     def _launch(self, bucket: Bucket) -> None:
         """Let a bucket's gradients travel."""
@@ -271,6 +273,12 @@ def shard_of(bucket: Bucket) -> torch.Tensor:
     """This rank's part of the sums; at stage 0 all of them."""
     assert bucket.shard is not None, "gradients were not reduced yet"
     return bucket.shard
+
+
+def _arrived(reducer: Callable[[], Reducer | None], index: int, param: nn.Parameter) -> None:
+    found = reducer()
+    if found is not None:
+        found.arrived(index, param)
 
 
 @torch.no_grad()
