@@ -162,6 +162,35 @@ def train_case(plan_text: str, case: Case) -> ParityResult:
     return result
 
 
+def train_plain(case: Case) -> ParityResult:
+    """Train `case` on this process with nothing of Weft in it: what PyTorch alone computes of the whole batch.
+
+    A parameter that the loss does not reach has a zero gradient, as under every plan.
+    """
+    model = case.model()
+    optimizer = case.optimizer_of(model)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    result = ParityResult()
+    model.train()
+    for index in range(case.num_steps):
+        batch = case.batch(index)
+        loss_sum, num_tokens = case.loss(case.forward(model, batch), batch)
+        # Divided after backward, as under every plan: inside some float64 models are float32 parts, and what those
+        # round depends on the scale.
+        loss_sum.backward()
+        for param in params.values():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad / num_tokens
+        limit = case.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), limit)
+        result.losses.append((loss_sum / num_tokens).item())
+        result.grad_norms.append(norm.item())
+        result.grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    result.weights = {name: param.detach().clone() for name, param in params.items()}
+    return result
+
+
 def local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> list[Batch]:
     """This rank's microbatches: microbatch a of rank r holds the samples (a * dp_size + r) * b + [0, b)."""
     num_micro, dp_size = plan.microbatches_per_step, plan.dp_size
