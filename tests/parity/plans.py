@@ -38,7 +38,10 @@ class Subject:
 
     def plans(self, num_ranks: int, **only: Sequence[object]) -> list[Plan]:
         """Every legal plan for it."""
-        size = {"global_batch": getattr(self.case, "global_batch", None), "seq_len": getattr(self.case, "seq_len", None)}
+        size = {
+            "global_batch": getattr(self.case, "global_batch", None),
+            "seq_len": getattr(self.case, "seq_len", None),
+        }
         return legal(num_ranks, model=self.shape, **size, **{**dict.fromkeys(self.without, (1,)), **only})
 
 
@@ -62,9 +65,7 @@ def subjects() -> dict[str, Subject]:
 
 def families() -> dict[str, Subject]:
     """All Hugging Face families."""
-    return {
-        name: Subject(FamilyCase(name), shape_of(family), family.without) for name, family in FAMILIES.items()
-    }
+    return {name: Subject(FamilyCase(name), shape_of(family), family.without) for name, family in FAMILIES.items()}
 
 
 #: Covered besides all pairs of fields: what data parallelism does, in threes, and each of its layouts with each model.

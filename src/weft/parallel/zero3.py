@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.comm import all_reduce, broadcast
 from weft.errors import LaunchError, ModelError, PlanError
+from weft.memory import repeated_blocks
 from weft.memory.offload import choose, shard_offload, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import global_norm
@@ -36,7 +37,14 @@ from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
 from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
-from weft.parallel.zero3_hooks import Calls, ReplicaSum, drop_partial_gradients, find_optimizers, watch_steps
+from weft.parallel.zero3_hooks import (
+    Calls,
+    ReplicaSum,
+    drop_partial_gradients,
+    find_optimizers,
+    hide_hooks,
+    watch_steps,
+)
 from weft.parallel.zero3_shards import find_shards
 
 #: What fully_shard must be able to do; torch 2.11 has all of it.
@@ -92,6 +100,9 @@ class FullyShardedModel:
                 self._sums.append(ReplicaSum(index, members[index], self._replicas, self._orders[1]))
                 module.set_all_reduce_hook(self._sums[-1])
             calls.watch(module, is_root=index == len(self._modules) - 1)
+        if mesh.plan.recompute != "none" and not repeated_blocks(self._modules[-1]):
+            for module in self._modules[:-1]:
+                hide_hooks(module)
         self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
         for index, param in enumerate(self.plain.values(), len(self.units)):
             if param.requires_grad:

@@ -1,6 +1,7 @@
 """Which plans are tried: listed from the rules, so that a plan that becomes legal is tested without being asked for.
 
-`legal` lists every legal plan of N ranks; `covering` chooses few rows of a table in which all pairs still occur. Nothing here imports torch.
+`legal` lists every legal plan of N ranks; `covering` chooses few rows of a table in which all pairs still occur.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
