@@ -98,7 +98,7 @@ class SmallConvNet(nn.Module):
 
 @dataclass(frozen=True)
 class TreeCase:
-    """A random tree of modules: shared modules, shared weights, frozen and unused parts, odd sizes."""
+    """A random tree of modules: shared modules, shared weights, frozen and unused parts, buffers, odd sizes."""
 
     seed: int
     num_steps: int = 3
@@ -137,8 +137,24 @@ class Branches(nn.Module):
         return sum((branch(x) for branch in self.branches[:-1]), x)
 
 
+class Buffered(nn.Module):
+    """Buffers that forward reads: one that is saved, one that is not, and one of whole numbers; a scalar parameter."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
+        self.register_buffer("shift", torch.linspace(-1.0, 1.0, width), persistent=False)
+        self.register_buffer("order", torch.arange(width - 1, -1, -1))
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., self.order] * self.scale * self.gain + self.shift
+
+
 def _grow(draw: random.Random, depth: int, width: int, known: list[nn.Module]) -> nn.Module:
-    kind = draw.choice(["leaf", "leaf", "sequence", "branches", "again", "tied"]) if depth else "leaf"
+    kind = draw.choice(["leaf", "leaf", "sequence", "branches", "again", "tied", "buffers"]) if depth else "leaf"
+    if kind == "buffers":
+        return Buffered(width)
     if kind == "again" and known:
         return draw.choice(known)  # the same module at two places
     if kind in ("sequence", "branches"):
