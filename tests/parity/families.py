@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,7 +111,6 @@ class FamilyCase:
     global_batch: int = 8
     seq_len: int = 8
     max_grad_norm: float = 0.5
-    shape: DecoderSpec | None = field(default=None, compare=False)
 
     @property
     def family(self) -> Family:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tests.memory.links import LateLink
-from tests.parity.cases import LLAMA, cases
+from tests.parity.cases import GPT2, LLAMA, cases
 from tests.parity.families import FAMILIES, FamilyCase, shape_of
 from weft.memory import activations, offload
 from weft.memory.pool import HostPool
@@ -58,7 +58,7 @@ def subjects() -> dict[str, Subject]:
     return {
         "decoder": Subject(chosen["decoder"], LLAMA),
         "hf-qwen2": Subject(chosen["hf-qwen2"], LLAMA),
-        "hf-gpt2": Subject(chosen["hf-gpt2"], shape_of(FAMILIES["gpt2"])),
+        "hf-gpt2": Subject(chosen["hf-gpt2"], GPT2),
         "cnn": Subject(chosen["cnn"], without=ONLY_DATA),
     }
 
