@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.plans import Cell, differing, subjects
+from tests.parity.plans import Cell, differing, subjects, train_quietly
 from weft.spec.plan import Plan
-from weft.testing import train_plain
+from weft.testing import covering, train_plain
+from weft.testing.matrix import pairs, row_of
 
 
 def test_a_layout_equals_one_process(matrix_cells, plain, request):
@@ -33,9 +34,27 @@ def test_the_matrix_can_fail(plain, ranks2):
 
 @pytest.mark.parametrize("name", subjects())
 def test_one_rank_of_weft_is_plain_pytorch(name, plain):
-    from tests.parity.plans import train_quietly
-
     case = subjects()[name].case
     for plan in ("", "accumulation=4", "recompute=selective", "offload=optimizer+activations"):
         result = train_quietly(f"{plan} precision=fp64", {name: case})[name]
         assert result.largest_difference(plain[case]) < 1e-10, plan
+
+
+@pytest.mark.parametrize("precision, bound", [("bf16", 2**-5), ("fp16", 2**-8)])
+def test_half_precision_stays_near_one_process_of_the_same_precision(precision, bound, ranks2):
+    """Sums in matrix products are made in another order: bounds of a few roundings (8 bits in bf16, 11 in fp16)."""
+    known = subjects()
+    only = {"precision": (precision,), "recompute": ("none", "full", "selective"), "accumulation": (1, 2)}
+    cells = [Cell(name, plan) for name in ("decoder", "cnn") for plan in known[name].plans(2, **only)]
+    rows = [row_of(cell.plan, subject=cell.subject) for cell in cells]
+    groups = (*pairs(("zero", "recompute", "offload", "accumulation", "subject")), ("layout",))
+    one = train_quietly(f"precision={precision}", {name: known[name].case for name in ("decoder", "cnn")})
+    for cell in (cells[index] for index in covering(rows, groups)):
+        theirs = one[cell.subject]
+        for answer in ranks2.run(train_quietly, cell.plan.format(), {cell.subject: known[cell.subject].case}):
+            ours = answer[cell.subject]
+            assert ours.losses == pytest.approx(theirs.losses, rel=bound), cell
+            assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=bound), cell
+            for name, weight in theirs.weights.items():
+                # Adam's first steps have the size of lr wherever the gradient's sign is sure.
+                assert float((ours.weights[name] - weight).abs().mean()) < 2e-3, (cell, name)
