@@ -14,6 +14,7 @@ import argparse
 import fnmatch
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -221,7 +222,7 @@ def try_fault(fault: Fault, tests: list[str], limit_s: float) -> dict[str, objec
             output, _ = process.communicate()
             outcome = "hung"
     failed = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if outcome == "caught" and any("no answer within" in line for line in output.splitlines()):
+    if outcome == "caught" and re.search(r"no answer within \d", output):
         outcome = "hung"
     by = failed[0].removeprefix("FAILED ") if failed else ""
     return {"fault": fault.name, "outcome": outcome, "by": by, "seconds": round(time.perf_counter() - start, 1)}
