@@ -22,6 +22,8 @@ _HF_STYLES = {
 
 def find_layout(model: nn.Module) -> Layout:
     """The layout of any model. LayoutError where nothing is found that can be cut."""
+    if isinstance(model, Decoder):
+        return Layout.named(model.spec.family)
     return explain_layout(model).layout
 
 
@@ -29,7 +31,7 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     """The layout with its reasons. example: arguments of a forward, for a model that takes neither ids nor images."""
     if isinstance(model, Decoder):
         layout = Layout.named(model.spec.family)
-        return FoundLayout(layout, f"the project's own layout of {model.spec.family}", {})
+        return FoundLayout(layout, f"the project's own layout of {model.spec.family}", trace_layout(model).reasons)
     found = _from_tp_plan(model)
     if found is not None:
         return found
