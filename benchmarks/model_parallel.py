@@ -121,7 +121,9 @@ def build_torch(options: argparse.Namespace, kind: str) -> tuple[nn.Module, Call
 
     model = torch_model(options, kind)
     groups = [[p for p in model.parameters() if isinstance(p, DTensor) == cut] for cut in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=LR, weight_decay=0.1, foreach=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": group} for group in groups if group], lr=LR, weight_decay=0.1, foreach=True
+    )
 
     def forward(index: int) -> torch.Tensor:
         batch = batch_of(options, index)

@@ -82,7 +82,11 @@ class Enter:
         """Bring all tokens of the activations among the arguments; only needed where tokens are cut."""
         values = [*args, *kwargs.values()]
         for place, value in enumerate(values):
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[-1:] == (self._entry.width,):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.shape[-1:] == (self._entry.width,)
+            ):
                 values[place] = self._entry.enter(value)
                 return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         raise ModelError(

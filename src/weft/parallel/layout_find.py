@@ -53,7 +53,13 @@ def find_lm_head(model: nn.Module) -> nn.Module | None:
 def scales_logits(model: nn.Module) -> bool:
     """Whether a Hugging Face model changes its logits after the head."""
     config = getattr(model, "config", None)
-    names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier")
+    names = (
+        "final_logit_softcapping",
+        "logit_scale",
+        "logits_scaling",
+        "output_multiplier_scale",
+        "lm_head_multiplier",
+    )
     return any(isinstance(getattr(config, name, None), int | float) for name in names)
 
 

@@ -61,7 +61,9 @@ class _Trace:
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         meta = {name: tensor.detach().to("meta") for name, tensor in named}
         moved = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, example)
-        self.ids = [leaf for leaf in tree_leaves(moved) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()]
+        self.ids = [
+            leaf for leaf in tree_leaves(moved) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
+        ]
         args, kwargs = ((), moved) if isinstance(moved, dict) else (moved if isinstance(moved, tuple) else (moved,), {})
         handles = [hook for module in self.model.modules() for hook in self._watch(module)]
         training = self.model.training

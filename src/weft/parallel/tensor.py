@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank keeps its part of the large matrices, as the layout says, in place.
 
-A column-cut layer makes a part of its outputs; a row-cut layer reads a part of its inputs, and its output is summed. The
-modules between such a pair work on their heads or features and need no collective. An embedding and a head are cut by
-rows of the vocabulary, padded where tp does not divide it.
+A column-cut layer makes a part of its outputs; a row-cut layer reads a part of its inputs, and its output is summed.
+The modules between such a pair work on their heads or features and need no collective. An embedding and a head are cut
+by rows of the vocabulary, padded where tp does not divide it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class _Cutter:
         if self.sequence is not None:
             cut_sequence(self.model, self.sequence, self.line, list(self.entries.values()))
         return self._placements()
-
 
     def _check_partial(self, heads: dict[str, Heads]) -> None:
         """LayoutError where a module inside a cut part has parameters, and nobody says what it sees."""

@@ -46,15 +46,6 @@ NOT_BUILT: tuple[Rule, ...] = (
     _axis_not_built("cp", "Context parallelism"),
     _axis_not_built("ep", "Expert parallelism"),
     Rule(
-        name="offload-optimizer-zero-3-not-built",
-        field="offload",
-        reason="Under zero=3 the optimizer goes to the host only together with the parameters.",
-        predicate=lambda plan, facts: plan.zero == 3 and plan.offload_share("optimizer") > plan.offload_share("params"),
-        finding=lambda plan, facts: "with zero=3, the optimizer without the parameters on the host is not built yet",
-        remedy=lambda plan, facts: "Use offload=params, with which the optimizer steps on the host too, or zero=2",
-        fix=lambda plan, facts: _with_offload(plan, "optimizer", "params"),
-    ),
-    Rule(
         name="offload-activations-recompute-not-built",
         field="offload",
         reason="Activations are either made again in backward or kept on the host, not yet some of each.",
@@ -115,7 +106,9 @@ def _heads_finding(plan: Plan, facts: Facts) -> str:
     heads, kv_heads = facts.model.num_heads, facts.model.num_kv_heads
     if heads % plan.tp:
         return f"the model has {heads} heads, and {heads} is not a multiple of {plan.tp}"
-    return f"the model has {kv_heads} key-value heads, and neither of {kv_heads} and {plan.tp} is a multiple of the other"
+    return (
+        f"the model has {kv_heads} key-value heads, and neither of {kv_heads} and {plan.tp} is a multiple of the other"
+    )
 
 
 def _tp_choices(facts: Facts) -> list[int]:
