@@ -5,8 +5,8 @@
     python benchmarks/model_parallel.py --mode memory                 what one forward keeps for backward, by variant
     python benchmarks/model_parallel.py --mode traffic                bytes of one step by axis and operation
 
-Every variant does forward, mean cross-entropy, backward, global-norm clipping and AdamW on the same shapes, in fp32. The
-order within a round rotates. Prints each variant's median step and the median of its ratios to the first one, round
+Every variant does forward, mean cross-entropy, backward, global-norm clipping and AdamW on the same shapes, in fp32.
+The order within a round rotates. Prints each variant's median step and the median of its ratios to the first one, round
 by round, which drifts of the machine's speed do not touch. torch-tp-lp is torch-tp with `loss_parallel`.
 """
 

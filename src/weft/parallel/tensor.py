@@ -127,7 +127,7 @@ class _Cutter:
         alone = self._is_wide(parent) or bool(getattr(around, "is_cross_attention", False))
         place = path if alone else parent
         if place not in self.entries:
-            fork = self.forks.setdefault(parent, Fork(self.line, around))
+            fork = self.forks.setdefault(parent, Fork(self.line, around, parent))
             entry = Entry(self.line, weight_of(module).shape[1], fork)
             self.entries[place] = entry
             if not alone:
