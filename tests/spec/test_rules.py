@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from tests.spec.plans import plans
 from weft.errors import PlanError
 from weft.spec.cluster import device
+from weft.spec.context import CP_MODES
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
 from weft.spec.rule import alternatives, common_divisors, nearest
@@ -21,10 +24,6 @@ OPEN = Facts(open_axis="dp_replicate")
 CASES = [
     ("pp-not-built", "pp=2 microbatches=4", Facts(),
      "pp=2: pipeline parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2 accumulation=4"),
-    ("cp-not-built", "cp=2 precision=bf16", Facts(),
-     "cp=2: context parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2 precision=bf16"),
-    ("ep-not-built", "dp_replicate=2 ep=2", Facts(),
-     "ep=2: expert parallelism is not built yet. Use dp_replicate=2 in its place.", "dp_replicate=2"),
     ("offload-activations-recompute-not-built", "recompute=full offload=activations", Facts(),
      "offload=activations: activations on the host together with recompute=full is not built yet. "
      "Use recompute=none, or leave activations out.", "offload=activations"),
@@ -78,9 +77,28 @@ CASES = [
      "ep=3: experts are spread over dp_shard x cp x tp = 8 ranks, and that is not a multiple of 3. "
      "Use ep=1, 2, 4 or 8.",
      "dp_shard=4 tp=2 ep=2 zero=1"),
+    ("ep-needs-experts", "dp_shard=2 ep=2", FACTS,
+     "ep=2: the model has no experts to divide. Use ep=1, or a model with experts, such as model.num_experts=8.",
+     "dp_shard=2"),
+    ("ep-divides-experts", "dp_shard=8 ep=8 zero=1", Facts(model=replace(MODEL, num_experts=12)),
+     "ep=8: the model has 12 experts, and 12 is not a multiple of 8. Use ep=1, 2 or 4.", "dp_shard=8 ep=4 zero=1"),
+    ("ep-divides-experts", "ep=8", Facts(model=replace(MODEL, num_experts=12), open_axis="dp_shard"),
+     "ep=8: the model has 12 experts, and 12 is not a multiple of 8. Use ep=1, 2, 3, 4, 6 or 12.", "ep=6"),
     ("cp-divides-sequence", "cp=3", FACTS,
-     "cp=3: a sequence has 1024 tokens, and that is not a multiple of 3. "
+     "cp=3: a sequence has 1024 tokens, and that is not a multiple of its 6 chunks. "
      "Use cp=1, 2, 4, 8, 16, 32, 64 or 128.", "cp=2"),
+    ("cp-divides-sequence", "cp=4 cp_mode=ring", Facts(model=MODEL, seq_len=20),
+     "cp=4: a sequence has 20 tokens, and that is not a multiple of its 8 chunks. Use cp=1, 2, 5 or 10.",
+     "cp=5 cp_mode=ring"),
+    ("cp-divides-sequence", "cp=8 cp_mode=ulysses", Facts(model=MODEL, seq_len=20),
+     "cp=8: a sequence has 20 tokens, and that is not a multiple of its 8 chunks. Use cp=1, 2, 4, 5, 10 or 20.",
+     "cp=10 cp_mode=ulysses"),
+    ("ulysses-heads", "cp=4 tp=16 cp_mode=ulysses", FACTS,
+     "cp_mode=ulysses: 32 heads and 8 key-value heads do not come out even over cp=4 and tp=16. "
+     "Use cp_mode=ring or cp_mode=gather, which take any number of heads.", "cp=4 tp=16"),
+    ("cp-mode-needs-cp", "cp_mode=ring", Facts(),
+     "cp_mode=ring: it says how a sequence that is cut over cp attends, and cp is 1. "
+     "Leave cp_mode out, or use cp=2 or more.", ""),
     ("seq-len-fits-model", "", Facts(model=MODEL, seq_len=4096),
      "train.seq_len=4096: the model reads at most 1024 tokens (model.max_seq_len). "
      "Use train.seq_len=1024 or less.", None),
@@ -119,6 +137,8 @@ def test_what_is_built_is_not_refused():
         "recompute=50%",
         *(f"dp_replicate=2 dp_shard=4 zero={stage} precision=fp16" for stage in (1, 2, 3)),
         "offload=optimizer:0.5+activations",
+        "cp=4",
+        *(f"dp_shard=2 cp=8 cp_mode={mode} zero={stage}" for mode in CP_MODES for stage in (1, 2, 3)),
         *(f"dp_shard=2 tp=4 sp=on zero={stage}" for stage in (1, 2, 3)),
         "tp=16 recompute=selective",
     ):
@@ -127,12 +147,12 @@ def test_what_is_built_is_not_refused():
 
 
 def test_everything_else_is_refused_by_a_rule_that_says_so():
-    for word in ("pp=2", "cp=2", "ep=2"):
+    for word in ("pp=2",):
         (violation,) = check(Plan.parse(word), Facts())
         assert "is not built yet" in violation.message
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
+@pytest.mark.parametrize("axis", ["pp"])
 def test_a_star_on_an_axis_that_is_not_built_is_refused(axis):
     plan, open_axis = Plan.read_open(f"{axis}=*")
     (violation,) = check(plan, Facts(open_axis=open_axis))
@@ -148,7 +168,8 @@ def test_an_open_axis_fits_any_number_of_ranks():
 @given(plans)
 def test_unknown_facts_never_fire_and_never_fail(plan):
     needs_facts = {"world-size", "global-batch", "tp-heads", "tp-ffn", "pp-layers", "cp-divides-sequence",
-                   "sp-divides-sequence", "seq-len-fits-model", "precision-on-device"}  # fmt: skip
+                   "sp-divides-sequence", "ulysses-heads", "ep-needs-experts", "ep-divides-experts",
+                   "seq-len-fits-model", "precision-on-device"}  # fmt: skip
     assert not needs_facts & {violation.rule for violation in check(plan, Facts(), LASTING)}
 
 

@@ -12,6 +12,9 @@ from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
+from weft.parallel.context import apply_context
+from weft.parallel.expert import spread_experts
+from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.materialise import move
@@ -30,8 +33,8 @@ def parallelize(
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
-    layout: which modules tensor parallelism cuts how; found from the model where it is None.
     seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them.
+    layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is None.
     placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
     Raises ModelError when the model was laid over a mesh before.
     """
@@ -57,11 +60,13 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     plan = mesh.plan
     stages = split_stages(model, mesh) if plan.pp > 1 else {}
-    experts = spread_experts(model, mesh) if plan.ep > 1 else {}
+    experts = spread_experts(model, mesh, layout)
     tensors = cut_tensors(model, mesh, layout, experts) if plan.tp > 1 else {}
     if plan.tp == 1:
         fuse_whole_head(model)
-    return merge_placements(stages, experts, tensors, cut_context(model, mesh) if plan.cp > 1 else {})
+    context = cut_context(model, mesh) if plan.cp > 1 else {}
+    divide_sequences(model, mesh)
+    return merge_placements(stages, experts, tensors, context)
 
 
 # Each technique takes the place of its function here when it is built.
@@ -73,16 +78,9 @@ def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     raise PlanError(f"pp={mesh.plan.pp}: pipeline parallelism is not built yet. Use pp=1.")
 
 
-def spread_experts(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
-    """Keep only this rank's experts."""
-    del model
-    raise PlanError(f"ep={mesh.plan.ep}: expert parallelism is not built yet. Use ep=1.")
-
-
 def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Let attention see the whole sequence where each rank has a part of it."""
-    del model
-    raise PlanError(f"cp={mesh.plan.cp}: context parallelism is not built yet. Use cp=1.")
+    return apply_context(model, mesh)
 
 
 def _engine(

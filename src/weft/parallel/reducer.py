@@ -7,6 +7,8 @@ counts as zero: ranks may take different branches.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,7 +68,8 @@ class Reducer:
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
         for index, slot in enumerate(slots):
-            slot.param.register_post_accumulate_grad_hook(self._hook(index, slot))
+            # torch's collector does not see these hooks: what they held would live for ever, and its mesh with it.
+            slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
 
     @property
     def in_pass(self) -> bool:
@@ -181,29 +184,28 @@ class Reducer:
         bucket.collected = True
         return bucket.grads
 
-    def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
-        def arrived(param: nn.Parameter) -> None:
-            bucket = slot.bucket
-            assert bucket is not None
-            if self._pass is not None and bucket.index < self._next:
-                self._late.append(index)
-                slot.fired += 1
-                return
-            if bucket.collected or self._pass != "last":
-                self._room(bucket)
-                if param.grad is not slot.grad:
-                    _take(slot)
-            # Else it stays where autograd put it, and travels from there.
-            if self._pass is None:
-                self._note(bucket)
-                return
+    def arrived(self, index: int, param: nn.Parameter) -> None:
+        """Autograd has delivered a gradient for this parameter."""
+        slot = self._slots[index]
+        bucket = slot.bucket
+        assert bucket is not None
+        if self._pass is not None and bucket.index < self._next:
+            self._late.append(index)
             slot.fired += 1
-            if self._launches and slot.fired == slot.expected:
-                self._waiting[bucket.index] -= 1
-                while self._next < len(self.buckets) and self._waiting[self._next] == 0:
-                    self._launch(self.buckets[self._next], self._pass == "last")
-
-        return arrived
+            return
+        if bucket.collected or self._pass != "last":
+            self._room(bucket)
+            if param.grad is not slot.grad:
+                _take(slot)
+        # Else it stays where autograd put it, and travels from there.
+        if self._pass is None:
+            self._note(bucket)
+            return
+        slot.fired += 1
+        if self._launches and slot.fired == slot.expected:
+            self._waiting[bucket.index] -= 1
+            while self._next < len(self.buckets) and self._waiting[self._next] == 0:
+                self._launch(self.buckets[self._next], self._pass == "last")
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
         """Let a bucket's gradients travel. final: there is no later microbatch."""
@@ -299,6 +301,12 @@ def _share_of(bucket: Bucket) -> torch.Tensor:
     """What of its part this rank takes the norm of."""
     rank, number = bucket.over.share
     return shard_of(bucket).tensor_split(number)[rank]
+
+
+def _arrived(reducer: Callable[[], Reducer | None], index: int, param: nn.Parameter) -> None:
+    found = reducer()
+    if found is not None:
+        found.arrived(index, param)
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ class _Cutter:
     def cut(self) -> dict[str, Placement]:
         heads = _find_heads(self.modules, self.styles)
         _check_sizes(self.modules, self.styles, heads, self.axis.size)
-        _settle(self.model, self.axis)
+        _settle(self.model, self.axis, self.taken)
         self._check_partial(heads)
         for path, style in self.styles.items():
             module = self.modules[path]
@@ -294,10 +294,13 @@ def _set_sizes(module: nn.Module) -> None:
         setattr(module, name, size)
 
 
-def _settle(model: nn.Module, axis: Axis) -> None:
-    """Ranks may have drawn different weights: the first rank's count, before each keeps a part."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_meta:
+def _settle(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
+    """Ranks may have drawn different weights: the first rank's count, before each keeps a part.
+
+    taken: parameters that ranks hold different parts of already.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or name in taken:
             continue
         settled = broadcast(tensor.detach().contiguous(), axis)
         if settled.data_ptr() != tensor.data_ptr():

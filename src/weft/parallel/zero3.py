@@ -27,6 +27,7 @@ from torch import nn
 
 from weft.comm import all_reduce, broadcast
 from weft.errors import ModelError
+from weft.memory import repeated_blocks
 from weft.memory.offload import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.parallel.agree import check_same_model
@@ -38,7 +39,14 @@ from weft.parallel.stages import across_stages
 from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
 from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
-from weft.parallel.zero3_hooks import Calls, ReplicaSum, drop_partial_gradients, find_optimizers, watch_steps
+from weft.parallel.zero3_hooks import (
+    Calls,
+    ReplicaSum,
+    drop_partial_gradients,
+    find_optimizers,
+    hide_hooks,
+    watch_steps,
+)
 from weft.parallel.zero3_host import HostedShards, choose_hosted
 from weft.parallel.zero3_placed import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero3_setup import check_torch, shard_units
@@ -117,6 +125,9 @@ class FullyShardedModel:
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]
             calls.watch(module, is_root=index == len(self._modules) - 1)
+        if mesh.plan.recompute != "none" and not repeated_blocks(self._modules[-1]):
+            for module in self._modules[:-1]:
+                hide_hooks(module)
         self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:

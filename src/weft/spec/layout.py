@@ -35,6 +35,14 @@ _LLAMA = (
     ("norm", "replicate"),
     ("head", "vocab"),
 )
+#: Beside the patterns of a llama, whose dense layers a model with experts may have too.
+_MOE = (
+    *_LLAMA,
+    ("blocks.*.mlp.router", "replicate"),
+    ("blocks.*.mlp.experts", "expert"),
+    ("blocks.*.mlp.shared.{gate,up}", "colwise"),
+    ("blocks.*.mlp.shared.down", "rowwise"),
+)
 _GPT2 = (
     ("embed", "vocab"),
     ("pos_embed", "replicate"),
@@ -103,10 +111,15 @@ class Layout:
         known = list(paths)
         return tuple(pattern for pattern, _ in self.pairs if not any(map(_compiled(pattern).fullmatch, known)))
 
+    def fitted(self, paths: Iterable[str]) -> Layout:
+        """The same without patterns that fit none of the module paths."""
+        unused = self.unused(paths)
+        return Layout(tuple(pair for pair in self.pairs if pair[0] not in unused))
+
     @classmethod
     def named(cls, name: str) -> Layout:
-        """The layout of one of the project's own families: "llama" or "gpt2"."""
-        known = {"llama": _LLAMA, "gpt2": _GPT2}
+        """The layout of one of the project's own families: "llama", "gpt2", or "moe", a llama with experts."""
+        known = {"llama": _LLAMA, "gpt2": _GPT2, "moe": _MOE}
         if name not in known:
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
             raise LayoutError(f"layout={name}: no layout has this name.{hint}")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.errors import PlanError, Problem
+from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
+from weft.spec.expert_rules import EXPERT_RULES
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
 
@@ -43,8 +45,6 @@ def _axis_not_built(axis: str, technique: str) -> Rule:
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = (
     _axis_not_built("pp", "Pipeline parallelism"),
-    _axis_not_built("cp", "Context parallelism"),
-    _axis_not_built("ep", "Expert parallelism"),
     Rule(
         name="offload-activations-recompute-not-built",
         field="offload",
@@ -117,6 +117,20 @@ def _tp_choices(facts: Facts) -> list[int]:
 
 def _sequence_unit(plan: Plan) -> int:
     return plan.cp * plan.tp
+
+
+def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
+    """Chunks of a sequence under cp ranks; of "auto" the way that this shape takes."""
+    if cp == 1:
+        return 1
+    mode = plan.cp_mode
+    if mode == "auto":
+        mode = choose_cp_mode(mode, cp, facts.model.num_heads, facts.model.num_kv_heads, facts.seq_len, plan.tp)
+    return num_chunks(mode, cp)
+
+
+def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
+    return [cp for cp in common_divisors(facts.seq_len) if facts.seq_len % _cp_chunks(plan, facts, cp) == 0]
 
 
 def _precision_choices(facts: Facts) -> list[str]:
@@ -287,28 +301,49 @@ LASTING: tuple[Rule, ...] = (
         remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
-    Rule(
-        name="ep-divides-ranks",
-        field="ep",
-        reason="Experts are spread over dp_shard x cp x tp, so ep divides that product.",
-        predicate=lambda plan, facts: (
-            facts.open_axis not in ("dp_shard", "cp", "tp") and (plan.dp_shard * plan.cp * plan.tp) % plan.ep != 0
-        ),
-        finding=lambda plan, facts: (
-            f"experts are spread over dp_shard x cp x tp = {plan.dp_shard * plan.cp * plan.tp} ranks, "
-            f"and that is not a multiple of {plan.ep}"
-        ),
-        remedy=lambda plan, facts: alternatives(common_divisors(plan.dp_shard * plan.cp * plan.tp), "ep"),
-        fix=lambda plan, facts: plan.replace(ep=nearest(common_divisors(plan.dp_shard * plan.cp * plan.tp), plan.ep)),
-    ),
+    *EXPERT_RULES,
     Rule(
         name="cp-divides-sequence",
         field="cp",
-        reason="Context parallelism cuts every sequence into equal parts.",
-        predicate=lambda plan, facts: facts.seq_len % plan.cp != 0,
-        finding=lambda plan, facts: f"a sequence has {facts.seq_len} tokens, and that is not a multiple of {plan.cp}",
-        remedy=lambda plan, facts: alternatives(common_divisors(facts.seq_len), "cp"),
-        fix=lambda plan, facts: plan.replace(cp=nearest(common_divisors(facts.seq_len), plan.cp)),
+        reason=(
+            "Context parallelism cuts every sequence into equal chunks: cp of them for cp_mode=ulysses, 2 * cp for the "
+            "others, whose ranks take one from the front and one from the back."
+        ),
+        predicate=lambda plan, facts: plan.cp > 1 and facts.seq_len % _cp_chunks(plan, facts, plan.cp) != 0,
+        finding=lambda plan, facts: (
+            f"a sequence has {facts.seq_len} tokens, and that is not a multiple of its "
+            f"{_cp_chunks(plan, facts, plan.cp)} chunks"
+        ),
+        remedy=lambda plan, facts: alternatives(_cp_choices(plan, facts), "cp"),
+        fix=lambda plan, facts: plan.replace(cp=nearest(_cp_choices(plan, facts), plan.cp)),
+    ),
+    Rule(
+        name="ulysses-heads",
+        field="cp_mode",
+        reason=(
+            "Ulysses gives each rank of cp whole heads: cp divides the heads of a rank of tp, and its key-value heads, "
+            "or is a multiple of these."
+        ),
+        predicate=lambda plan, facts: (
+            plan.cp > 1
+            and plan.cp_mode == "ulysses"
+            and not ulysses_fits(plan.cp, facts.model.num_heads, facts.model.num_kv_heads, plan.tp)
+        ),
+        finding=lambda plan, facts: (
+            f"{facts.model.num_heads} heads and {facts.model.num_kv_heads} key-value heads do not come out even over "
+            f"cp={plan.cp}{f' and tp={plan.tp}' if plan.tp > 1 else ''}"
+        ),
+        remedy=lambda plan, facts: "Use cp_mode=ring or cp_mode=gather, which take any number of heads",
+        fix=lambda plan, facts: plan.replace(cp_mode="auto"),
+    ),
+    Rule(
+        name="cp-mode-needs-cp",
+        field="cp_mode",
+        reason="A way of context parallelism needs more than one rank on cp.",
+        predicate=lambda plan, facts: plan.cp_mode != "auto" and not asks(plan, facts, "cp"),
+        finding=lambda plan, facts: "it says how a sequence that is cut over cp attends, and cp is 1",
+        remedy=lambda plan, facts: "Leave cp_mode out, or use cp=2 or more",
+        fix=lambda plan, facts: plan.replace(cp_mode="auto"),
     ),
     Rule(
         name="seq-len-fits-model",

@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.mesh import Mesh
+from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.head import expect_labels
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 
@@ -35,10 +36,10 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
     totals = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     model.eval()
     for batch in batches:
-        local = {name: tensor.to(mesh.device) for name, tensor in batch.items()}
-        with expect_labels(model, token_cross_entropy, local):
+        local = cut_sequence(model, {name: tensor.to(mesh.device) for name, tensor in batch.items()})
+        with sequence_in_use(model), expect_labels(model, token_cross_entropy, local):
             output = model_forward(model, local)
-        loss_sum, num_tokens = token_cross_entropy(output, local)
+            loss_sum, num_tokens = token_cross_entropy(output, local)
         totals[0] += loss_sum
         totals[1] += num_tokens
         if token_bytes is not None:

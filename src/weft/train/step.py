@@ -19,7 +19,8 @@ from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
-from weft.parallel import Precision, data_parallel
+from weft.parallel import ExpertBalance, Precision, data_parallel
+from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.head import expect_labels
 from weft.train.oom import explains_memory
 
@@ -75,6 +76,7 @@ class TrainStep:
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._experts = ExpertBalance(model, mesh)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
 
@@ -95,11 +97,14 @@ class TrainStep:
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         totals[2] = float(self.wants_stop)
         scale = self.loss_scale.factor() / self._nominal
+        self._experts.begin(scale)
         for index, microbatch in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
-            with self._data_parallel.microbatch(last=index == len(microbatches) - 1):
-                self._accumulate(microbatch, scale, totals)
+            last = index == len(microbatches) - 1
+            with self._data_parallel.microbatch(last), sequence_in_use(self.model):
+                self._accumulate(cut_sequence(self.model, microbatch), scale, totals)
+        self._experts.start()
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
         with self._meter.phase("reduce"):
@@ -148,6 +153,7 @@ class TrainStep:
             self._data_parallel.scale(to_mean * clip_factor(grad_norm, self.max_grad_norm))
             self.optimizer.step()
             self._data_parallel.publish()
+        self._experts.finish(moved=skipped is None)
         return StepMetrics(
             loss=loss,
             grad_norm=grad_norm,
