@@ -31,6 +31,7 @@ VERBS = {
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
+    "layout": Verb("Print what tensor parallelism cuts in a model, and why.", "weft.cli.layout", "layout"),
     "doctor": Verb("Check this machine, and report it for a bug report.", "weft.cli.doctor.verb", "doctor"),
     "version": Verb("Print Weft's version.", "weft.cli.version", "version"),
 }

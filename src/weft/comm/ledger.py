@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.units import format_bytes
+
 
 @dataclass(slots=True)
 class Entry:
@@ -35,6 +37,14 @@ class Ledger:
         """All entries as (axis, operation, sums), the most bytes first."""
         rows = [(axis, operation, entry) for (axis, operation), entry in self._entries.items()]
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))
+
+    def table(self) -> str:
+        """What was sent, one line for each axis and operation, for a person to read."""
+        lines = [f"{'axis':<24}{'operation':<16}{'calls':>8}{'bytes':>12}{'seconds':>10}"]
+        for axis, operation, entry in self.rows():
+            sent = format_bytes(entry.num_bytes)
+            lines.append(f"{axis:<24}{operation:<16}{entry.calls:>8}{sent:>12}{entry.seconds:>10.3f}")
+        return "\n".join(lines)
 
     def clear(self) -> None:
         """Start counting anew."""

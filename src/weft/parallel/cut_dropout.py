@@ -10,6 +10,7 @@ B sequences, T tokens, S tokens of this rank, D features.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -22,33 +23,48 @@ RATES = ("attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attentio
 
 
 class Fork:
-    """A stream of random numbers of this rank's own, while it works on its part."""
+    """A stream of random numbers of this rank's own, while it works on its part. path: another stream at each place."""
 
-    def __init__(self, line: Line, module: nn.Module | None):
+    def __init__(self, line: Line, module: nn.Module | None, path: str = ""):
         self._line = line
+        self._path = path
         self._module = module if module is not None and _drops(module) else None
-        self._before: list[tuple[torch.device | None, torch.Tensor]] = []
+        self._device: torch.device | None = None
+        self._before: list[torch.Tensor] = []
+        self._start: list[torch.Tensor] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank is inside the part."""
+        return bool(self._before)
 
     def begin(self) -> None:
         """From here this rank draws other numbers than the rest of the line."""
         self.end()
         if self._module is None or not self._module.training:
             return
-        seed = int(torch.randint(2**62, ()))  # equal on all ranks, and another one at each place
-        self._before = [(None, torch.get_rng_state())]
         device = next(self._module.parameters()).device
-        if device.type == "cuda":
-            self._before.append((device, torch.cuda.get_rng_state(device)))
-        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (self._line.axis.rank + 1)) % 2**63)
+        self._device = device if device.type == "cuda" else None
+        self._before = self._states()
+        text = self._before[-1].numpy().tobytes() + f"{self._path}/{self._line.axis.rank}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little"))
+        self._start = self._states()
 
     def end(self) -> None:
-        """All go on with the numbers that they share."""
-        for device, state in self._before:
-            if device is None:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, device)
-        self._before = []
+        """All go on with the numbers that they share: the next ones where some were drawn here, else the same."""
+        if not self._before:
+            return
+        drew = any(not torch.equal(now, start) for now, start in zip(self._states(), self._start, strict=True))
+        before, self._before, self._start = self._before, [], []
+        torch.set_rng_state(before[0])
+        if self._device is not None:
+            torch.cuda.set_rng_state(before[1], self._device)
+        if drew:
+            torch.rand((), device=self._device or "cpu")
+
+    def _states(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        return states if self._device is None else [*states, torch.cuda.get_rng_state(self._device)]
 
 
 def _drops(module: nn.Module) -> bool:
@@ -70,7 +86,7 @@ class TokenDropout(nn.Module):
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Same shape."""
         rate: Any = self.p
-        inside = any(fork._before for fork in self._weft_forks)
+        inside = any(fork.is_open for fork in self._weft_forks)
         if not self.training or rate == 0 or inside:
             return super().forward(x_BSD)
         axis = self._weft_line.axis

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from weft.comm import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.errors import PlanError
@@ -146,7 +147,11 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, x_BTF: torch.Tensor, weight_DF: torch.Tensor, line: Line) -> torch.Tensor:
         ctx.save_for_backward(x_BTF, weight_DF)
         ctx.line = line
-        return line.start_sum(F.linear(x_BTF, weight_DF)).wait()
+        product_BTD = F.linear(x_BTF, weight_DF)
+        if not line.cuts_tokens and _get_current_dispatch_mode() is not None:
+            # Selective recompute keeps this product and takes it again: the sum must not be made in its place.
+            product_BTD = product_BTD.clone()
+        return line.start_sum(product_BTD).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_BSD: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:

@@ -1,8 +1,8 @@
 """Layers that hold a part of their matrix. A module gets a subclass of its own class: paths and names stay.
 
-An `Entry` stands where activations go into a cut part of the model (an attention or feed-forward module). All
-column-cut layers there that read what came in are one product with one collective; anything else that the module
-computes from it takes the plain way through autograd, so a module nobody thought of is slower, never wrong.
+An `Entry` stands where activations go into a cut part of the model (an attention or feed-forward module): all
+column-cut layers there that read the same tensor are one product with one collective. Where tokens are cut they are
+brought together in front of the module and not of the layer, since modules shape their heads by what comes in.
 """
 
 from __future__ import annotations
@@ -32,30 +32,39 @@ class Entry:
         self._products: dict[int, torch.Tensor] = {}
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """The activations as the cut part sees them: all tokens, and a gradient that is added up over the line."""
-        self.close()
-        if self.line.cuts_tokens:
-            if x.dim() < 3:
-                token_share(x.shape, self.line.axis)
-            inner = gather_from(x, self.line.axis, TOKENS)
-        else:
-            inner = copy_to(x, self.line.axis)
-        self._inner, self._outer = inner, x
-        self.fork.begin()
+        """All tokens of activations of which this rank has a part; the gradient is summed and cut again."""
+        if x.dim() < 3:
+            token_share(x.shape, self.line.axis)
+        inner = gather_from(x, self.line.axis, TOKENS)
+        self._begin(inner, x)
         return inner
 
-    def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """The member's product with x; None where x is not what came in."""
-        if x is not self._inner or self._outer is None or torch.is_autocast_enabled(x.device.type):
-            return None
+    def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The member's product with x. Members that read the same tensor are one product with one collective."""
+        weight, bias = weight_of(member), member.bias
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x if self.line.cuts_tokens else copy_to(x, self.line.axis), weight, bias)  # pyright: ignore
+        if not self.line.cuts_tokens and x is not self._inner:
+            self._begin(x, x)
+        if x is not self._inner or self._outer is None:
+            return F.linear(x, weight, bias)  # pyright: ignore  # made from what came in: autograd knows how
+        outer = self._outer
         if not self._products:
-            weights = [weight_of(one) for one in self.members]
-            made = columns(self._outer, x, self.line, weights, [one.bias for one in self.members])  # pyright: ignore
-            self._products = {id(one): product for one, product in zip(self.members, made, strict=True)}
+            self._products = self._multiply(self.members, x, outer)
         product = self._products.pop(id(member), None)
         if not self._products:
             self.close()
-        return product
+        return self._multiply([member], x, outer)[id(member)] if product is None else product
+
+    def _begin(self, inner: torch.Tensor, outer: torch.Tensor) -> None:
+        self.close()
+        self._inner, self._outer = inner, outer
+        self.fork.begin()
+
+    def _multiply(self, members: list[nn.Module], inner: torch.Tensor, outer: torch.Tensor) -> dict[int, torch.Tensor]:
+        biases = [one.bias for one in members]
+        made = columns(outer, inner, self.line, [weight_of(one) for one in members], biases)  # pyright: ignore
+        return {id(one): product for one, product in zip(members, made, strict=True)}
 
     def close(self) -> None:
         """Forget what came in: it must not live longer than the module needs it."""
@@ -70,32 +79,20 @@ class Enter:
         self._entry = entry
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Bring in the activations among the arguments."""
-        entry = self._entry
-        found = False
-
-        def bring(value: Any) -> Any:
-            nonlocal found
+        """Bring all tokens of the activations among the arguments; only needed where tokens are cut."""
+        values = [*args, *kwargs.values()]
+        for place, value in enumerate(values):
             if (
-                not isinstance(value, torch.Tensor)
-                or not value.is_floating_point()
-                or value.shape[-1:] != (entry.width,)
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.shape[-1:] == (self._entry.width,)
             ):
-                return value
-            if not found:
-                found = True
-                return entry.enter(value)
-            # A second sequence (cross-attention): no product is shared, but its gradient adds up too.
-            return value if entry.line.cuts_tokens else copy_to(value, entry.line.axis)
-
-        args = tuple(bring(arg) for arg in args)
-        kwargs = {name: bring(value) for name, value in kwargs.items()}
-        if not found:
-            raise ModelError(
-                f"module of type {type(module).__name__}: none of its arguments has the {entry.width} features that "
-                f"its cut layers read. Give a layout that leaves it out, with {type(module).__name__} as replicate."
-            )
-        return args, kwargs
+                values[place] = self._entry.enter(value)
+                return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        raise ModelError(
+            f"module of type {type(module).__name__}: none of its arguments has the {self._entry.width} features that "
+            f"its cut layers read. Use sp=off, or give a layout that leaves it out."
+        )
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Nothing of it is needed any more."""
@@ -113,10 +110,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., D) to (..., F)."""
         entry = self._weft_entry
-        if self._weft_enters:
-            x = entry.enter(x)
-        product = entry.product(self, x)
-        return F.linear(x, weight_of(self), self.bias) if product is None else product  # pyright: ignore
+        return entry.product(self, entry.enter(x) if self._weft_enters else x)
 
 
 class RowLinear(nn.Module):

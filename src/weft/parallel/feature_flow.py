@@ -17,61 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 #: Each number of the result comes from the numbers at the same place.
-_POINTWISE = frozenset(
-    [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "true_divide",
-        "rsub",
-        "neg",
-        "pow",
-        "sqrt",
-        "rsqrt",
-        "exp",
-        "log",
-        "tanh",
-        "sigmoid",
-        "relu",
-        "relu6",
-        "silu",
-        "gelu",
-        "elu",
-        "selu",
-        "mish",
-        "erf",
-        "abs",
-        "square",
-        "cos",
-        "sin",
-        "softplus",
-        "leaky_relu",
-        "hardswish",
-        "hardtanh",
-        "dropout",
-        "where",
-        "masked_fill",
-        "clamp",
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "contiguous",
-        "clone",
-        "detach",
-        "addcmul",
-        "maximum",
-        "minimum",
-        "nan_to_num",
-        "logical_not",
-        "_to_copy",
-        "alias",
-    ]
-)
+_POINTWISE = frozenset((
+    "add", "sub", "mul", "div", "true_divide", "rsub", "neg", "pow", "sqrt", "rsqrt", "exp", "log", "tanh",
+    "sigmoid", "relu", "relu6", "silu", "gelu", "elu", "selu", "mish", "erf", "abs", "square", "cos", "sin",
+    "softplus", "leaky_relu", "hardswish", "hardtanh", "dropout", "where", "masked_fill", "clamp", "to", "float",
+    "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "addcmul", "maximum",
+    "minimum", "nan_to_num", "logical_not", "_to_copy", "alias",
+))  # fmt: skip
 _SUMS = frozenset(("mean", "sum", "var", "amax", "amin", "norm"))
 
 

@@ -115,9 +115,7 @@ class LossHead(nn.Module):
             return HeadLoss(loss_sum, (labels != head.ignore).sum(), labels)
         if head.entry is None:
             return F.linear(x, weight, bias)  # pyright: ignore[reportArgumentType]
-        inner = head.entry.enter(x)
-        product = head.entry.product(self, inner)
-        logits = F.linear(inner, weight, bias) if product is None else product  # pyright: ignore
+        logits = head.entry.product(self, head.entry.enter(x) if head.line.cuts_tokens else x)
         return gather_slice(logits, head.line.axis, -1)[..., : head.vocab]
 
 

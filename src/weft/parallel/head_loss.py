@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional as F
 
 from weft.comm import all_reduce
-from weft.errors import ModelError
 from weft.parallel.cut_linear import Line
 
 #: Logits, in the format of the sum, that exist at a time.
@@ -58,27 +57,21 @@ class _TokenLoss(torch.autograd.Function):
         needs = [wants_grad and need for need in ctx.needs_input_grad[:3]]
         chunks = _Chunks(weight_VD, bias_V, line, vocab, ignore, needs, whole)
         loss_sum = chunks.run(labels_BT.reshape(-1))
-        ctx.grads = None
-        if any(needs):
-            grad_x = None
-            if chunks.grad_x is not None:
-                grad_x = line.start_sum(chunks.grad_x.view(whole.shape)).wait()
-            ctx.grads = (grad_x, chunks.grad_weight, chunks.grad_bias)
-            ctx.formats = (weight_VD.dtype, None if bias_V is None else bias_V.dtype)
+        grad_x = None
+        if chunks.grad_x is not None:
+            grad_x = line.start_sum(chunks.grad_x.view(whole.shape)).wait()
+        ctx.save_for_backward(grad_x, chunks.grad_weight, chunks.grad_bias)
+        ctx.formats = (x_BSD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.grads is None:
-            raise ModelError("loss: its gradient was taken already. Call backward once for each forward.")
-        (grad_x, grad_weight, grad_bias), ctx.grads = ctx.grads, None
-        weight_format, bias_format = ctx.formats
-        return (
-            None if grad_x is None else grad_x.mul_(grad),
-            None if grad_weight is None else grad_weight.mul_(grad).to(weight_format),
-            None if grad_bias is None else grad_bias.mul_(grad).to(bias_format),
-            *(None,) * 5,
-        )
+        # In place: a weight's gradient is large. A second backward is refused by torch, since it sees the change.
+        found = [
+            None if saved is None else saved.mul_(grad).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.formats, strict=True)
+        ]
+        return (*found, None, None, None, None, None)
 
 
 class _Chunks:

@@ -1,7 +1,7 @@
 """Attention heads of any module: read from the attributes that model code keeps, and set to what a rank has.
 
-Attention modules hold numbers of heads and widths under a handful of names, and shape their activations by them. Cutting
-their projections leaves a rank with some of the heads, so these numbers become the rank's own.
+Attention modules hold numbers of heads and widths under a handful of names, and shape their activations by them.
+Cutting their projections leaves a rank with some of the heads, so these numbers become the rank's own.
 """
 
 from __future__ import annotations

@@ -22,20 +22,25 @@ _HF_STYLES = {
 
 def find_layout(model: nn.Module) -> Layout:
     """The layout of any model. LayoutError where nothing is found that can be cut."""
-    return explain_layout(model).layout
+    return _own_layout(model) if isinstance(model, Decoder) else explain_layout(model).layout
 
 
 def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     """The layout with its reasons. example: arguments of a forward, for a model that takes neither ids nor images."""
     if isinstance(model, Decoder):
-        # Which layers have experts, and whether some are shared, differs from model to model.
-        layout = Layout.named("moe").fitted(dict(model.named_modules())) if model.spec.num_experts else None
-        layout = layout or Layout.named(model.spec.family)
-        return FoundLayout(layout, f"the project's own layout of {model.spec.family}", {})
+        reasons = {} if model.spec.num_experts else trace_layout(model).reasons
+        return FoundLayout(_own_layout(model), f"the project's own layout of {model.spec.family}", reasons)
     found = _from_tp_plan(model)
     if found is not None:
         return found
     return trace_layout(model, example)
+
+
+def _own_layout(model: Decoder) -> Layout:
+    if not model.spec.num_experts:
+        return Layout.named(model.spec.family)
+    # Which layers have experts, and whether some are shared, differs from model to model.
+    return Layout.named("moe").fitted(dict(model.named_modules()))
 
 
 def find_lm_head(model: nn.Module) -> nn.Module | None:

@@ -1,8 +1,8 @@
 """Sequence parallelism: between cut layers each rank of tp has its share of the tokens.
 
-Norms, dropout and the residual stream work on 1/tp of each sequence, from the first block to the last. The project's own
-decoders are cut from the embedding's sum to the head; other models keep all tokens outside of their blocks, where their
-code makes masks and positions from the shape of the hidden states.
+Norms, dropout and the residual stream work on 1/tp of each sequence, from the first block to the last. The project's
+own decoders are cut from the embedding's sum to the head; other models keep all tokens outside of their blocks, where
+their code makes masks and positions from the shape of the hidden states.
 
 Method: Korthikanti et al. 2022, arXiv 2205.05198.
 

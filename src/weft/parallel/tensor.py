@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank keeps its part of the large matrices, as the layout says, in place.
 
-A column-cut layer makes a part of its outputs; a row-cut layer reads a part of its inputs, and its output is summed. The
-modules between such a pair work on their heads or features and need no collective. An embedding and a head are cut by
-rows of the vocabulary, padded where tp does not divide it.
+A column-cut layer makes a part of its outputs; a row-cut layer reads a part of its inputs, and its output is summed.
+The modules between such a pair work on their heads or features and need no collective. An embedding and a head are cut
+by rows of the vocabulary, padded where tp does not divide it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from weft.parallel.layout_find import find_layout, find_lm_head, scales_logits
 from weft.parallel.placement import Placement
 from weft.parallel.sequence import Sequence, cut_sequence, plan_sequence
 from weft.spec.layout import Layout, Style
+from weft.spec.rule import alternatives
 
 
 def cut_tensors(
@@ -62,7 +63,7 @@ class _Cutter:
         self.model, self.axis, self.layout = model, mesh["tp"], layout
         self.taken = taken
         self.modules = dict(model.named_modules())
-        self.styles = _read_styles(layout, self.modules, mesh["tp"])
+        self.styles = _read_styles(layout, self.modules, mesh.plan.tp)
         self.sequence: Sequence | None = plan_sequence(model, self.styles) if mesh.plan.sp else None
         self.line = Line(self.axis, cuts_tokens=mesh.plan.sp)
         ends_cut = self.sequence is not None and self.sequence.with_ends
@@ -74,8 +75,8 @@ class _Cutter:
         self.forks: dict[str, Fork] = {}
 
     def cut(self) -> dict[str, Placement]:
-        heads = {path: Heads.of(self.modules[path]) for path in self._parents("colwise")}
-        self._check_sizes(heads)
+        heads = _find_heads(self.modules, self.styles)
+        _check_sizes(self.modules, self.styles, heads, self.axis.size)
         _settle(self.model, self.axis, self.taken)
         self._check_partial(heads)
         for path, style in self.styles.items():
@@ -94,30 +95,6 @@ class _Cutter:
             cut_sequence(self.model, self.sequence, self.line, list(self.entries.values()))
         return self._placements()
 
-    def _parents(self, name: str) -> list[str]:
-        return list(dict.fromkeys(_parent(path) for path, style in self.styles.items() if style.name == name))
-
-    def _check_sizes(self, heads: dict[str, Heads]) -> None:
-        """PlanError with the legal values where tp does not divide what it cuts."""
-        tp, problems = self.axis.size, []
-        counts: list[tuple[int, bool]] = []
-        for path, style in self.styles.items():
-            if style.name not in ("colwise", "rowwise"):
-                continue
-            weight = weight_of(self.modules[path])
-            found = heads.get(_parent(path), Heads())
-            pieces = found.pieces(style, weight.shape[0]) if style.name == "colwise" else [(weight.shape[1], 1, False)]
-            for size, unit, repeats in pieces:
-                counts.append((size // unit, repeats))
-                if not _fits(size // unit, repeats, tp):
-                    what = "features" if unit == 1 else "heads"
-                    problems.append(f"{path} has {size // unit} {what}, and {size // unit} is not a multiple of {tp}")
-        if problems:
-            largest = max(count for count, _ in counts)
-            legal = [tp for tp in range(1, largest + 1) if all(_fits(count, again, tp) for count, again in counts)][:8]
-            values = f"{', '.join(map(str, legal[:-1]))} or {legal[-1]}" if len(legal) > 1 else "1"
-            raise PlanError(f"tp={tp}: {problems[0]}. Use tp={values}.")
-
     def _check_partial(self, heads: dict[str, Heads]) -> None:
         """LayoutError where a module inside a cut part has parameters, and nobody says what it sees."""
         for parent in heads:
@@ -129,7 +106,7 @@ class _Cutter:
                     raise LayoutError(
                         f"layout: {path} has parameters between cut layers, and no pattern says what it sees. Add "
                         f"{path}=partial where it works on this rank's heads or features, "
-                        f"or {path}=replicate where it comes after the last cut layer."
+                        f"or {path}=replicate where it comes before or after them."
                     )
 
     def _is_wide(self, parent: str) -> bool:
@@ -150,12 +127,13 @@ class _Cutter:
         alone = self._is_wide(parent) or bool(getattr(around, "is_cross_attention", False))
         place = path if alone else parent
         if place not in self.entries:
-            fork = self.forks.setdefault(parent, Fork(self.line, around))
+            fork = self.forks.setdefault(parent, Fork(self.line, around, parent))
             entry = Entry(self.line, weight_of(module).shape[1], fork)
             self.entries[place] = entry
             if not alone:
                 hooks = Enter(entry)
-                around.register_forward_pre_hook(hooks.before, with_kwargs=True)
+                if self.line.cuts_tokens:
+                    around.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 around.register_forward_hook(hooks.after)
         return self.entries[place]
 
@@ -173,7 +151,7 @@ class _Cutter:
         self._replace(module, "weight", placement, dim=1 if is_transposed(module) else 0)
         self._replace(module, "bias", placement, dim=0)
         _set_sizes(module)
-        become(module, ColumnLinear, entry=entry, enters=self.entries.get(path) is entry)
+        become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
         entry.members.append(module)
 
     def _row(self, path: str, module: nn.Module) -> None:
@@ -239,7 +217,7 @@ class _Cutter:
         return placements
 
 
-def _read_styles(layout: Layout, modules: dict[str, nn.Module], axis: Axis) -> dict[str, Style]:
+def _read_styles(layout: Layout, modules: dict[str, nn.Module], tp: int) -> dict[str, Style]:
     """The style of each module that the layout names. LayoutError where the module cannot have it."""
     if unused := layout.unused(modules):
         raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
@@ -257,8 +235,48 @@ def _read_styles(layout: Layout, modules: dict[str, nn.Module], axis: Axis) -> d
                 f"Use {path}=replicate."
             )
     if not any(style.name in ("colwise", "rowwise", "vocab") for style in styles.values()):
-        raise LayoutError(f"tp={axis.size}: the layout cuts nothing of this model. Use tp=1, or give a layout.")
+        raise LayoutError(f"tp={tp}: the layout cuts nothing of this model. Use tp=1, or give a layout.")
     return styles
+
+
+def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
+    """The numbers of ranks that can share the model by this layout, at most eight.
+
+    Raises LayoutError where the layout does not fit the model, PlanError where tp (if given) is none of them.
+    """
+    modules = dict(model.named_modules())
+    styles = _read_styles(layout, modules, tp)
+    return _check_sizes(modules, styles, _find_heads(modules, styles), tp or 1)
+
+
+def _find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[str, Heads]:
+    """Heads of the module around each column-cut layer."""
+    parents = dict.fromkeys(_parent(path) for path, style in styles.items() if style.name == "colwise")
+    return {path: Heads.of(modules[path]) for path in parents}
+
+
+def _check_sizes(
+    modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int
+) -> list[int]:
+    """PlanError with the legal values where tp does not divide what it cuts. Returns the legal values."""
+    problems: list[str] = []
+    counts: set[tuple[int, bool]] = set()
+    for path, style in styles.items():
+        if style.name not in ("colwise", "rowwise"):
+            continue
+        weight = weight_of(modules[path])
+        found = heads.get(_parent(path), Heads())
+        pieces = found.pieces(style, weight.shape[0]) if style.name == "colwise" else [(weight.shape[1], 1, False)]
+        for size, unit, repeats in pieces:
+            counts.add((size // unit, repeats))
+            if not _fits(size // unit, repeats, tp):
+                what = "features" if unit == 1 else "heads"
+                problems.append(f"{path} has {size // unit} {what}, and {size // unit} is not a multiple of {tp}")
+    least = min((count for count, repeats in counts if not repeats), default=1)
+    legal = [ranks for ranks in range(1, least + 1) if all(_fits(count, again, ranks) for count, again in counts)]
+    if problems:
+        raise PlanError(f"tp={tp}: {problems[0]}. {alternatives(legal, 'tp')}.")
+    return legal[:8]
 
 
 def _fits(count: int, repeats: bool, tp: int) -> bool:

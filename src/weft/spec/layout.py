@@ -1,8 +1,8 @@
 """The layout: which part of a model is cut how, by module path. Pure data; `parallel/` carries it out.
 
 Text form: words `pattern=style`, in order; the first pattern that fits decides. In a pattern `*` stands for one part
-of a path and `{q,k,v}` for one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise". A fused layer
-has its segments behind the style: "h.*.attn.c_attn=colwise:3".
+of a path and `{q,k,v}` for one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise". A fused
+layer has its segments behind the style: "h.*.attn.c_attn=colwise:3".
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class Style(NamedTuple):
     segments: tuple[int, ...] = ()
 
     def sizes(self, total: int) -> tuple[int, ...]:
-        """Rows of each segment of a layer with `total` rows; () where it is not fused. LayoutError if they do not fit."""
+        """Rows of each segment of a layer with `total` rows; () where it is not fused.
+
+        Raises LayoutError where they do not add up to the layer.
+        """
         if not self.segments:
             return ()
         count = self.segments[0]

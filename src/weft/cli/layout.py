@@ -1,0 +1,99 @@
+"""`weft layout`: what tensor parallelism would cut in a model, and why."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from weft.errors import ModelError, did_you_mean
+
+
+def layout(
+    model: Annotated[
+        str, typer.Argument(help="A size such as llama3-8b, a Hugging Face config folder, or package.module:function.")
+    ],
+    save: Annotated[Path | None, typer.Option(help="Write the layout to this file, to edit and to give back.")] = None,
+    tp: Annotated[int, typer.Option(help="Check that this many ranks can share it.")] = 0,
+) -> None:
+    """Print the layout that was found for a model: patterns of module paths, their styles, and the reasons.
+
+    The model is built without numbers, whatever its size. A saved file is given back as `parallelize(layout=...)`.
+    """
+    from weft.parallel.layout_find import explain_layout
+    from weft.parallel.tensor import check_layout
+
+    built, example = build_model(model)
+    found = explain_layout(built, example)
+    width = max(len(pattern) for pattern, _ in found.layout.pairs)
+    styles = max(len(style) for _, style in found.layout.pairs)
+    print(f"{type(built).__name__}: {found.source}")
+    for pattern, style in found.layout.pairs:
+        print(f"  {pattern:{width}}  {style:{styles}}  {found.reasons.get(pattern, '')}".rstrip())
+    legal = check_layout(built, found.layout, tp)
+    print(f"legal values of tp: {', '.join(map(str, legal))}")
+    if save is not None:
+        save.write_text("\n".join(f"{pattern}={style}" for pattern, style in found.layout.pairs) + "\n")
+        print(f"saved in {save}")
+
+
+def build_model(name: str) -> tuple[Any, Any]:
+    """A model without numbers, and an example of its arguments where its function gave one.
+
+    Raises ModelError where the name says no model.
+    """
+    import torch
+
+    with torch.device("meta"):
+        if ":" in name:
+            return _from_function(name)
+        folder = Path(name)
+        if (folder / "config.json").exists() or folder.name == "config.json":
+            return _from_hugging_face(folder), None
+        return _from_size(name), None
+
+
+def _from_size(name: str) -> Any:
+    from weft.models import build_decoder
+    from weft.spec.model import decoder_spec, model_names
+
+    if name not in model_names():
+        hint = did_you_mean(name, model_names()) or " `weft models` lists the sizes."
+        raise ModelError(
+            f"model={name}: no size, no folder with a config.json, and no package.module:function has this name.{hint}"
+        )
+    return build_decoder(decoder_spec(name), device="meta")
+
+
+def _from_function(name: str) -> tuple[Any, Any]:
+    from torch import nn
+
+    module_name, _, attribute = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module_name), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"model={name}: {error}. Give package.module:function, which takes no arguments.") from error
+    built, example = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(built, nn.Module):
+        raise ModelError(
+            f"model={name}: it gave a {type(built).__name__}. Return a torch.nn.Module, or it and example arguments."
+        )
+    return built, example
+
+
+def _from_hugging_face(folder: Path) -> Any:
+    from weft.errors import MissingExtra
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra(
+            f'model={folder}: a Hugging Face config needs transformers. Use pip install "weft[hf]".'
+        ) from error
+    config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else folder.parent)
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)(config)
+    return transformers.AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,139 @@
+"""Layouts that are found: from the model's own plan, or by tracing; and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from tests.parallel.tensor_cases import LLAMA, build
+from weft.errors import LayoutError, PlanError
+from weft.models import build_decoder
+from weft.parallel.feature_flow import follow_reshape
+from weft.parallel.layout_find import explain_layout, find_layout
+from weft.parallel.layout_trace import trace_layout
+from weft.parallel.tensor import check_layout
+from weft.spec.layout import Layout
+
+FOUND = {
+    "gpt2": "transformer.wte=vocab transformer.h.*.attn.c_attn=colwise:3 transformer.h.*.attn.c_proj=rowwise "
+    "transformer.h.*.mlp.c_fc=colwise transformer.h.*.mlp.c_proj=rowwise lm_head=vocab",
+    "bert": "bert.embeddings.word_embeddings=vocab bert.encoder.layer.*.attention.self.{query,key,value}=colwise "
+    "bert.encoder.layer.*.attention.output.dense=rowwise bert.encoder.layer.*.intermediate.dense=colwise "
+    "bert.encoder.layer.*.output.dense=rowwise cls.predictions.decoder=vocab",
+    "vit": "vit.layers.*.attention.{q_proj,k_proj,v_proj}=colwise vit.layers.*.attention.o_proj=rowwise "
+    "vit.layers.*.mlp.fc1=colwise vit.layers.*.mlp.fc2=rowwise",
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_models_without_a_plan_of_their_own_are_traced(name):
+    assert find_layout(build(name)).format() == FOUND[name]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "phi", "gemma"])
+def test_tracing_finds_what_the_models_own_plan_says(name):
+    model = build(name)
+    paths = [path for path, _ in model.named_modules()]
+    told, traced = find_layout(model), trace_layout(model).layout
+    assert explain_layout(model).source == "the model's own base_model_tp_plan"
+    assert {path: told.match(path) for path in paths} == {path: traced.match(path) for path in paths}
+
+
+def test_tracing_finds_the_projects_own_layout():
+    model = build_decoder(LLAMA, device="meta")
+    traced, own = trace_layout(model).layout, Layout.named("llama")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            assert traced.match(path) == own.match(path), path
+
+
+class Pair(nn.Module):
+    """Two linear layers and something between."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(6, 12), nn.Linear(12, 6), between
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x)))
+
+
+KEEPS = {
+    "pointwise": lambda x: F.gelu(x) * x.sigmoid() + 1.0,
+    "heads": lambda x: x.view(2, 8, 4, 3).softmax(-1).reshape(2, 8, 12),
+    "transposed": lambda x: (x.view(2, 8, 4, 3).transpose(1, 2) * 2).transpose(1, 2).flatten(2),
+    "norm of each head": lambda x: F.rms_norm(x.view(2, 8, 4, 3), (3,)).view(2, 8, 12),
+}
+MIXES = {
+    "softmax over features": lambda x: x.softmax(-1),
+    "norm of all": lambda x: F.layer_norm(x, (12,)),
+    "a sum": lambda x: x - x.mean(-1, keepdim=True),
+    "heads last": lambda x: x.view(2, 8, 3, 4).transpose(2, 3).reshape(2, 8, 12),
+    "turned": lambda x: x.flip(-1),
+    "a whole tensor": lambda x: x + torch.arange(12.0, device=x.device),
+    "half of it": lambda x: torch.cat((x[..., 3:], x[..., :3]), -1),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_keeps_features_apart(name):
+    assert trace_layout(Pair(KEEPS[name])).layout.format() == "first=colwise second=rowwise"
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_what_mixes_features_is_not_cut(name):
+    with pytest.raises(LayoutError, match="nothing in Pair can be cut"):
+        trace_layout(Pair(MIXES[name]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_follow_reshape_is_what_reshape_does(sizes, data):
+    """Cutting before and reshaping gives the same as reshaping and cutting where it says so."""
+    whole = torch.arange(int(torch.tensor(sizes).prod())).reshape(sizes)
+    flat = whole.numel()
+    divisors = [d for d in range(1, flat + 1) if flat % d == 0]
+    head = data.draw(st.sampled_from(divisors))
+    new = (head, flat // head)
+    dim = data.draw(st.integers(0, len(sizes) - 1))
+    place = follow_reshape(tuple(sizes), new, dim)
+    for parts in (2, 3, 4):
+        if place is None or sizes[dim] % parts or new[place] % parts:
+            continue
+        cut = [
+            part.reshape([n // parts if i == place else n for i, n in enumerate(new)])
+            for part in whole.chunk(parts, dim)
+        ]
+        assert torch.equal(torch.cat(cut, place), whole.reshape(new))
+
+
+GOLDEN = [
+    (6, "tp=6: blocks.0.attn.q has 4 heads, and 4 is not a multiple of 6. Use tp=1, 2 or 4."),
+    (3, "tp=3: blocks.0.attn.q has 4 heads, and 4 is not a multiple of 3. Use tp=1, 2 or 4."),
+]
+
+
+@pytest.mark.parametrize(("tp", "text"), GOLDEN)
+def test_the_legal_values_are_named(tp, text):
+    with pytest.raises(PlanError) as caught:
+        check_layout(build_decoder(LLAMA, device="meta"), Layout.named("llama"), tp)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ("blocks.*.attn.query=colwise", "layout pattern 'blocks.*.attn.query': the model has no such module."),
+        ("blocks.*.norm1=colwise", "blocks.0.norm1=colwise: a linear layer is needed, and this is a RMSNorm."),
+        ("norm=replicate", "tp=2: the layout cuts nothing of this model. Use tp=1, or give a layout."),
+        ("blocks.*.mlp.up=colwise:7", "colwise:7: the layer has 24 outputs. Give segments that add up to that."),
+    ],
+)
+def test_layouts_that_do_not_fit(layout, text):
+    with pytest.raises(LayoutError) as caught:
+        check_layout(build_decoder(LLAMA, device="meta"), Layout.parse(layout), 2)
+    assert text in str(caught.value)

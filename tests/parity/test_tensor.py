@@ -1,0 +1,50 @@
+"""Tensor and sequence parallelism under every ZeRO stage: losses, norms, gradients and weights of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.parity.cases import GPT2, LLAMA, HuggingFaceCase, cases, train_cases
+from weft.testing import DecoderCase
+
+DECODERS = {
+    "decoder": cases()["decoder"],
+    "documents": DecoderCase(LLAMA, global_batch=16, documents=True, num_steps=3),
+    "gpt2": DecoderCase(replace(GPT2, num_heads=4, num_kv_heads=4, tied=True), global_batch=16, num_steps=3),
+    "sgd": DecoderCase(LLAMA, global_batch=16, optimizer="sgd", num_steps=3),
+    "hf-qwen2": cases()["hf-qwen2"],
+    "hf-gpt2": HuggingFaceCase(replace(GPT2, num_heads=2), global_batch=16, kind="gpt2", num_steps=3),
+}
+TWO = ["tp=2", "tp=2 sp=on accumulation=2", "tp=2 sp=on recompute=full", "tp=2 recompute=selective accumulation=2"]
+FOUR = [
+    "tp=4 sp=on",
+    "dp_replicate=2 tp=2 accumulation=2",
+    "dp_shard=2 tp=2 zero=1 sp=on",
+    "dp_shard=2 tp=2 zero=2 sp=on accumulation=2",
+    "dp_shard=2 tp=2 zero=3 sp=on recompute=full",
+    "dp_shard=2 tp=2 zero=3 accumulation=2 reshard=after_step",
+]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train_cases("precision=fp64", DECODERS)
+
+
+def check(pool, plan, chosen, expected):
+    for rank in pool.run(train_cases, f"{plan} precision=fp64", chosen):
+        for name, result in rank.items():
+            assert result.largest_difference(expected[name]) < 1e-10, f"{plan} {name}"
+
+
+@pytest.mark.parametrize("plan", TWO)
+def test_two_ranks(plan, ranks2, expected):
+    check(ranks2, plan, DECODERS, expected)
+
+
+@pytest.mark.parametrize("plan", FOUR)
+def test_four_ranks(plan, ranks4, expected):
+    chosen = {name: case for name, case in DECODERS.items() if "tp=4" not in plan or name != "hf-gpt2"}
+    check(ranks4, plan, chosen, expected)
