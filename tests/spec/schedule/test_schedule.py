@@ -24,7 +24,8 @@ def test_every_stage_passes_each_microbatch_once_forward_and_once_backward(sched
             for microbatch in range(schedule.num_microbatches)
             for kind in ("F", "B", "W")
         }
-        assert len(made) == len(wanted) and set(made) == wanted
+        assert len(made) == len(wanted)
+        assert set(made) == wanted
 
 
 @EXAMPLES

@@ -83,5 +83,5 @@ def test_lists_that_wait_for_each_other_are_found():
 def test_a_program_can_be_read():
     assert [" ".join(map(str, program)) for program in with_transfers(build_schedule("1f1b", 2, 2))] == [
         "F0.0 >x1.0@1 F0.1 >x1.1@1 <g0.0@1 BW0.0 <g0.1@1 BW0.1",
-        "<x1.0@0 F1.0 BW1.0 >g0.0@0 <x1.1@0 F1.1 BW1.1 >g0.1@0",
+        "<x1.0@0 F1.0 <x1.1@0 BW1.0 >g0.0@0 F1.1 BW1.1 >g0.1@0",
     ]
