@@ -224,7 +224,7 @@ class FlatModel:
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors for parameters and masters; others of `whole_shapes` where they are among them."""
+        """Take whole tensors for parameters and masters; others that are cut where they are among them."""
         for slot in self._slots:
             part = self.axes.part(slot.name, tensors[self.axes.saved_name(slot.name)])
             slot.param.copy_(part)
@@ -236,11 +236,6 @@ class FlatModel:
     def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer the states that `states` gave under any plan."""
         load_states(self._adoption(optimizer), self.axes.states_here(tensors, self._shapes))
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of parameters and buffers that are cut here, the shape of the whole, by name."""
-        held = [*((slot.name, slot.param) for slot in self._slots), *self._frozen.items(), *self._buffers.items()]
-        return self.axes.whole_shapes((name, tensor.shape) for name, tensor in held)
 
     def check_parameters(self) -> None:
         """Nobody took parameters out of their buckets; where somebody wrote to one, its master follows."""
