@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ class SequentialCase:
         torch.manual_seed(3)
         widths = [5, 9, 4, 12, 7, 7, 8, 6, 5]
         layers: list[nn.Module] = []
-        for wide, narrow in zip(widths, widths[1:], strict=False):
+        for wide, narrow in itertools.pairwise(widths):
             layers += [nn.Linear(wide, narrow), nn.Tanh()]
         return nn.Sequential(*layers).double()
 

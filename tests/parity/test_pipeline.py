@@ -10,9 +10,7 @@ RTOL = 1e-10
 
 ONE_STAGE = ["gpipe", "1f1b", "zb_h1"]
 TWO_STAGES = ["interleaved", "zb_interleaved", "zb_v", "dualpipe_v"]
-SCHEDULES = [f"schedule={name}" for name in ONE_STAGE] + [
-    f"schedule={name} virtual_stages=2" for name in TWO_STAGES
-]
+SCHEDULES = [f"schedule={name}" for name in ONE_STAGE] + [f"schedule={name} virtual_stages=2" for name in TWO_STAGES]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,8 @@ def test_four_ranks(schedule, references, ranks4):
 )
 @pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_h1", "schedule=zb_v virtual_stages=2"])
 def test_with_data_parallel(schedule, data, references, ranks4):
-    compare(ranks4, f"pp=2 microbatches=4 {data} {schedule}", cases(), references)
+    chosen = {name: case for name, case in cases().items() if name != "sequential" or "recompute" not in data}
+    compare(ranks4, f"pp=2 microbatches=4 {data} {schedule}", chosen, references)
 
 
 @pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_v virtual_stages=2"])

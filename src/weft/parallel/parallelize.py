@@ -26,7 +26,7 @@ def parallelize(model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placem
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
     placed = cut(model, mesh) if placements is None else dict(placements)
-    hold_back(model)
+    hold_back(model, mesh)
     model.to(device=mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
@@ -63,13 +63,20 @@ def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     return build_pipeline(model, mesh)
 
 
-def hold_back(model: nn.Module) -> None:
+def hold_back(model: nn.Module, mesh: Mesh) -> None:
     """Let weight gradients wait where the schedule of the model's pipeline says so."""
     from weft.parallel.pipeline.runtime import pipeline_of
 
     pipeline = pipeline_of(model)
-    if pipeline is not None:
-        pipeline.hold_weight_gradients(model)
+    if pipeline is None:
+        return
+    if not repeated_blocks(model) and (mesh.plan.recompute != "none" or mesh.plan.compile):
+        field = "compile=on" if mesh.plan.recompute == "none" else f"recompute={mesh.plan.recompute}"
+        raise ModelError(
+            f"{field}: under a pipeline it works on repeated blocks, and {type(model).__name__} has none. "
+            f"Put its layers into an nn.ModuleList or composite children of nn.Sequential, or leave it out."
+        )
+    pipeline.hold_weight_gradients(model)
 
 
 def spread_experts(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
