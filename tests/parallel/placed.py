@@ -252,3 +252,43 @@ def train_and_capture(plan: str, settings: Settings, groups: object = None) -> d
         step(microbatches(batch_of(index, settings), step.mesh))
     found = capture(model, optimizer)
     return {group: {name: tensor.clone() for name, tensor in tensors.items()} for group, tensors in found.items()}
+
+
+def own_loop(plan: str, num_backwards: int, num_steps: int = 2) -> dict[str, torch.Tensor]:
+    """A user's own loop on mean losses: backward, step, zero_grad. Returns whole weights."""
+    mesh = build_mesh(Plan.parse(plan))
+    model = build()
+    parallelize(model, mesh, placements=cut_by_hand(model, mesh))
+    optimizer = optimizer_of(model, "sgd")
+    for step in range(num_steps):
+        for index in range(num_backwards):
+            batch = batch_of(num_backwards * step + index, Settings())
+            part = {key: tensor.chunk(mesh.batch.size)[mesh.batch.rank] for key, tensor in batch.items()}
+            loss_sum, number = loss(model(part["ids"]), part)
+            (loss_sum / number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
+
+
+def own_loops(plans: list[str], num_backwards: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {plan: own_loop(plan, num_backwards) for plan in plans}
+
+
+def two_kinds_of_experts(plan: str) -> None:
+    """Experts beside another parameter in one module, which zero=3 cannot divide."""
+    mesh = build_mesh(Plan.parse(plan))
+    model = build()
+    placements = cut_by_hand(model, mesh)
+    model.blocks[0][2].experts.shared = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parallelize(model, mesh, placements=placements)
+
+
+def disagree(plan: str) -> None:
+    """Ranks that cut the same parameter in different ways."""
+    mesh = build_mesh(Plan.parse(plan))
+    model = build()
+    placements = cut_by_hand(model, mesh)
+    if mesh.rank == 1:
+        placements["blocks.0.0.scale"] = Placement()
+    parallelize(model, mesh, placements=placements)

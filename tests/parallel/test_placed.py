@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parallel.placed import Settings, train, train_and_capture, train_plans
+from tests.parallel.placed import (
+    Settings,
+    disagree,
+    own_loop,
+    own_loops,
+    train,
+    train_and_capture,
+    train_plans,
+    two_kinds_of_experts,
+)
 from weft.errors import CommError
 
 RTOL = 1e-10
@@ -84,3 +93,65 @@ def test_an_optimizer_that_needs_whole_matrices_refuses_cut_ones(ranks2):
         CommError, match=r"Muon: it must see the whole of parameter 'blocks\.0\.0\.down', which is cut over tp"
     ):
         ranks2.run(train, "tp=2 precision=fp64", replace(ADAMW, optimizer="muon"))
+
+
+OWN = [
+    "tp=4",
+    "dp_shard=2 tp=2 zero=1",
+    "dp_shard=4 ep=2 zero=2",
+    "dp_shard=2 tp=2 zero=3 ep=2",
+    "cp=2 dp_shard=2 ep=4 zero=3",
+]
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_users_own_loops(num_backwards, ranks4):
+    want = own_loop("precision=fp64", num_backwards)
+    for found in ranks4.run(own_loops, [f"{plan} precision=fp64" for plan in OWN], num_backwards):
+        for plan, weights in found.items():
+            far = [name for name in want if not torch.allclose(weights[name], want[name], rtol=RTOL, atol=1e-12)]
+            assert not far, plan
+
+
+HALF = [
+    "dp_shard=2 tp=2 zero=0 ep=2",
+    "dp_shard=2 tp=2 zero=1 ep=2",
+    "dp_shard=2 tp=2 zero=2 ep=4",
+    "dp_shard=2 tp=2 zero=3 ep=4",
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_stays_near_one_process(precision, ranks4):
+    """Sums are made in another order, so bounds of a few roundings."""
+    one = train(f"precision={precision}", ADAMW)
+    for found in ranks4.run(train_plans, [f"{plan} precision={precision}" for plan in HALF], ADAMW):
+        for plan, result in found.items():
+            assert result.losses == pytest.approx(one.losses, rel=2**-5), plan
+            assert result.grad_norms[0] == pytest.approx(one.grad_norms[0], rel=2**-5), plan
+            for name, weight in one.weights.items():
+                assert float((result.weights[name] - weight).abs().mean()) < 5e-3, (plan, name)
+
+
+OFFLOADED = [
+    "dp_shard=2 tp=2 zero=1 ep=2 offload=optimizer",
+    "dp_shard=2 tp=2 zero=2 ep=4 offload=optimizer:0.5 accumulation=2",
+    "dp_shard=2 tp=2 zero=3 ep=2 offload=params",
+]
+
+
+@pytest.mark.filterwarnings("ignore:offload=")
+def test_offload_changes_no_number(ranks4, references):
+    for found in ranks4.run(train_plans, [f"{plan} precision=fp64" for plan in OFFLOADED], ADAMW):
+        for plan, result in found.items():
+            assert result.largest_difference(references[ADAMW]) < RTOL, plan
+
+
+def test_zero_3_refuses_experts_that_share_a_module(ranks2):
+    with pytest.raises(CommError, match=r"module blocks\.0\.2\.experts: it holds parameters that are cut over ep and"):
+        ranks2.run(two_kinds_of_experts, "dp_shard=2 ep=2 zero=3 precision=fp64")
+
+
+def test_ranks_must_agree_on_placements(ranks2):
+    with pytest.raises(CommError, match=r"rank 1 built another model than rank 0"):
+        ranks2.run(disagree, "tp=2 precision=fp64")

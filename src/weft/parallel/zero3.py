@@ -33,6 +33,7 @@ from weft.memory.offload import choose, shard_offload, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.parallel.agree import check_same_model
 from weft.parallel.axes import AxisMap
+from weft.parallel.materialise import Materialise
 from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.stages import across_stages
@@ -40,7 +41,7 @@ from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
 from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
 from weft.parallel.zero3_hooks import Calls, ReplicaSum, drop_partial_gradients, find_optimizers, watch_steps
-from weft.parallel.zero3_placed import PartialSums, group_of, kinds_of, own_params, with_experts
+from weft.parallel.zero3_placed import PartialSums, group_of, kinds_of, own_params, settle, with_experts
 from weft.parallel.zero3_shards import find_shards
 
 #: What fully_shard must be able to do; torch 2.11 has all of it.
@@ -57,10 +58,13 @@ NEEDED = (
 class FullyShardedModel:
     """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, placements: Mapping[str, Placement] | None = None):
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, placements: Mapping[str, Placement] | None = None, seed: int | None = None
+    ):
         _check(mesh)
         axes = self.axes = AxisMap(mesh, placements or {}, sharded=True)
         axes.check_names(model)
+        materialise = Materialise(model, axes, seed, mesh.device)
         check_same_model(model, axes, mesh.device)
         plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device
         self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate
@@ -73,17 +77,19 @@ class FullyShardedModel:
         self._unit_axes = [kind.shard for kind in kinds_of(self.units, axes)]
         cast_inputs(model, self.precision)
         chosen = formats(model, self.precision)
-        self._moving = _settle(model, chosen, self.precision, axes)
+        self._buffers = settle(model, chosen, self.precision, axes)
+        self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
         originals = dict(model.named_parameters())
         self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
         self._shapes = {name: param.shape for name, param in originals.items()}
         self._partial = PartialSums(axes, self.precision.master, mesh.device)
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
-        members = _shard_units(self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()))
+        materialise.make(self.plain.values())
+        members = _shard_units(self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise)
         self.shards = find_shards(model, list(originals), lambda name: self._kinds[name].shard)
-        lasting = model.state_dict(keep_vars=True)
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+        kinds = self._kinds
+        self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
         self._adoption = ShardAdoption(self.shards, originals, self._axis)
         self._modules = [unit.module for unit in self.units]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
@@ -98,15 +104,18 @@ class FullyShardedModel:
         orders = {axis.ranks: Order(axis, names, mesh.device) for axis in axes}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
+        self._undivided: dict[nn.Module, ReplicaSum] = {}
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
             module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks]))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if self._replicas.size > 1:
+            if self._replicas.size > 1 or axis.size == 1:
                 self._sums.append(ReplicaSum(index, members[index], self._replicas, orders[self._replicas.ranks]))
                 module.set_all_reduce_hook(self._sums[-1])
+                if axis.size == 1:
+                    self._undivided[module] = self._sums[-1]
             calls.watch(module, is_root=index == len(self._modules) - 1)
         self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
@@ -173,8 +182,7 @@ class FullyShardedModel:
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
         if self._is_partial:
-            held = ((name, shard.local.grad) for name, shard in self.shards.items() if shard.local.grad is not None)
-            self._partial.add((self._kinds[name].extra, grad) for name, grad in held)
+            self._partial.add((axis, grad) for axis, one in self._late if (grad := one.local.grad) is not None)
             self._is_partial = False
 
     def norm(self) -> torch.Tensor:
@@ -314,8 +322,12 @@ class FullyShardedModel:
     def _average(self, wanted: bool) -> None:
         """Whether gradients are means over the ranks, which a user's own loop works with, or sums."""
         if wanted != self._averages:
+            number = float(self._data.size) if wanted else 1.0
             for module in self._modules:
-                module.set_gradient_divide_factor(float(self._data.size) if wanted else 1.0)
+                if module in self._undivided:
+                    self._undivided[module].factor = 1.0 / number
+                else:
+                    module.set_gradient_divide_factor(number)
             self._averages = wanted
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
@@ -345,27 +357,13 @@ def _check(mesh: Mesh) -> None:
         )
 
 
-def _settle(
-    model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
-) -> list[tuple[torch.Tensor, Axis]]:
-    """Parameters and buffers become the first rank's; what is trained, in the master's format.
-
-    Returns the buffers that training moves.
-    """
-    for name, param in model.named_parameters():
-        dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
-        param.data = broadcast(param.data.to(dtype).contiguous(), axes.of(name, param.shape).same)
-    for name, buffer in model.named_buffers():
-        settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
-        if settled.data_ptr() != buffer.data_ptr():
-            buffer.copy_(settled)
-    lasting = model.state_dict(keep_vars=True)
-    moving = {name: buffer for name, buffer in model.named_buffers() if name in lasting and buffer.is_floating_point()}
-    return [(buffer, axes.settling(name, buffer)) for name, buffer in moving.items()]
-
-
 def _shard_units(
-    units: tuple[Unit, ...], axes: list[Axis], mesh: Mesh, precision: Precision, plain: set[nn.Parameter]
+    units: tuple[Unit, ...],
+    axes: list[Axis],
+    mesh: Mesh,
+    precision: Precision,
+    plain: set[nn.Parameter],
+    materialise: Materialise,
 ) -> list[list[str]]:
     """Apply fully_shard to each unit over its axis, the root last. Returns the names of each unit's parameters."""
     meshes = {
@@ -382,6 +380,7 @@ def _shard_units(
     on_host = choose(sizes, mesh.plan.offload_share("params"))
     for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
         members.append([names[param] for param in owned[index]])
+        materialise.make(owned[index])  # whole only until its unit is divided
         # The backward of the last unit follows its forward, and the root is in use all along.
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.comm import all_reduce
+from weft.comm import all_reduce, broadcast
 from weft.errors import ModelError
 from weft.mesh import Axis, join_group
 from weft.optim import global_norm
 from weft.parallel.axes import Axes, AxisMap
+from weft.parallel.precision import Precision
 from weft.parallel.units import Unit
 
 _MIXED = (
@@ -68,6 +69,25 @@ def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
 def group_of(axis: Axis) -> dist.ProcessGroup:
     """The axis's group; where nothing is divided, one of this rank alone, which fully_shard asks for."""
     return axis.group if axis.group is not None else join_group(axis.ranks, "rank")
+
+
+def settle(
+    model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers become the first rank's; what is trained, in the master's format.
+
+    Returns the buffers that checkpoints hold; training may move them.
+    """
+    for name, param in model.named_parameters():
+        dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
+        settled = param.data.to(dtype).contiguous()
+        param.data = settled if param.is_meta else broadcast(settled, axes.of(name, param.shape).same)
+    for name, buffer in model.named_buffers():
+        settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
+        if settled.data_ptr() != buffer.data_ptr():
+            buffer.copy_(settled)
+    lasting = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
 
 
 class PartialSums:
