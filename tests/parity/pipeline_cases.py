@@ -120,8 +120,8 @@ def cases() -> dict[str, Case]:
 
 
 def families() -> dict[str, Case]:
-    """Hugging Face decoders, by name."""
-    kinds = ("llama", "qwen2", "gemma3_text", "gpt2", "bloom", "gpt_neox")
+    """Hugging Face decoders, by name. Gemma's norms round to float32 inside, so it is compared in test_stage alone."""
+    kinds = ("llama", "qwen2", "gpt2", "bloom", "gpt_neox")
     return {kind: FamilyCase(TIED, num_steps=2, global_batch=16, seq_len=8, kind=kind) for kind in kinds}
 
 
