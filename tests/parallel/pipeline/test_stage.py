@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ def stages_of(model: nn.Module, cuts: list[int]) -> list[Stage]:
     borders = [0, *cuts, len(chain.blocks)]
     return [
         Stage(model, chain, index, first, stop, takes_gradient=index > 0, trains=True)
-        for index, (first, stop) in enumerate(zip(borders, borders[1:], strict=False))
+        for index, (first, stop) in enumerate(itertools.pairwise(borders))
     ]
 
 
