@@ -32,7 +32,8 @@ def test_a_phase_and_the_communication_in_it_are_counted_once():
     clock, spent = Ticks(), {"tp": 0.0, "pp": 0.0}
     meter, book = Meter(clock=clock, communication=lambda: dict(spent)), TimeBook()
     for phase, seconds, axis, inside in (
-        ("forward", 3.0, "tp", 1.0), ("wait", 2.0, "pp", 1.9), ("backward", 4.0, "tp", 0.5), ("optimizer", 1.0, "tp", 0.0),
+        ("forward", 3.0, "tp", 1.0), ("wait", 2.0, "pp", 1.9),
+        ("backward", 4.0, "tp", 0.5), ("optimizer", 1.0, "tp", 0.0),
     ):  # fmt: skip
         with meter.phase(phase):
             clock.now += seconds
@@ -64,7 +65,8 @@ def test_the_report_in_words():
         "time    5 steps in 10.0 s on 2 ranks: compute 70%, waiting for other stages 12%, "
         "communication over dp_shard 10%, optimizer 4%, host 2%, data 1%",
         "        slowest: rank 1, 14% more compute than the mean",
-        "        waiting for other stages: more microbatches, or a zero-bubble schedule (schedule=zb_h1, zb_v) shortens it",
+        "        waiting for other stages: more microbatches, or a zero-bubble schedule (schedule=zb_h1, zb_v) "
+        "shortens it",
     ]
     assert time_lines(RANKS[:1], 5)[0].startswith("time    5 steps in 10.0 s: compute 60%")
 
