@@ -113,10 +113,9 @@ class Pipeline:
                 with phases.phase("wait"):
                     self._move(step)
                 continue
-            for action in parts(step):
-                self._computed = time.perf_counter()
-                self._act(action, work, phases)
-                self.events.append((action, self._computed - began, time.perf_counter() - began))
+            self._computed = time.perf_counter()
+            self._act(step, work, phases)
+            self.events.append((step, self._computed - began, time.perf_counter() - began))
         with phases.phase("wait"):
             self._boundary.end()
 
