@@ -108,3 +108,21 @@ def test_experts_and_the_axes_they_are_spread_over_do_not_join():
         "mesh axes ep and tp: ep is a view over dp_shard x cp x tp, so it joins none of them. "
         "Join it with beside_ep, dp_replicate or pp."
     )
+
+
+def sum_along_experts(plan_text: str) -> list[float]:
+    from weft.comm import all_reduce
+
+    mesh = build_mesh(Plan.parse(plan_text))
+    axes = (mesh["ep"], mesh.beside_ep, mesh["dp_replicate", "beside_ep"], mesh.batch)
+    return [float(all_reduce(torch.tensor(2.0**mesh.rank), axis)) for axis in axes]
+
+
+def test_experts_have_groups_of_real_ranks(ranks4):
+    # rank = cp * 2 + tp: experts are divided over tp, and equal over cp.
+    assert ranks4.run(sum_along_experts, "cp=2 tp=2 ep=2") == [
+        [3, 5, 5, 5],
+        [3, 10, 10, 10],
+        [12, 5, 5, 5],
+        [12, 10, 10, 10],
+    ]
