@@ -46,6 +46,13 @@ class Ledger:
             lines.append(f"{axis:<24}{operation:<16}{entry.calls:>8}{sent:>12}{entry.seconds:>10.3f}")
         return "\n".join(lines)
 
+    def seconds_by_axis(self) -> dict[str, float]:
+        """Host seconds of all operations of each axis."""
+        found: dict[str, float] = {}
+        for (axis, _), entry in self._entries.items():
+            found[axis] = found.get(axis, 0.0) + entry.seconds
+        return found
+
     def clear(self) -> None:
         """Start counting anew."""
         self._entries.clear()

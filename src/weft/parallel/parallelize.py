@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from weft.errors import ModelError, PlanError
+from weft.errors import ModelError
 from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
@@ -41,6 +41,7 @@ def parallelize(
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
     placed = cut(model, mesh, layout) if placements is None else dict(placements)
+    hold_back(model, mesh)
     move(model, mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
@@ -74,8 +75,25 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
 
 def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Keep only this rank's stages of the model."""
-    del model
-    raise PlanError(f"pp={mesh.plan.pp}: pipeline parallelism is not built yet. Use pp=1.")
+    from weft.parallel.pipeline.runtime import build_pipeline
+
+    return build_pipeline(model, mesh)
+
+
+def hold_back(model: nn.Module, mesh: Mesh) -> None:
+    """Let weight gradients wait where the schedule of the model's pipeline says so."""
+    from weft.parallel.pipeline.runtime import pipeline_of
+
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        return
+    if not repeated_blocks(model) and (mesh.plan.recompute != "none" or mesh.plan.compile):
+        field = "compile=on" if mesh.plan.recompute == "none" else f"recompute={mesh.plan.recompute}"
+        raise ModelError(
+            f"{field}: under a pipeline it works on repeated blocks, and {type(model).__name__} has none. "
+            f"Put its layers into an nn.ModuleList or composite children of nn.Sequential, or leave it out."
+        )
+    pipeline.hold_weight_gradients(model)
 
 
 def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:

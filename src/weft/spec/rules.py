@@ -12,39 +12,14 @@ from collections.abc import Iterable
 from weft.errors import PlanError, Problem
 from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
 from weft.spec.expert_rules import EXPERT_RULES
+from weft.spec.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
 
 
-def _as_replicas(plan: Plan, facts: Facts) -> Plan:
-    """The nearest plan of today: the same ranks, all of them data-parallel replicas."""
-    return Plan(
-        dp_replicate=plan.world_size,
-        accumulation=plan.microbatches_per_step,
-        precision=plan.precision,
-        compile=plan.compile,
-    )
-
-
-def _replicas_remedy(plan: Plan, facts: Facts) -> str:
-    return f"Use dp_replicate={'*' if facts.open_axis else plan.world_size} in its place"
-
-
-def _axis_not_built(axis: str, technique: str) -> Rule:
-    return Rule(
-        name=f"{axis}-not-built",
-        field=axis,
-        reason=f"{technique} is not built yet.",
-        predicate=lambda plan, facts: asks(plan, facts, axis),
-        finding=lambda plan, facts: f"{technique[0].lower()}{technique[1:]} is not built yet",
-        remedy=_replicas_remedy,
-        fix=_as_replicas,
-    )
-
-
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = (
-    _axis_not_built("pp", "Pipeline parallelism"),
+    *PIPELINE_NOT_BUILT,
     Rule(
         name="offload-activations-recompute-not-built",
         field="offload",
@@ -261,7 +236,9 @@ LASTING: tuple[Rule, ...] = (
             f"{plan.pp} x {plan.virtual_stages} stages are more than the model's {facts.model.num_layers} layers"
         ),
         remedy=lambda plan, facts: f"Use pp * virtual_stages of at most {facts.model.num_layers}",
-        fix=lambda plan, facts: plan.replace(pp=min(plan.pp, facts.model.num_layers), virtual_stages=1),
+        fix=lambda plan, facts: plan.replace(
+            pp=min(plan.pp, facts.model.num_layers), virtual_stages=1, schedule="1f1b", split=()
+        ),
     ),
     Rule(
         name="microbatches-need-pp",
@@ -301,6 +278,7 @@ LASTING: tuple[Rule, ...] = (
         remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
+    *PIPELINE_LASTING,
     *EXPERT_RULES,
     Rule(
         name="cp-divides-sequence",

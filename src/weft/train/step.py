@@ -22,6 +22,7 @@ from weft.optim import LossScale, clip_factor
 from weft.parallel import ExpertBalance, Precision, data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.head import expect_labels
+from weft.parallel.pipeline.runtime import Work, pipeline_of
 from weft.train.oom import explains_memory
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
@@ -76,6 +77,7 @@ class TrainStep:
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._pipeline = pipeline_of(model)
         self._experts = ExpertBalance(model, mesh)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
@@ -98,12 +100,14 @@ class TrainStep:
         totals[2] = float(self.wants_stop)
         scale = self.loss_scale.factor() / self._nominal
         self._experts.begin(scale)
-        for index, microbatch in enumerate(microbatches):
-            if seeds is not None:
-                torch.manual_seed(seeds[index])
-            last = index == len(microbatches) - 1
-            with self._data_parallel.microbatch(last), sequence_in_use(self.model):
-                self._accumulate(cut_sequence(self.model, microbatch), scale, totals)
+        if self._pipeline is not None:
+            parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
+            work = Work(parts, self._forward, self._with_labels, self._loss_fn, scale, totals, seeds)
+            # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
+            with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
+                self._pipeline.step(work, self._meter)
+        else:
+            self._accumulate(microbatches, scale, totals, seeds)
         self._experts.start()
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
@@ -119,16 +123,28 @@ class TrainStep:
         """The tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
-    def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
-        """Add one microbatch's gradients, loss sum and token count."""
-        with self._meter.phase("forward"):
-            with expect_labels(self.model, self._loss_fn, microbatch):
-                output = self._forward(self.model, microbatch)
-            loss_sum, num_tokens = self._loss_fn(output, microbatch)
-            totals[0] += loss_sum.detach()
-            totals[1] += num_tokens
-        with self._meter.phase("backward"):
-            (loss_sum * scale).backward()
+    def _accumulate(
+        self, microbatches: list[Any], scale: float, totals: torch.Tensor, seeds: Sequence[int] | None
+    ) -> None:
+        """Add each microbatch's gradients, loss sum and token count."""
+        for index, whole in enumerate(microbatches):
+            if seeds is not None:
+                torch.manual_seed(seeds[index])
+            last = index == len(microbatches) - 1
+            with self._data_parallel.microbatch(last), sequence_in_use(self.model):
+                microbatch = cut_sequence(self.model, whole)
+                with self._meter.phase("forward"):
+                    output = self._with_labels(self.model, microbatch)
+                    loss_sum, num_tokens = self._loss_fn(output, microbatch)
+                    totals[0] += loss_sum.detach()
+                    totals[1] += num_tokens
+                with self._meter.phase("backward"):
+                    (loss_sum * scale).backward()
+
+    def _with_labels(self, model: nn.Module, microbatch: Any) -> Any:
+        """Forward with a head that may give the loss at once."""
+        with expect_labels(model, self._loss_fn, microbatch):
+            return self._forward(model, microbatch)
 
     def _update(self, loss_sum: float, num_tokens: float, stops: float, norm: float) -> StepMetrics:
         """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from weft.memory import recompute_of
 from weft.memory.offload import offload_lines
 from weft.mesh import Mesh
-from weft.models import describe
 from weft.monitor import last_per_step, read_events
 from weft.parallel import Precision
 from weft.spec.config import RunConfig
+from weft.spec.model import ModelSpec
 from weft.train.folder import RunFolder
 from weft.train.loop import Progress
 from weft.units import format_count
@@ -23,7 +25,7 @@ def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Mo
     recompute = recompute_of(model)
     return [
         f"run     {folder.path}",
-        f"model   {config.model.name}: {format_count(describe(model).num_params)} parameters",
+        f"model   {config.model.name}: {format_count(ModelSpec.of_decoder(folder.decoder()).num_params)} parameters",
         *(f"data    {line}" for line in folder.data().summary),
         f"batch   {train.global_batch} sequences of {train.seq_len} tokens: {format_count(tokens)} tokens a step, "
         f"{train.steps} steps, {format_count(tokens * train.steps)} tokens",
@@ -43,8 +45,10 @@ def already_done(folder: RunFolder, step: int) -> list[str]:
     ]
 
 
-def closing_lines(folder: RunFolder, config: RunConfig, progress: Progress, reason: str, sample: str) -> list[str]:
-    """How it ended, how the loss fell, a sample, and what to type next."""
+def closing_lines(
+    folder: RunFolder, config: RunConfig, progress: Progress, reason: str, sample: str, times: Sequence[str] = ()
+) -> list[str]:
+    """How it ended, how the loss fell, a sample, where the time went, and what to type next."""
     evaluations = last_per_step(read_events(folder.events), kind="eval")
     lines = [""]
     if sample:
@@ -54,6 +58,7 @@ def closing_lines(folder: RunFolder, config: RunConfig, progress: Progress, reas
         first, last = evaluations[0], evaluations[-1]
         lines.append(f"eval    {_evaluation(first)}  ->  {_evaluation(last)}")
     lines += [
+        *times,
         f"folder  {folder.path}: events.jsonl, loss.png, samples/, checkpoints/, logs/",
         f'next    weft generate {folder.path} --prompt "def "',
     ]
