@@ -39,6 +39,8 @@ TERMS = (
     "offload",
     "straggler",
 )
+#: Host time of a layer's backward over that of its forward.
+_HOST_BACKWARD = 1.3
 #: Rows that are worked on at a time: their columns stay in the processor's cache.
 _CHUNK = 1 << 15
 #: Relative standard deviation of predicted memory, as `fits_probability` takes it.
@@ -152,8 +154,9 @@ def _layer_terms(columns: Columns, costs: LayerCosts) -> dict[str, Array]:
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
     repeated = repeated * columns.recompute_share
     whole = columns.recompute == RECOMPUTES.index("full")
-    idle = np.maximum(0.0, costs.host_f * (1.0 + whole * columns.recompute_share) - forward - repeated * whole)
-    idle = idle + np.maximum(0.0, costs.host_f - backward)
+    twice = whole * columns.recompute_share
+    idle = np.maximum(0.0, costs.host_f - forward - costs.tp_f)
+    idle = idle + np.maximum(0.0, costs.host_f * (_HOST_BACKWARD + twice) - backward - costs.tp_b - repeated)
     return {
         "gemm": costs.gemm_f + costs.gemm_b,
         "attention": costs.attn_f + costs.attn_b,
