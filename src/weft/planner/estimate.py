@@ -14,7 +14,7 @@ from weft.planner.columns import Columns, Job
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
 from weft.planner.overlap import Window, exposed_s
-from weft.planner.pipeline import bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
+from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import RECOMPUTES
@@ -118,14 +118,16 @@ def _chunk(
     job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
-    stages = split_layers(job.shape.layers, columns)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
     layer = _layer_terms(columns, costs)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
     lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
+    stages = split_layers(job.shape.layers, columns)
+    if job.stack.balanced_stages:
+        stages = balanced_layers(job.shape.layers, columns, bottom / lay, top / lay)
     taus = np.stack([stages.first * lay + bottom, stages.middle * lay, stages.last * lay + top])
-    taus[1] = np.where(columns.pp == 1, stages.middle * lay + top + bottom, taus[1])
+    taus[1] = np.where(columns.pp == 1, stages.middle * lay + top + bottom, np.where(columns.pp == 2, 0.0, taus[1]))
     worst = np.where(columns.pp == 1, 1, taus.argmax(axis=0))
     layers = np.choose(worst, [stages.first, stages.middle, stages.last])
     m = columns.num_micro.astype(np.float64)

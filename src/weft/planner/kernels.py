@@ -71,6 +71,6 @@ def flash_s(tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: b
     seq_len: keys that a query sees at most. Heads narrower than 128 leave the matrix units short of work.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
-    ramp = np.asarray(seq_len, dtype=np.float64) / (np.asarray(seq_len) + tables.attn_s0)
+    ramp = np.asarray(seq_len) / (np.asarray(seq_len) + tables.attn_s0)
     narrow = min(1.0, head_dim / 128) ** 0.4
     return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp * narrow) + tables.launch_s

@@ -153,8 +153,10 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
         mean = (seen + 128) / 2 if seen == s else seen - seen * seen / (2 * s)
         flops = 4.0 * rows * mean * q
         share = layers / shape.layers / stack.attn_gain
-        forward = forward + share * flash_s(tables, flops, seen, shape.head_dim, False, peak)
-        backward = backward + share * flash_s(tables, 2.5 * flops, seen, shape.head_dim, True, peak)
+        # A ring takes the keys in as many pieces as it has ranks, and every call works on one.
+        piece = seen / np.where(columns.cp_mode == CP_MODES.index("ring"), columns.cp, 1)
+        forward = forward + share * flash_s(tables, flops, piece, shape.head_dim, False, peak)
+        backward = backward + share * flash_s(tables, 2.5 * flops, piece, shape.head_dim, True, peak)
     return forward, backward
 
 
