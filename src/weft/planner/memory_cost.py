@@ -192,7 +192,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     stack, zero = job.stack, columns.zero
     unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
     largest = np.maximum(unit, shares.ends)
-    gathered = np.where(zero == 3, stack.gather_bytes * (unit + largest), 0.0)
+    gathered = np.where(zero == 3, stack.gather_bytes * (unit + largest), np.where(zero > 0, stack.bucket_bytes, 0.0))
     reduced = np.where(zero == 3, (2 + stack.reduce_bytes) * unit, np.where(zero == 2, stack.reduce_bytes * unit, 0.0))
     return gathered, reduced
 

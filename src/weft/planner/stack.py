@@ -24,7 +24,7 @@ class Stack:
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
     times tp. balanced_stages: layers are split over a pipeline so that embedding and head count as the layers
-    that they cost.
+    that they cost. bucket_bytes: buffers beside the gradients, in which they and the parameters travel under ZeRO 1, 2.
     """
 
     name: str = "weft"
@@ -54,3 +54,4 @@ class Stack:
     fold_experts: bool = True
     vocab_multiple: int = 1
     balanced_stages: bool = False
+    bucket_bytes: float = 0.0
