@@ -12,7 +12,7 @@ from weft.errors import ConfigError, Problem
 from weft.planner.columns import PRECISIONS, Job
 from weft.planner.scoring.names import cluster_of
 from weft.planner.scoring.shapes import iteration_s, shape_of
-from weft.planner.scoring.stacks import stack_of
+from weft.planner.scoring.stacks import counts_causal_half, stack_of
 from weft.spec.cluster import ClusterSpec
 
 #: A row without one of these says too little to predict anything.
@@ -132,7 +132,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         virtual_stages=_count(row, "virtual_stages", 0) or (1 if "before interleaving" in text or pp == 1 else None),
         microbatch=_count(row, "micro_batch", 0) or None,
         recompute=_recompute(row.get("recompute", ""), selective),
-        measured_s=iteration_s(row, shape, gpus),
+        measured_s=iteration_s(row, shape, gpus, counts_causal_half(text)),
         measured_gib=_number(row, "measured_mem_gib"),
         counter=_counter(text),
         out_of_memory={"1": True, "0": False}.get(_found(notes, r"OOM=([01])") or ""),

@@ -56,8 +56,11 @@ def _tied(row: Mapping[str, str], gpt: bool) -> bool:
     return gpt
 
 
-def iteration_s(row: Mapping[str, str], shape: Shape, gpus: int) -> float | None:
-    """Measured seconds of a step: printed, or from tokens/s, or from TFLOP/s; None where the row has neither."""
+def iteration_s(row: Mapping[str, str], shape: Shape, gpus: int, causal: bool = False) -> float | None:
+    """Measured seconds of a step: printed, or from tokens/s, or from TFLOP/s; None where the row has neither.
+
+    causal: the TFLOP/s count the causal half of attention.
+    """
     if row.get("measured_iter_s"):
         return float(row["measured_iter_s"])
     if not row.get("global_batch"):
@@ -71,12 +74,13 @@ def iteration_s(row: Mapping[str, str], shape: Shape, gpus: int) -> float | None
         return float(stated[1])
     if row.get("measured_tflops_per_gpu"):
         hardware = "flops=hw" in notes
-        flops = step_flops(shape, int(float(row["seq_len"])), tokens, hardware)
+        seq_len = float(row["seq_len"]) / (2 if causal else 1)
+        flops = step_flops(shape, seq_len, tokens, hardware)
         return flops / (float(row["measured_tflops_per_gpu"]) * 1e12 * gpus)
     return None
 
 
-def step_flops(shape: Shape, seq_len: int, tokens: float, with_recompute: bool = False) -> float:
+def step_flops(shape: Shape, seq_len: float, tokens: float, with_recompute: bool = False) -> float:
     """FLOPs of a step as most tables count them: forward three times, attention over the whole square.
 
     with_recompute: layers four times (Narayanan et al. 2021, arXiv 2104.04473, and what follows it).
