@@ -44,7 +44,6 @@ class Run:
     zero: int
     shard: int
     sp: bool
-    uneven: bool
     precision: str
     compile: bool
     virtual_stages: int | None
@@ -107,7 +106,7 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
     )
     shape = shape_of(row)
     job = Job(shape=shape, seq_len=_count(row, "seq_len", 1), global_batch=max(batch, dp), stack=stack)
-    precision = _precision(row, text)
+    precision = _precision(row)
     run_zero = _count(row, "zero_stage", 0)
     return Run(
         id=name,
@@ -126,7 +125,6 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         zero=run_zero,
         shard=_shard(text, dp, per_node),
         sp=row.get("sequence_parallel") in ("1", "true", "True"),
-        uneven="one layer fewer" in text,
         precision=precision,
         compile=row.get("compile") in ("1", "true", "True"),
         virtual_stages=_count(row, "virtual_stages", 0) or (1 if "before interleaving" in text or pp == 1 else None),
@@ -145,10 +143,11 @@ def _recompute(word: str, selective: str) -> str | None:
     return word if word in ("none", "full") else None
 
 
-def _precision(row: Mapping[str, str], text: str) -> str:
+def _precision(row: Mapping[str, str]) -> str:
     word = row.get("precision", "").lower()
-    if word.startswith(("fp8", "mxfp8", "nvfp4", "fp4")):
-        return "fp8"
+    for narrow in ("fp8", "fp4"):
+        if narrow in word:
+            return narrow
     return word if word in PRECISIONS else "bf16"
 
 

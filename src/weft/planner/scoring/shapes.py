@@ -10,6 +10,11 @@ from weft.planner.shape import Shape
 #: Families whose heads are not hidden / heads wide, or that look back over a window in a part of their layers.
 _HEAD_DIMS = (("qwen3", 128), ("gpt-oss", 64), ("gpt_oss", 64), ("gemma", 256), ("nemotron-h", 128))
 _WINDOWS = (("gpt-oss", 128), ("gpt_oss", 128))
+#: Families with latent attention: hidden width -> ranks of queries and of keys and values, width of positions.
+_LATENT = {7168: (1536, 512, 64), 5120: (1536, 512, 64), 2048: (0, 512, 64)}
+#: Width that every token passes beside its experts, and layers without experts: by word and hidden width.
+_SHARED = {("deepseek", 7168): (2048, 3), ("deepseek", 5120): (3072, 1), ("deepseek", 2048): (2816, 1)}
+_SHARED |= {("qwen2", 3584): (20_480, 0), ("llama4", 5120): (8192, 0)}
 _GPT_VOCAB = 50_257
 
 
@@ -22,7 +27,8 @@ def shape_of(row: Mapping[str, str]) -> Shape:
     gated = row["gated_mlp"] in ("1", "true", "True") if row.get("gated_mlp") else ffn != 4 * hidden
     experts = number.get("experts", 0)
     mixture = experts > 1
-    head_dim = next((width for word, width in _HEAD_DIMS if word in family), max(1, hidden // heads))
+    head_dim = 128 if "deepseek" in family else max(1, hidden // heads)
+    head_dim = next((width for word, width in _HEAD_DIMS if word in family), head_dim)
     window = next((width for word, width in _WINDOWS if word in family), 0)
     gpt = not gated and number.get("kv_heads", heads) == heads
     return Shape(
@@ -32,12 +38,13 @@ def shape_of(row: Mapping[str, str]) -> Shape:
         heads=heads,
         kv_heads=number.get("kv_heads", heads),
         head_dim=head_dim,
-        ffn=0 if mixture else ffn,
         gated=gated,
         tied=_tied(row, gpt),
         biases=gpt and "no bias" not in row.get("notes", "").lower(),
         layer_norm=not gated,
         learned_positions=number["seq_len"] if gpt else 0,
+        **_latent(family, hidden),
+        **_shared(family, hidden, mixture, ffn),
         num_experts=experts if mixture else 0,
         top_k=number.get("top_k", 1) if mixture else 0,
         expert_ffn=ffn if mixture else 0,
@@ -47,6 +54,22 @@ def shape_of(row: Mapping[str, str]) -> Shape:
 
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "experts", "top_k")
+
+
+def _latent(family: str, hidden: int) -> dict[str, int]:
+    if "deepseek" not in family or hidden not in _LATENT:
+        return {}
+    return dict(zip(("q_rank", "kv_rank", "rope_dim"), _LATENT[hidden], strict=True))
+
+
+def _shared(family: str, hidden: int, mixture: bool, ffn: int) -> dict[str, int]:
+    """The feed-forward layer, the shared one beside experts, and how many layers have no experts."""
+    if not mixture:
+        return {"ffn": ffn}
+    for (word, width), (shared, dense) in _SHARED.items():
+        if word in family and width == hidden:
+            return {"ffn": 9 * ffn if dense else 0, "shared_ffn": shared, "dense_layers": dense}
+    return {"ffn": 0}
 
 
 def _tied(row: Mapping[str, str], gpt: bool) -> bool:
@@ -85,11 +108,12 @@ def step_flops(shape: Shape, seq_len: float, tokens: float, with_recompute: bool
 
     with_recompute: layers four times (Narayanan et al. 2021, arXiv 2104.04473, and what follows it).
     """
-    width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    width = shape.heads * shape.head_dim
     ups = 3 if shape.gated else 2
     dense = shape.layers - shape.moe_layers
     ffn = dense * shape.ffn + shape.moe_layers * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
-    attention = shape.layers * (2.0 * shape.hidden * (2 * width + 2 * kv) + 4.0 * seq_len * width)
+    seen = seq_len * (width + shape.heads * shape.rope_dim / 2)
+    attention = shape.layers * (2.0 * shape.attention_params + 4.0 * seen)
     layers = attention + 2.0 * ups * shape.hidden * ffn
     head = 2.0 * shape.hidden * shape.vocab
     return tokens * ((4 if with_recompute else 3) * layers + 3 * head)
