@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
+from weft.planner.scoring.cells import Row, count, number, size
 from weft.planner.shape import Shape
 
 #: Families whose heads are not hidden / heads wide, or that look back over a window in a part of their layers.
@@ -18,38 +18,38 @@ _SHARED |= {("qwen2", 3584): (20_480, 0), ("llama4", 5120): (8192, 0)}
 _GPT_VOCAB = 50_257
 
 
-def shape_of(row: Mapping[str, str]) -> Shape:
+def shape_of(row: Row) -> Shape:
     """The shape of a row's model. What the row does not say is as in its family: see the comments."""
-    number = {key: int(float(row[key])) for key in _COUNTS if row.get(key)}
-    hidden, heads = number["hidden"], number["heads"]
+    have = {key: size(row, key) for key in _COUNTS if count(row, key, 0)}
+    hidden, heads = have["hidden"], have["heads"]
     family = f"{row.get('model_family', '')} {row.get('table', '')}".lower()
-    ffn = number.get("ffn_hidden", 4 * hidden)
+    ffn = have.get("ffn_hidden", 4 * hidden)
     gated = row["gated_mlp"] in ("1", "true", "True") if row.get("gated_mlp") else ffn != 4 * hidden
-    experts = number.get("experts", 0)
+    experts = have.get("experts", 0)
     mixture = experts > 1
     head_dim = 128 if "deepseek" in family else max(1, hidden // heads)
     head_dim = next((width for word, width in _HEAD_DIMS if word in family), head_dim)
     window = next((width for word, width in _WINDOWS if word in family), 0)
-    gpt = not gated and number.get("kv_heads", heads) == heads
+    gpt = not gated and have.get("kv_heads", heads) == heads
     return Shape(
-        vocab=number.get("vocab", _GPT_VOCAB),
+        vocab=have.get("vocab", _GPT_VOCAB),
         hidden=hidden,
-        layers=number["layers"],
+        layers=have["layers"],
         heads=heads,
-        kv_heads=number.get("kv_heads", heads),
+        kv_heads=have.get("kv_heads", heads),
         head_dim=head_dim,
         gated=gated,
         tied=_tied(row, gpt),
         biases=gpt and "no bias" not in row.get("notes", "").lower(),
         layer_norm=not gated,
-        learned_positions=number["seq_len"] if gpt else 0,
+        learned_positions=have["seq_len"] if gpt else 0,
         **_latent(family, hidden),
         **_shared(family, hidden, mixture, ffn),
         num_experts=experts if mixture else 0,
-        top_k=number.get("top_k", 1) if mixture else 0,
+        top_k=have.get("top_k", 1) if mixture else 0,
         expert_ffn=ffn if mixture else 0,
         window=window,
-        windowed_layers=number["layers"] // 2 if window else 0,
+        windowed_layers=have["layers"] // 2 if window else 0,
     )
 
 
@@ -72,35 +72,35 @@ def _shared(family: str, hidden: int, mixture: bool, ffn: int) -> dict[str, int]
     return {"ffn": 0}
 
 
-def _tied(row: Mapping[str, str], gpt: bool) -> bool:
+def _tied(row: Row, gpt: bool) -> bool:
     notes = row.get("notes", "").lower()
     if "untied" in notes:
         return False
     return gpt
 
 
-def iteration_s(row: Mapping[str, str], shape: Shape, gpus: int, causal: bool = False) -> float | None:
+def iteration_s(row: Row, shape: Shape, gpus: int, causal: bool = False) -> float | None:
     """Measured seconds of a step: printed, or from tokens/s, or from TFLOP/s; None where the row has neither.
 
     causal: the TFLOP/s count the causal half of attention.
     """
-    if row.get("measured_iter_s"):
-        return float(row["measured_iter_s"])
-    if not row.get("global_batch"):
+    seconds, rate = number(row, "measured_iter_s"), number(row, "measured_tokens_per_s_per_gpu")
+    if seconds:
+        return seconds
+    if not count(row, "global_batch", 0):
         return None
-    tokens = float(row["global_batch"]) * float(row["seq_len"])
-    if row.get("measured_tokens_per_s_per_gpu"):
-        return tokens / (float(row["measured_tokens_per_s_per_gpu"]) * gpus)
+    tokens = float(size(row, "global_batch") * size(row, "seq_len"))
+    if rate:
+        return tokens / (rate * gpus)
     notes = row.get("notes", "")
     stated = re.search(r"\bd_iter=([0-9.]+)", notes)
     if stated:
         return float(stated[1])
-    if row.get("measured_tflops_per_gpu"):
-        hardware = "flops=hw" in notes
-        seq_len = float(row["seq_len"]) / (2 if causal else 1)
-        flops = step_flops(shape, seq_len, tokens, hardware)
-        return flops / (float(row["measured_tflops_per_gpu"]) * 1e12 * gpus)
-    return None
+    teraflops = number(row, "measured_tflops_per_gpu")
+    if not teraflops:
+        return None
+    seq_len = size(row, "seq_len") / (2 if causal else 1)
+    return step_flops(shape, seq_len, tokens, "flops=hw" in notes) / (teraflops * 1e12 * gpus)
 
 
 def step_flops(shape: Shape, seq_len: float, tokens: float, with_recompute: bool = False) -> float:
