@@ -247,7 +247,9 @@ def _tp(
     forward = np.where(columns.sp, 4 * gather, 2 * whole)
     backward = np.where(columns.sp, (4 + again) * gather, 2 * whole)
     if not job.stack.overlap_tp:
-        return forward, backward
+        # What travels for the input's gradient hides under the matmul of the weight's, and the other way round.
+        beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else 0.0
+        return forward, backward - np.minimum(beside, gemm_b / tables.overlap_compute) * (2 - tables.overlap_compute)
     # In slices: the first travels alone, the others under the matmul of the slice before.
     slices = np.where(columns.sp, 1.0, 0.0) * (t - 1) / t
     hidden_f = np.minimum(forward, gemm_f / tables.overlap_compute) * slices
