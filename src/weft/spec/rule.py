@@ -18,7 +18,7 @@ from weft.spec.plan import Plan, plan_fields
 _T = TypeVar("_T")
 
 
-class _UnknownFact(Exception):
+class UnknownFact(Exception):
     """A rule asked for a fact that nobody knows yet."""
 
 
@@ -72,7 +72,7 @@ class Facts:
 
 def _known(fact: _T | None) -> _T:
     if fact is None:
-        raise _UnknownFact
+        raise UnknownFact
     return fact
 
 
@@ -106,7 +106,7 @@ class Rule:
             case = f"{self.field}={self._value(plan, facts)}"
             message = f"{case}: {self.finding(plan, facts)}. {self.remedy(plan, facts)}."
             return Violation(self.name, self.field, message, self._mended(plan, facts))
-        except _UnknownFact:
+        except UnknownFact:
             return None
 
     def _mended(self, plan: Plan, facts: Facts) -> Plan | None:
