@@ -50,15 +50,17 @@ class Tally:
         else:
             known.count += count
 
-    def prune(self, rules: list[Rule], table: PartialPlans, weights: Counts) -> tuple[PartialPlans, Counts, list[Rule]]:
+    def prune(
+        self, rules: list[Rule], table: PartialPlans, weights: Counts, rest: Mapping[str, Any] | None = None
+    ) -> tuple[PartialPlans, Counts, list[Rule]]:
         """Take out what is refused; what is left, with its weights, and the rules that are still open.
 
-        weights: how many whole plans each row stands for.
+        weights: how many whole plans each row stands for. rest: fields that complete an example.
         """
         found, still_open = broken(rules, table, self.facts)
         alive = np.ones(len(table), dtype=bool)
         for rule, mask in found:
-            self.add(rule, int(weights[mask].sum()), table.row(int(np.argmax(mask))))
+            self.add(rule, int(weights[mask].sum()), {**(rest or {}), **table.row(int(np.argmax(mask)))})
             alive &= ~mask
         return table[alive], weights[alive], still_open
 
@@ -245,7 +247,7 @@ def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: 
         )
     if not len(meshes):
         return Block(meshes, flags, ())
-    flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)))
+    flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)), meshes.row(0))
     if not len(flags):
         return Block(meshes, flags, ())
     asked = [(rule, crossed(rule, meshes, flags, tally.facts)) for rule in still_open]

@@ -1,0 +1,206 @@
+"""Search: enumerate the space, estimate every plan in columns, keep the best, refine them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.answer import Answer, Candidate, candidates
+from weft.planner.columns import Columns
+from weft.planner.enumerate import Block, Refused, Tally, enumerate_space
+from weft.planner.estimate import Estimates, estimate
+from weft.planner.question import Question
+from weft.planner.shape import Shape
+from weft.planner.space import Space
+from weft.planner.tables import Tables
+from weft.spec.cluster import ClusterSpec
+from weft.spec.model import DecoderSpec, ModelSpec
+from weft.units import format_bytes
+
+#: Rows that are estimated at a time.
+_CHUNK = 2**17
+#: Rows that are kept of each chunk: the fastest, and the fastest of each (tp, pp, cp).
+_KEPT, _KEPT_OF_CELL = 256, 4
+
+
+def search(
+    model: str | ModelSpec | DecoderSpec | Shape,
+    cluster: str | ClusterSpec,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    fixed: str | Mapping[str, Any] = "",
+    built_only: bool = True,
+    **options: Any,
+) -> Answer:
+    """The best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
+
+    model: a size, a path to a Hugging Face config folder or to a config of Weft, or a spec. cluster: "2x8xh100", a
+    .toml file, or a ClusterSpec. seq_len: tokens of a sequence; global_batch: sequences of a step; by default the
+    config's, else usual ones. fixed: decided fields as plan text, such as "tp=8 precision=bf16". built_only: only
+    plans that the runtime runs today. options: as in `Question`.
+    Raises ModelError, ConfigError or PlanError for what cannot be read.
+    """
+    question = Question.of(
+        model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options
+    )
+    return answer(question)
+
+
+def answer(question: Question) -> Answer:
+    """Look at the whole space of a question."""
+    start = time.perf_counter()
+    tally = Tally(question.facts)
+    space, blocks = _space_in_bounds(question, tally)
+    keep = _Keep(question, question.tables)
+    for block in blocks:
+        for columns in block.chunks(_CHUNK, tally):
+            keep.look_at(columns)
+    ranked, pareto = keep.ranked()
+    refused = [*tally.refused.values(), *keep.refused.values()]
+    return Answer(
+        question=question,
+        ranked=tuple(ranked),
+        pareto=tuple(pareto),
+        refused=tuple(sorted(refused, key=lambda each: -each.count)),
+        num_plans=keep.num_plans + sum(each.count for each in tally.refused.values()),
+        num_fit=keep.num_fit,
+        left_out=space.left_out,
+        nearest=keep.nearest,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Block]]:
+    """The whole space, or as much of it as `most_plans` allows."""
+    space = Space.whole(question.job, question.cluster, question.fixed)
+    while True:
+        tally.refused.clear()
+        blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)
+        smaller = space.narrower()
+        if sum(block.num_rows for block in blocks) <= question.most_plans or smaller is None:
+            return space, blocks
+        space = smaller
+
+
+@dataclass(slots=True)
+class _Keep:
+    """What is kept of all plans that were looked at."""
+
+    question: Question
+    tables: Tables
+    kept: list[Columns] = field(default_factory=list)
+    refused: dict[str, Refused] = field(default_factory=dict)
+    nearest: Candidate | None = None
+    num_plans: int = 0
+    num_fit: int = 0
+
+    def look_at(self, columns: Columns) -> None:
+        """Estimate some plans, keep the best of them, and count the others by what does not fit."""
+        found = estimate(self.question.job, self.question.cluster, columns, self.tables)
+        fits = found.fits_probability >= self.question.fits
+        self.num_plans += len(columns)
+        self.num_fit += int(fits.sum())
+        self._refuse(columns, found, ~fits)
+        rows = np.flatnonzero(fits)
+        if len(rows):
+            chosen = _promising(columns, found, rows)
+            self.kept.append(columns[chosen])
+
+    def _refuse(self, columns: Columns, found: Estimates, out: NDArray[np.bool_]) -> None:
+        rows = np.flatnonzero(out)
+        if not len(rows):
+            return
+        names = [name for name in found.memory if name not in ("context", "communicators", "reserve")]
+        largest = np.argmax(np.stack([found.memory[name][rows] for name in names]), axis=0)
+        needed = found.reserved_bytes[rows]
+        for code in np.unique(largest).tolist():
+            of_class = rows[largest == code]
+            name = f"memory-{names[code]}"
+            known = self.refused.get(name)
+            if known is not None:
+                known.count += len(of_class)
+                continue
+            one = of_class[int(np.argmin(needed[largest == code]))]
+            self.refused[name] = Refused(
+                name, len(of_class), columns.plan(int(one)), _memory_message(self.question, names[code], found, one)
+            )
+        nearest = rows[int(np.argmin(needed))]
+        if self.nearest is None or found.reserved_bytes[nearest] < self.nearest.reserved_bytes:
+            self.nearest = candidates(self.question, columns[[nearest]], _rows(found, [nearest]))[0]
+
+    def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
+        """The best plans, fastest first, and those of the border of memory against time."""
+        if not self.kept:
+            return [], []
+        columns = Columns.concatenate(self.kept)
+        found = estimate(self.question.job, self.question.cluster, columns, self.tables)
+        chosen = _promising(columns, found, np.arange(len(columns)))
+        columns = columns[chosen]
+        found = _rows(found, chosen)
+        order = _order(columns, found)
+        border = _border(found)
+        ranked = candidates(self.question, columns[order], _rows(found, order))
+        return ranked, candidates(self.question, columns[border], _rows(found, border))
+
+
+def _memory_message(question: Question, largest: str, found: Estimates, row: Any) -> str:
+    needed, most = float(found.reserved_bytes[row]), question.cluster.device.memory_bytes
+    part = float(found.memory[largest][row])
+    return (
+        f"{format_bytes(needed)} are needed on the fullest rank, of {format_bytes(most)}; "
+        f"most of it is {largest} ({format_bytes(part)})."
+    )
+
+
+def _promising(columns: Columns, found: Estimates, rows: NDArray[Any]) -> NDArray[Any]:
+    """The rows worth keeping: the fastest, the fastest of each layout, and the border of memory against time."""
+    speed = found.step_s[rows]
+    fastest = rows[np.argsort(speed, kind="stable")] if len(rows) <= _KEPT else _first(rows, speed, _KEPT)
+    cells = (columns.tp[rows] * 4096 + columns.pp[rows]) * 4096 + columns.cp[rows]
+    order = np.lexsort((speed, cells))
+    starts = np.r_[True, cells[order][1:] != cells[order][:-1]]
+    place = np.arange(len(order)) - np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))
+    of_cells = rows[order[place < _KEPT_OF_CELL]]
+    border = rows[_border_of(found.reserved_bytes[rows], speed)]
+    return np.unique(np.concatenate([fastest, of_cells, border]))
+
+
+def _first(rows: NDArray[Any], speed: NDArray[Any], count: int) -> NDArray[Any]:
+    return rows[np.argpartition(speed, count)[:count]]
+
+
+def _border(found: Estimates) -> NDArray[Any]:
+    return _border_of(found.reserved_bytes, found.step_s)
+
+
+def _border_of(memory: NDArray[Any], step_s: NDArray[Any]) -> NDArray[Any]:
+    """Rows that no other row beats in both memory and time, from the least memory on."""
+    order = np.lexsort((step_s, memory))
+    best = np.minimum.accumulate(step_s[order])
+    return order[np.r_[True, best[1:] < best[:-1]]]
+
+
+def _order(columns: Columns, found: Estimates) -> NDArray[Any]:
+    """Fastest first; what is equal to four digits goes by memory."""
+    rounded = np.round(found.step_s, 3 - np.floor(np.log10(found.step_s)).astype(int).max())
+    return np.lexsort((found.reserved_bytes, rounded))
+
+
+def _rows(found: Estimates, rows: Any) -> Estimates:
+    """Some rows of estimates."""
+    index = np.asarray(rows)
+    values: dict[str, Any] = {}
+    for each in fields(found):
+        value = getattr(found, each.name)
+        if isinstance(value, dict):
+            value = {name: array[index] for name, array in value.items()}
+        elif isinstance(value, np.ndarray):
+            value = value[index]
+        values[each.name] = value
+    return type(found)(**values)
