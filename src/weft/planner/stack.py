@@ -9,28 +9,44 @@ from dataclasses import dataclass
 class Stack:
     """Features of a training stack. The defaults are what Weft's runtime does.
 
-    flash: fused attention, no scores in memory. fused_norm, fused_mlp: one kernel for a norm, for activation x gate.
-    fused_loss: the loss works in place on the logits (else fp32 copies of them). fused_adam: one kernel for the update.
-    overlap_grads: gradients travel under backward. overlap_params: gathered parameters travel under compute.
-    overlap_tp: tensor-parallel traffic hides under the matmuls. overlap_p2p: pipeline sends hide under compute.
-    grad_bytes, main_bytes: of one gradient, and of master weight and states of one parameter (Adam in fp32: 12).
-    weight_bytes: of one parameter as the forward reads it. regather_sp: sequence-parallel inputs are gathered again
-    in backward (else the gathered copy is kept). dropout: masks are made and kept. cuda_graphs: no launch gaps.
+    flash: fused attention, no scores in memory. attn_gain: speed of its attention kernels over the table's.
+    fused_softmax: without flash, one kernel scales, masks and normalises the scores (else several, in fp32).
+    fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
+    fused_loss: the loss works in place on the logits (else fp32 copies of them).
+    adam_bytes: memory traffic of the update by parameter. overlap_grads: gradients travel under backward.
+    overlap_params: gathered parameters travel under compute. overlap_tp: tensor-parallel traffic hides under matmuls.
+    overlap_p2p: pipeline sends hide under compute. grad_bytes: of one gradient as it is kept.
+    reduce_bytes: as it travels. main_bytes: master weight and states of one parameter (Adam in fp32: 12).
+    weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
+    regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
+    dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
+    scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
+    tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
+    times tp.
     """
 
     name: str = "weft"
     flash: bool = True
+    attn_gain: float = 1.0
+    fused_softmax: bool = True
     fused_norm: bool = False
     fused_mlp: bool = False
+    fused_rope: bool = False
     fused_loss: bool = False
-    fused_adam: bool = True
+    adam_bytes: float = 30.0
     overlap_grads: bool = True
     overlap_params: bool = True
     overlap_tp: bool = False
     overlap_p2p: bool = False
     grad_bytes: float = 4.0
+    reduce_bytes: float = 4.0
     main_bytes: float = 12.0
     weight_bytes: float = 2.0
+    gather_bytes: float = 2.0
     regather_sp: bool = False
     dropout: bool = False
     cuda_graphs: bool = False
+    host_gain: float = 1.0
+    scatter_p2p: bool = False
+    fold_experts: bool = True
+    vocab_multiple: int = 1

@@ -1,0 +1,221 @@
+"""Step time and memory of many plans at once: one numpy array per term, one entry per plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.collective_cost import Fabric
+from weft.planner.columns import Columns, Job
+from weft.planner.layer_cost import LayerCosts, layer_costs
+from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
+from weft.planner.overlap import Window, exposed_s
+from weft.planner.pipeline import bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
+from weft.planner.tables import Tables
+from weft.spec.cluster import ClusterSpec
+from weft.spec.plan import RECOMPUTES
+
+Array = NDArray[np.float64]
+
+#: The terms of a step, in the order in which they are shown.
+TERMS = (
+    "gemm",
+    "attention",
+    "memory_bound",
+    "host",
+    "recompute",
+    "tp",
+    "cp",
+    "ep",
+    "pp_p2p",
+    "bubble",
+    "dp_exposed",
+    "contention",
+    "optimizer",
+    "offload",
+    "straggler",
+)
+#: Rows that are worked on at a time: their columns stay in the processor's cache.
+_CHUNK = 1 << 15
+#: Relative standard deviation of predicted memory, as `fits_probability` takes it.
+_MEMORY_SD = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What `estimate` says of each plan.
+
+    terms: seconds of one optimizer step by name (TERMS); they sum to `step_s`. memory: bytes on the fullest rank by
+    class (CLASSES); they sum to `total_bytes`. usable_bytes: what the driver leaves of the device's memory.
+    tokens: of one step. model_flops: of one step, by the convention of `model_flops`.
+    """
+
+    terms: Mapping[str, Array]
+    memory: Mapping[str, Array]
+    usable_bytes: float
+    tokens: float
+    world_size: NDArray[np.int64]
+
+    @property
+    def step_s(self) -> Array:
+        """Seconds of one optimizer step."""
+        return np.sum(list(self.terms.values()), axis=0)
+
+    @property
+    def tokens_per_s(self) -> Array:
+        """Tokens a second over all devices."""
+        return self.tokens / self.step_s
+
+    @property
+    def allocated_bytes(self) -> Array:
+        """Bytes in tensors at the fullest moment (torch.cuda.max_memory_allocated)."""
+        outside = ("communicators", "context", "reserve")
+        return np.sum([self.memory[name] for name in CLASSES if name not in outside], axis=0)
+
+    @property
+    def reserved_bytes(self) -> Array:
+        """Bytes that the allocator holds (torch.cuda.max_memory_reserved)."""
+        return self.allocated_bytes + self.memory["reserve"]
+
+    @property
+    def total_bytes(self) -> Array:
+        """All bytes on the device: what the driver's tools show."""
+        return np.sum(list(self.memory.values()), axis=0)
+
+    @property
+    def fits_probability(self) -> Array:
+        """Chance that the plan runs without falling short of memory, 0 to 1."""
+        room = np.log(self.usable_bytes / np.maximum(self.total_bytes, 1.0)) / _MEMORY_SD
+        return 1.0 / (1.0 + np.exp(-1.702 * np.clip(room, -40, 40)))  # the logistic curve nearest to the normal one
+
+
+def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
+    """Predict every row of `columns`. Rows that no rule allows get numbers too; prune them first.
+
+    cluster: gives the size of a node; the rates are the tables'.
+    """
+    fabric = Fabric.of(tables, cluster.devices_per_node)
+    parts = [
+        _chunk(job, cluster, columns[slice(start, start + _CHUNK)], tables, fabric)
+        for start in range(0, max(1, len(columns)), _CHUNK)
+    ]
+    return Estimates(
+        terms={name: np.concatenate([part[0][name] for part in parts]) for name in TERMS},
+        memory={name: np.concatenate([part[1][name] for part in parts]) for name in CLASSES},
+        usable_bytes=tables.memory_bytes * tables.usable,
+        tokens=float(job.global_batch) * job.seq_len,
+        world_size=columns.world_size,
+    )
+
+
+def _chunk(
+    job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    costs = layer_costs(job, columns, tables, fabric)
+    stages = split_layers(job.shape.layers, columns)
+    terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
+    layer = _layer_terms(columns, costs)
+    head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
+    embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
+    lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
+    taus = np.stack([stages.first * lay + bottom, stages.middle * lay, stages.last * lay + top])
+    taus[1] = np.where(columns.pp == 1, stages.middle * lay + top + bottom, taus[1])
+    worst = np.where(columns.pp == 1, 1, taus.argmax(axis=0))
+    layers = np.choose(worst, [stages.first, stages.middle, stages.last])
+    m = columns.num_micro.astype(np.float64)
+    for name, seconds in layer.items():
+        terms[name] = terms[name] + m * layers * seconds
+    for part, rank in ((head, 2), (embed, 0)):
+        here = (worst == rank) | (columns.pp == 1)
+        for name, seconds in part.items():
+            terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
+    _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
+    _step_terms(job, columns, cluster, tables, fabric, costs, stages, terms)
+    return terms, memory_bytes(job, columns, tables, stages)
+
+
+def _layer_terms(columns: Columns, costs: LayerCosts) -> dict[str, Array]:
+    """Seconds of one pass of one layer by term, what recompute does again included."""
+    forward = costs.gemm_f + costs.attn_f + costs.memory_f
+    backward = costs.gemm_b + costs.attn_b + costs.memory_b
+    again = {
+        "full": forward + costs.tp_f + costs.cp_f + costs.ep_f,
+        "attention": costs.attn_f,
+        "selective": costs.gemm_f / 2 + costs.memory_f,
+    }
+    repeated = np.zeros(len(columns))
+    for name, seconds in again.items():
+        repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
+    repeated = repeated * columns.recompute_share
+    whole = columns.recompute == RECOMPUTES.index("full")
+    idle = np.maximum(0.0, costs.host_f * (1.0 + whole * columns.recompute_share) - forward - repeated * whole)
+    idle = idle + np.maximum(0.0, costs.host_f - backward)
+    return {
+        "gemm": costs.gemm_f + costs.gemm_b,
+        "attention": costs.attn_f + costs.attn_b,
+        "memory_bound": costs.memory_f + costs.memory_b,
+        "host": idle,
+        "recompute": repeated,
+        "tp": costs.tp_f + costs.tp_b,
+        "cp": costs.cp_f + costs.cp_b,
+        "ep": costs.ep_f + costs.ep_b,
+    }
+
+
+def _pipeline_terms(
+    job: Job,
+    columns: Columns,
+    tables: Tables,
+    fabric: Fabric,
+    costs: LayerCosts,
+    layers: Array,
+    lay: Array,
+    ends: tuple[Array, Array, Array],
+    terms: dict[str, Array],
+) -> None:
+    taus, top, bottom = ends
+    total = job.shape.layers * lay + top + bottom
+    slack = np.maximum(0.0, total - taus.max(axis=0))
+    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f)
+    terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, layers * costs.wgrad, slack)
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
+    slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
+    ranks_inside = columns.tp * columns.cp * columns.dp_shard * columns.dp_replicate
+    each = fabric.send_s(tokens * job.shape.hidden * 2.0 / slices, ranks_inside)
+    many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
+    terms["pp_p2p"] = many * each
+
+
+def _step_terms(
+    job: Job,
+    columns: Columns,
+    cluster: ClusterSpec,
+    tables: Tables,
+    fabric: Fabric,
+    costs: LayerCosts,
+    stages: Any,
+    terms: dict[str, Array],
+) -> None:
+    first = rank_shares(job, columns, stages.first, True, False)
+    both = rank_shares(job, columns, stages.middle, True, True)
+    alone = columns.pp == 1
+    shares = type(first)(*(np.where(alone, getattr(both, n), getattr(first, n)) for n in ("dense", "experts", "ends")))
+    layers = np.where(alone, stages.middle, stages.first)
+    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f)
+    backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b)
+    window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
+    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, shares, window)
+    group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
+    spread = columns.tp if job.stack.fold_experts else 1
+    expert_group = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
+    own = (shares.dense + shares.ends) / group + shares.experts / expert_group
+    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + tables.step_s
+    moved = own * 16.0 * columns.offload_optimizer
+    terms["offload"] = moved / tables.host_rate
+    nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
+    busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
+    terms["straggler"] = busy * tables.straggler * np.sqrt(2 * np.log(nodes))

@@ -1,0 +1,67 @@
+"""Seconds of single kernels on one device: matrix products, attention, passes over memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.tables import Tables
+
+Array = NDArray[np.float64]
+
+#: Tiles of the output that matmul kernels come in (rows, columns); narrow ones reuse less of what they load.
+_TILES = ((128, 128), (128, 256), (256, 128), (64, 256), (64, 128), (64, 64))
+_FULL_TILE = 128 * 128
+#: A tensor's inner width in values that is no multiple of this misses whole memory transactions (128 bytes of bf16).
+_LINE = 64
+
+
+def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Array:
+    """Seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
+
+    peak: dense FLOP/s of the precision. The slower of arithmetic and memory, after the quantisation of the output into
+    tiles and of the tiles into waves over the device's multiprocessors, and the ramp over the inner width k.
+    """
+    m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
+    best = np.zeros(np.broadcast(m, n, k, batch).shape)
+    for rows, columns in _TILES:
+        tall, wide = np.ceil(m / rows), np.ceil(n / columns)
+        tiles = tall * wide * batch
+        filled = tiles / (np.ceil(tiles / tables.sms) * tables.sms)
+        covered = (m / (tall * rows)) * (n / (wide * columns))
+        np.maximum(best, filled * covered * min(1.0, rows * columns / _FULL_TILE) ** 0.25, out=best)
+    # Outputs of less than one wave are split along k, which brings back about half of the device.
+    small = m * n * batch < _FULL_TILE * tables.sms
+    best = np.where(small, np.maximum(best, 0.5), best)
+    rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + tables.gemm_k0)
+    flops = 2.0 * m * n * k * batch
+    moved = 2.0 * batch * (m * k + k * n + m * n)
+    return np.maximum(flops / (rate * aligned(n, k)), bytes_s(tables, moved)) + tables.launch_s
+
+
+def aligned(n: Any, k: Any) -> Array:
+    """Share of a matmul's rate that is left where inner widths are no multiples of whole memory lines (8: of pairs)."""
+    return _line_share(np.asarray(n)) * _line_share(np.asarray(k))
+
+
+def _line_share(width: NDArray[Any]) -> Array:
+    whole, eighth = width % _LINE == 0, width % 8 == 0
+    return np.where(whole, 1.0, np.where(eighth, 0.97, 0.75))
+
+
+def bytes_s(tables: Tables, moved: Any) -> Array:
+    """Seconds to stream `moved` bytes through the device's memory."""
+    return np.asarray(moved, dtype=np.float64) / (tables.memory_rate * tables.memory_eff)
+
+
+def flash_s(tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: bool, peak: float) -> Array:
+    """Seconds of fused attention that really does `flops` (after the causal half or a window).
+
+    seq_len: keys that a query sees at most. Heads narrower than 128 leave the matrix units short of work.
+    """
+    share = tables.attn_bwd if backward else tables.attn_fwd
+    ramp = np.asarray(seq_len, dtype=np.float64) / (np.asarray(seq_len) + tables.attn_s0)
+    narrow = min(1.0, head_dim / 128) ** 0.4
+    return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp * narrow) + tables.launch_s

@@ -1,0 +1,185 @@
+"""Bytes of one rank by class, on the stage of a pipeline that needs most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.columns import PRECISIONS, Columns, Job
+from weft.planner.layer_cost import padded_vocab
+from weft.planner.overlap import Shares
+from weft.planner.pipeline import Stages, in_flight
+from weft.planner.tables import Tables
+from weft.spec.plan import RECOMPUTES
+
+Array = NDArray[np.float64]
+
+CLASSES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "communicators",
+    "context",
+    "reserve",
+)
+
+
+def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
+    """Parameters of a rank with so many layers, and whether it holds the embedding and the head."""
+    shape = job.shape
+    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+    moe = shape.moe_layers / shape.layers
+    dense = (1 - moe) * shape.dense_layer_params
+    if shape.moe_layers:
+        dense = dense + moe * shape.moe_shared_params
+    split = e if job.stack.fold_experts else e * t
+    experts = layers * moe * shape.num_experts * shape.expert_params / split
+    table = padded_vocab(job, t) * shape.hidden
+    alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has a copy of its own
+    ends = np.zeros(len(columns))
+    if embedding:
+        ends = ends + table + shape.learned_positions * shape.hidden
+    if head:
+        ends = ends + table * (1.0 if not shape.tied else (alone if embedding is False else 0.0))
+    return Shares(dense=layers * dense / t, experts=experts, ends=ends / t)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes that a mean layer keeps of one pass on a rank: all of it, and what recompute leaves."""
+
+    whole: Array
+    kept: Array
+
+
+def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
+    """Saved activations of a mean layer, without and with the plan's recompute."""
+    shape, stack = job.shape, job.stack
+    t = columns.tp.astype(np.float64)
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
+    h = float(shape.hidden)
+    q, kv = (np.ceil(each / t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
+    between = np.where(columns.sp, t, 1.0)
+    gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
+    norms = np.where(stack.fused_norm | columns.compile, 0.0, 6.0)
+    masks = 2.0 if stack.dropout else 0.0
+    outside = (2 * 2.0 + norms * 2 + masks) * h / between + 2 * 2.0 * h / gathered
+    core = 2.0 * q + 4.0 * kv
+    product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
+    scores = _score_bytes(job, t)
+    ffn, ffn_up = _ffn_bytes(job, columns, t)
+    whole = outside + core + product + scores + ffn
+    selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + ffn_up
+    left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
+    kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
+    kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
+    width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)
+    fp8 = columns.precision == PRECISIONS.index("fp8")
+    copies = np.where(fp8, 0.0, 0.0)
+    return LayerBytes(whole=tokens * (whole + copies) * width, kept=tokens * (kept + copies) * width)
+
+
+def _score_bytes(job: Job, t: Array) -> Array:
+    """Bytes per token of attention's scores where they are kept: softmax, and dropout's mask and product."""
+    if job.stack.flash:
+        return np.zeros_like(t)
+    each = (2.0 if job.stack.fused_softmax else 8.0) + (3.0 if job.stack.dropout else 0.0)
+    return each * np.ceil(job.shape.heads / t) * job.seq_len
+
+
+def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array]:
+    """Bytes per token of the feed-forward part of a mean layer: all, and the half that selective recompute keeps."""
+    shape = job.shape
+    moe = shape.moe_layers / shape.layers
+    width = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
+    routed = moe * shape.top_k * 4.0 * shape.hidden / t
+    return per * width + routed, 2.0 * width + routed
+
+
+def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:
+    """Bytes by class on the worst of the first, the second and the last rank of the pipeline."""
+    layer = layer_bytes(job, columns)
+    p = columns.pp
+    ends = (
+        (stages.first, 0, True, False),
+        (stages.middle, 1, False, False),
+        (stages.last, p - 1, False, True),
+    )
+    candidates = [_rank_bytes(job, columns, tables, layer, each) for each in ends]
+    candidates.append(_rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True)))
+    totals = [sum(each.values()) for each in candidates]
+    piped = p > 1
+    usable = [piped, p > 2, piped, ~piped]
+    totals = np.stack([np.where(use, total, -1.0) for use, total in zip(usable, totals, strict=True)])
+    worst = totals.argmax(axis=0)
+    return {name: np.choose(worst, [each[name] for each in candidates]) for name in CLASSES}
+
+
+def _rank_bytes(
+    job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: tuple[Array, object, bool, bool]
+) -> dict[str, Array]:
+    layers, rank, embedding, head = place
+    shares = rank_shares(job, columns, layers, embedding, head)
+    states = _states(job, columns, shares, layers)
+    held = in_flight(columns, rank)
+    offloaded = 1 - columns.offload_activations
+    saved = layers * held * layer.kept
+    budget = np.where(
+        columns.activation_budget < 1,
+        columns.activation_budget * layers * held * layer.whole,
+        columns.activation_budget,
+    )
+    saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0)
+    working = np.where((columns.recompute == 0) & np.isinf(columns.activation_budget), 0.5, 1.0) * layer.whole
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
+    logits = _logits(job, columns, tokens) if head else np.zeros(len(columns))
+    allocated = {**states, "activations": saved + working, "logits": logits}
+    total = np.sum(list(allocated.values()), axis=0)
+    groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
+    groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
+    return {
+        **allocated,
+        "communicators": np.where(columns.world_size > 1, groups, 0) * tables.communicator_gib * 2**30,
+        "context": np.full(len(columns), tables.context_gib * 2**30),
+        "reserve": total * (tables.reserve - 1),
+    }
+
+
+def _states(job: Job, columns: Columns, shares: Shares, layers: Array) -> dict[str, Array]:
+    stack = job.stack
+    zero = columns.zero
+    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+    group = (columns.dp_shard * columns.cp).astype(np.float64)
+    expert_group = np.maximum(1.0, group * (t if stack.fold_experts else 1.0) / e)
+    parameters, gradients, optimizer = (np.zeros(len(columns)) for _ in range(3))
+    full32 = columns.precision == PRECISIONS.index("fp32")
+    weight = np.where(full32, 4.0, stack.weight_bytes)
+    main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
+    master = np.minimum(4.0, main)
+    for count, size in ((shares.dense + shares.ends, group), (shares.experts, expert_group)):
+        parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
+        gradients += count * stack.grad_bytes / np.where(zero >= 2, size, 1.0)
+        kept = np.where((zero == 3) & ~full32, main - master, main)
+        optimizer += count * kept / np.where(zero >= 1, size, 1.0)
+    unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
+    largest = np.maximum(unit, shares.ends)
+    gathered = 2 * stack.gather_bytes * unit + (2 + stack.reduce_bytes) * largest
+    buffers = np.where(zero == 3, gathered, np.where(zero == 2, stack.reduce_bytes * unit, 0.0))
+    return {
+        "parameters": parameters * (1 - columns.offload_params),
+        "gradients": gradients,
+        "optimizer": optimizer * (1 - columns.offload_optimizer),
+        "buffers": buffers,
+    }
+
+
+def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
+    t = columns.tp.astype(np.float64)
+    each = np.where(job.stack.fused_loss, 6.0, np.where(columns.compile, 8.0, 14.0))
+    return tokens * (padded_vocab(job, t) / t * each + 4.0 * job.shape.hidden)
