@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,8 +20,9 @@ _BUSY = ("gemm", "attention", "memory_bound", "recompute", "optimizer")
 class Candidate:
     """One plan and what is expected of it. Times in seconds a step, memory in bytes on the fullest rank.
 
-    terms: parts of the step, which add up to step_s. memory: by class; they add up to allocated_bytes.
-    fits: probability that it fits into memory.
+    terms: parts of the step, which add up to step_s. memory: by class; they add up to total_bytes, which is what the
+    driver's tools show; reserved_bytes is what torch's allocator holds, allocated_bytes what lies in tensors.
+    fits: probability that it fits into usable_bytes.
     """
 
     question: Question
@@ -34,6 +34,8 @@ class Candidate:
     memory: Mapping[str, float]
     allocated_bytes: float
     reserved_bytes: float
+    total_bytes: float
+    usable_bytes: float
     fits: float
 
     @property
@@ -128,20 +130,24 @@ class Answer:
 
 def candidates(question: Question, columns: Columns, found: Estimates) -> list[Candidate]:
     """Rows of columns with their estimates, in their order."""
-    pick = functools.partial(_row, question, columns, found)
-    return [pick(row) for row in range(len(columns))]
-
-
-def _row(question: Question, columns: Columns, found: Estimates, row: int) -> Candidate:
-    return Candidate(
-        question=question,
-        plan=columns.plan(row),
-        cp_mode=CP_MODES[columns.cp_mode[row]],
-        microbatch=int(columns.microbatch[row]),
-        terms={name: float(values[row]) for name, values in found.terms.items()},
-        step_s=float(found.step_s[row]),
-        memory={name: float(values[row]) for name, values in found.memory.items()},
-        allocated_bytes=float(found.allocated_bytes[row]),
-        reserved_bytes=float(found.reserved_bytes[row]),
-        fits=float(found.fits_probability[row]),
-    )
+    sums = {
+        name: getattr(found, name).tolist()
+        for name in ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "fits_probability")
+    }
+    return [
+        Candidate(
+            question=question,
+            plan=columns.plan(row),
+            cp_mode=CP_MODES[columns.cp_mode[row]],
+            microbatch=int(columns.microbatch[row]),
+            terms={name: float(values[row]) for name, values in found.terms.items()},
+            step_s=sums["step_s"][row],
+            memory={name: float(values[row]) for name, values in found.memory.items()},
+            allocated_bytes=sums["allocated_bytes"][row],
+            reserved_bytes=sums["reserved_bytes"][row],
+            total_bytes=sums["total_bytes"][row],
+            usable_bytes=found.usable_bytes,
+            fits=sums["fits_probability"][row],
+        )
+        for row in range(len(columns))
+    ]

@@ -71,9 +71,9 @@ def waterfall(one: Candidate) -> list[str]:
 
 def memory_bars(one: Candidate) -> list[str]:
     """Memory of the fullest rank by class, against what the device has."""
-    most = one.question.cluster.device.memory_bytes
+    most = one.usable_bytes
     lines = [
-        f"memory  {format_bytes(one.reserved_bytes)} reserved, {format_bytes(one.allocated_bytes)} allocated, of "
+        f"memory  {format_bytes(one.total_bytes)} ({format_bytes(one.allocated_bytes)} in tensors) of "
         f"{format_bytes(most)}: {fit_words(one.fits)}"
     ]
     for name, value in one.memory.items():

@@ -22,6 +22,8 @@ from weft.spec.cluster import ClusterSpec
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.units import format_bytes
 
+Floats = NDArray[np.float64]
+
 #: Rows that are estimated at a time.
 _CHUNK = 2**17
 #: Rows that are kept of each chunk: the fastest, and the fastest of each (tp, pp, cp).
@@ -109,8 +111,7 @@ class _Keep:
         self._refuse(columns, found, ~fits)
         rows = np.flatnonzero(fits)
         if len(rows):
-            chosen = _promising(columns, found, rows)
-            self.kept.append(columns[chosen])
+            self.kept.append(columns[_promising(columns, found.total_bytes, found.step_s, rows)])
 
     def _refuse(self, columns: Columns, found: Estimates, out: NDArray[np.bool_]) -> None:
         rows = np.flatnonzero(out)
@@ -118,21 +119,18 @@ class _Keep:
             return
         names = [name for name in found.memory if name not in ("context", "communicators", "reserve")]
         largest = np.argmax(np.stack([found.memory[name][rows] for name in names]), axis=0)
-        needed = found.reserved_bytes[rows]
+        needed = found.total_bytes[rows]
         for code in np.unique(largest).tolist():
-            of_class = rows[largest == code]
+            of_class = largest == code
+            one = rows[of_class][np.argmin(needed[of_class])]
             name = f"memory-{names[code]}"
-            known = self.refused.get(name)
-            if known is not None:
-                known.count += len(of_class)
-                continue
-            one = of_class[int(np.argmin(needed[largest == code]))]
-            self.refused[name] = Refused(
-                name, len(of_class), columns.plan(int(one)), _memory_message(self.question, names[code], found, one)
-            )
-        nearest = rows[int(np.argmin(needed))]
-        if self.nearest is None or found.reserved_bytes[nearest] < self.nearest.reserved_bytes:
-            self.nearest = candidates(self.question, columns[[nearest]], _rows(found, [nearest]))[0]
+            known = self.refused.setdefault(name, Refused(name, 0, columns.plan(int(one)), ""))
+            known.count += int(of_class.sum())
+            if not known.message:
+                known.message = _memory_message(self.question, names[code], _rows(found, [one]))
+        nearest = rows[[np.argmin(needed)]]
+        if self.nearest is None or needed.min() < self.nearest.total_bytes:
+            self.nearest = candidates(self.question, columns[nearest], _rows(found, nearest))[0]
 
     def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
         """The best plans, fastest first, and those of the border of memory against time."""
@@ -140,56 +138,44 @@ class _Keep:
             return [], []
         columns = Columns.concatenate(self.kept)
         found = estimate(self.question.job, self.question.cluster, columns, self.tables)
-        chosen = _promising(columns, found, np.arange(len(columns)))
-        columns = columns[chosen]
-        found = _rows(found, chosen)
-        order = _order(columns, found)
-        border = _border(found)
+        memory, speed = found.total_bytes, found.step_s
+        chosen = _promising(columns, memory, speed, np.arange(len(columns)))
+        columns, found, memory, speed = columns[chosen], _rows(found, chosen), memory[chosen], speed[chosen]
+        order, border = _order(memory, speed), _border(memory, speed)
         ranked = candidates(self.question, columns[order], _rows(found, order))
         return ranked, candidates(self.question, columns[border], _rows(found, border))
 
 
-def _memory_message(question: Question, largest: str, found: Estimates, row: Any) -> str:
-    needed, most = float(found.reserved_bytes[row]), question.cluster.device.memory_bytes
-    part = float(found.memory[largest][row])
+def _memory_message(question: Question, largest: str, found: Estimates) -> str:
+    needed, part = float(found.total_bytes[0]), float(found.memory[largest][0])
     return (
-        f"{format_bytes(needed)} are needed on the fullest rank, of {format_bytes(most)}; "
+        f"{format_bytes(needed)} are needed on the fullest rank, of {format_bytes(found.usable_bytes)}; "
         f"most of it is {largest} ({format_bytes(part)})."
     )
 
 
-def _promising(columns: Columns, found: Estimates, rows: NDArray[Any]) -> NDArray[Any]:
+def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[Any]) -> NDArray[Any]:
     """The rows worth keeping: the fastest, the fastest of each layout, and the border of memory against time."""
-    speed = found.step_s[rows]
-    fastest = rows[np.argsort(speed, kind="stable")] if len(rows) <= _KEPT else _first(rows, speed, _KEPT)
+    memory, speed = memory[rows], speed[rows]
+    fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(speed, _KEPT)[:_KEPT]]
     cells = (columns.tp[rows] * 4096 + columns.pp[rows]) * 4096 + columns.cp[rows]
     order = np.lexsort((speed, cells))
     starts = np.r_[True, cells[order][1:] != cells[order][:-1]]
     place = np.arange(len(order)) - np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))
-    of_cells = rows[order[place < _KEPT_OF_CELL]]
-    border = rows[_border_of(found.reserved_bytes[rows], speed)]
-    return np.unique(np.concatenate([fastest, of_cells, border]))
+    return np.unique(np.concatenate([fastest, rows[order[place < _KEPT_OF_CELL]], rows[_border(memory, speed)]]))
 
 
-def _first(rows: NDArray[Any], speed: NDArray[Any], count: int) -> NDArray[Any]:
-    return rows[np.argpartition(speed, count)[:count]]
-
-
-def _border(found: Estimates) -> NDArray[Any]:
-    return _border_of(found.reserved_bytes, found.step_s)
-
-
-def _border_of(memory: NDArray[Any], step_s: NDArray[Any]) -> NDArray[Any]:
+def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
     """Rows that no other row beats in both memory and time, from the least memory on."""
-    order = np.lexsort((step_s, memory))
-    best = np.minimum.accumulate(step_s[order])
+    order = np.lexsort((speed, memory))
+    best = np.minimum.accumulate(speed[order])
     return order[np.r_[True, best[1:] < best[:-1]]]
 
 
-def _order(columns: Columns, found: Estimates) -> NDArray[Any]:
+def _order(memory: Floats, speed: Floats) -> NDArray[Any]:
     """Fastest first; what is equal to four digits goes by memory."""
-    rounded = np.round(found.step_s, 3 - np.floor(np.log10(found.step_s)).astype(int).max())
-    return np.lexsort((found.reserved_bytes, rounded))
+    rounded = np.round(speed / speed.min(), 4)
+    return np.lexsort((memory, rounded))
 
 
 def _rows(found: Estimates, rows: Any) -> Estimates:
