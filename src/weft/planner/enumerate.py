@@ -216,7 +216,10 @@ def _with_schedules(meshes: PartialPlans, space: Space) -> PartialPlans:
 
 def _flags(space: Space, sharded: bool, tensor: bool, context: bool) -> PartialPlans:
     """Every combination of flags, for meshes that use these axes."""
-    shardings = space.shardings if sharded else ((space.fixed.get("zero", 0), RESHARDS[0]),)
+    unsharded = ((space.fixed.get("zero", 0), RESHARDS[0]),)
+    shardings = space.shardings if sharded else unsharded
+    if context != sharded and "zero" not in space.fixed and (context or space.experts):
+        shardings = (*unsharded, *space.shardings)  # states lie over cp too; experts may be all that dp_shard divides
     table = PartialPlans.product(
         {
             "sharding": shardings,

@@ -30,7 +30,8 @@ class Space:
 
     schedules: with virtual stages, under a pipeline. shardings: ZeRO stage and reshard, where dp_shard is above 1.
     splits: how the data-parallel ranks may be split into replicas and shards: "all" divisors, or the "few" that lie
-    on the borders of the machine. fixed: fields that the user has decided. left_out: what was made narrower, in words.
+    on the borders of the machine. experts: the model is a mixture.
+    fixed: fields that the user has decided. left_out: what was made narrower, in words.
     """
 
     schedules: tuple[tuple[str, int], ...]
@@ -42,6 +43,7 @@ class Space:
     sequence_parallel: tuple[bool, ...] = (False, True)
     cp_modes: tuple[str, ...] = CP_MODES
     splits: str = "all"
+    experts: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
@@ -59,6 +61,7 @@ class Space:
             offloads=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
                       ("params", "activations")),
             precisions=(*has[:1], "fp32"),
+            experts=bool(job.shape.num_experts),
             fixed=dict(fixed or {}),
         )  # fmt: skip
         return space._settled()
