@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from weft.errors import PlanError, Problem
 from weft.planner.answer import Answer, Candidate
@@ -17,8 +16,8 @@ from weft.spec.rule import Violation
 from weft.spec.rules import LASTING, check
 from weft.units import format_bytes, format_seconds
 
-#: Changes that are shown, and plans from which a second change is tried.
-_MOST, _SEEDS = 6, 12
+#: Changes that are shown; how many are made one after another, and from how many plans each time.
+_MOST, _DEPTH, _BEAM = 6, 5, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,19 +171,30 @@ def _too_large(choice: Choice, candidate: Candidate, question: Question, best: C
 
 
 def fitting_changes(choice: Choice, candidate: Candidate, question: Question) -> list[Remedy]:
-    """The smallest changes that make a plan fit: single ones by time, then pairs where no single one does."""
-    nearby = estimated(neighbours(choice, question), question)
-    single = [one for one in nearby if one.fits >= question.fits]
-    if not single:
-        seeds = sorted(nearby, key=lambda one: one.total_bytes)[:_SEEDS]
-        pairs: dict[tuple[Any, ...], Candidate] = {}
-        for seed in seeds:
-            for one in estimated(neighbours(Choice(seed.plan, seed.cp_mode), question), question):
-                if one.fits >= question.fits:
-                    pairs.setdefault((one.plan, one.cp_mode), one)
-        single = list(pairs.values())
-    remedies = [Remedy(changed_words(candidate, one), one) for one in sorted(single, key=lambda one: one.step_s)]
-    return remedies[:_MOST]
+    """The smallest changes that make a plan fit: as few fields as possible, then as fast as possible.
+
+    One change is tried everywhere; where none is enough, another one from the plans that then need least memory.
+    """
+    beam, seen = [choice], {choice}
+    for _ in range(_DEPTH):
+        reached = {one: None for seed in beam for one in neighbours(seed, question) if one not in seen}
+        nearby = estimated(reached, question)
+        fitting = [one for one in nearby if one.fits >= question.fits]
+        if fitting:
+            return _smallest(candidate, fitting)
+        seen |= set(reached)
+        beam = [Choice(one.plan, one.cp_mode) for one in sorted(nearby, key=lambda one: one.total_bytes)[:_BEAM]]
+    return []
+
+
+def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
+    """One remedy for each set of fields that changes."""
+    found: dict[tuple[str, ...], Remedy] = {}
+    for one in sorted(fitting, key=lambda one: one.step_s):
+        words = changed_words(before, one)
+        found.setdefault(tuple(word.partition("=")[0] for word in words.split()), Remedy(words, one))
+    smallest = sorted(found.items(), key=lambda item: (len(item[0]), item[1].after.step_s))
+    return [remedy for _, remedy in smallest[:_MOST]]
 
 
 def _faster(choice: Choice, candidate: Candidate, question: Question) -> list[Remedy]:

@@ -1,0 +1,145 @@
+"""`weft plan`: the best plans for a model on a cluster, and why. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from weft.cli import plan_options as options
+from weft.cli.console import say
+from weft.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from weft.planner.answer import Answer
+    from weft.planner.compare import Comparison
+    from weft.planner.question import Question
+    from weft.planner.what_if import Scenario
+    from weft.planner.why_not import WhyNot
+
+#: Exit code where no plan fits: as of a rank that runs out of memory.
+NOTHING_FITS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Everything that one command was asked for."""
+
+    answer: Answer
+    why_not: WhyNot | None = None
+    comparison: Comparison | None = None
+    scenarios: tuple[Scenario, ...] = ()
+
+    @property
+    def only_judges(self) -> bool:
+        """Whether the user asked about certain plans and not for the best one."""
+        return self.why_not is not None or self.comparison is not None
+
+
+def plan(
+    model: options.Model = None,
+    cluster: options.Cluster = None,
+    seq_len: options.SeqLen = None,
+    global_batch: options.GlobalBatch = None,
+    fix: options.Fix = "",
+    built_only: options.BuiltOnly = True,
+    top: options.Top = 10,
+    why_not: options.WhyNotPlan = None,
+    compare: options.Compare = None,
+    what_if: options.WhatIf = None,
+    reasons: options.Reasons = False,
+    draw: options.Draw = None,
+    pareto: options.Pareto = None,
+    waterfall: options.Waterfall = None,
+    memory: options.Memory = None,
+    out: options.Out = None,
+    json: options.Json = False,
+    price: options.Price = None,
+    tier: options.Tier = "tables",
+    refine: options.Refine = 0.0,
+) -> None:
+    """Find the best plans for a model on a cluster, and say why."""
+    if model is None or cluster is None:
+        raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
+    from weft.planner.question import Question
+
+    asked = Question.of(
+        model,
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        fixed=fix,
+        built_only=built_only,
+        tier=tier,
+        refine_s=refine,
+    )
+    found = _find(asked, why_not, compare, what_if or [])
+    if json:
+        from weft.cli.plan_json import print_json
+
+        print_json(found, top, price)
+    else:
+        from weft.cli.plan_view import print_findings
+
+        print_findings(found, top=top, reasons=reasons, hour_price=price)
+    _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
+    if found.answer.best is None and not found.only_judges:
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
+    """Search, and judge the plans that were named. Where nothing that is built fits, all plans are looked at."""
+    from weft.planner.search import answer
+
+    found = answer(asked)
+    if found.best is None and asked.built_only:
+        asked = replace(asked, built_only=False)
+        found = answer(asked)
+    judged = comparison = None
+    if plan_text is not None:
+        from weft.planner.why_not import why_not
+
+        judged = why_not(plan_text, asked, found)
+    if pair is not None:
+        from weft.planner.compare import compare
+
+        comparison = compare(*pair, asked)
+    scenarios = ()
+    if changes:
+        from weft.planner.what_if import what_if
+
+        scenarios = tuple(what_if(text, asked) for text in changes)
+    return Findings(answer=found, why_not=judged, comparison=comparison, scenarios=scenarios)
+
+
+def _write_files(
+    found: Findings,
+    *,
+    draw: Path | None,
+    pareto: Path | None,
+    waterfall: Path | None,
+    memory: Path | None,
+    out: Path | None,
+) -> None:
+    """The files that were asked for."""
+    from weft.planner import pictures
+    from weft.planner.write_config import config_text
+
+    best = found.answer.best
+    texts: list[tuple[Path, str | bytes]] = []
+    if pareto is not None:
+        texts.append((pareto, pictures.pareto(found.answer, pareto)))
+    named = ((draw, pictures.schedule), (waterfall, pictures.waterfall), (memory, pictures.memory_by_rank))
+    for path, make in named:
+        if path is not None:
+            texts.append((path, make(_needed(best, path), path)))
+    if out is not None:
+        texts.append((out, config_text(_needed(best, out))))
+    for path, text in texts:
+        try:
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        except OSError as error:
+            raise ConfigError(f"{path}: it cannot be written ({error.strerror}). Use another path.") from error
+        say(f"wrote {path}.")
