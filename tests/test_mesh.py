@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.mesh import _members, build_mesh
+from weft.mesh import Mesh, _members, build_mesh
 from weft.spec.plan import AXES, Plan
 
 sizes = st.tuples(*[st.integers(1, 3)] * len(AXES))
@@ -74,3 +74,37 @@ def test_each_axis_has_its_own_group_of_real_ranks(ranks4):
     assert [row["cp"] for row in found] == [1, 2, 4, 8]
     # The axis of size 1 costs no call.
     assert [row["calls"] for row in found] == [3] * 4
+
+
+def test_experts_are_a_second_view_of_the_ranks_inside_a_replica():
+    plan = Plan(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4, zero=1)
+    mesh = Mesh.__new__(Mesh)
+    mesh.plan = plan
+    for rank in range(plan.world_size):
+        mesh.rank = rank
+        inside = rank % 8
+        assert mesh.ranks_over(("ep",)) == tuple(rank - inside % 4 + step for step in range(4))
+        assert mesh.ranks_over(("beside_ep",)) == tuple(rank - inside + inside % 4 + step for step in (0, 4))
+        both = mesh.ranks_over(("beside_ep", "dp_replicate"))
+        assert both == tuple(inside % 4 + step for step in (0, 4, 8, 12))
+        assert mesh.ranks_over(("ep", "beside_ep")) == mesh.ranks_over(("dp_shard", "cp", "tp"))
+
+
+def test_neighbours_on_an_axis_and_the_ends_of_a_pipeline():
+    mesh = Mesh.__new__(Mesh)
+    mesh.plan = Plan(pp=3, dp_replicate=2, tp=4)
+    mesh.rank = 6  # the last pair of tp, on the second replica of the first stage
+    assert mesh.ranks_over(("tp/2",)) == (6, 7)
+    assert mesh.ranks_over(("dp_replicate", "tp/2")) == (2, 3, 6, 7)
+    assert mesh.ranks_over(("ends",)) == (6, 22)
+    mesh.rank = 22
+    assert mesh.ranks_over(("ends", "dp_replicate")) == (2, 6, 18, 22)
+
+
+def test_experts_and_the_axes_they_are_spread_over_do_not_join():
+    with pytest.raises(PlanError) as caught:
+        build_mesh(Plan())["ep", "tp"]
+    assert str(caught.value) == (
+        "mesh axes ep and tp: ep is a view over dp_shard x cp x tp, so it joins none of them. "
+        "Join it with beside_ep, dp_replicate or pp."
+    )

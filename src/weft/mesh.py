@@ -45,8 +45,18 @@ class Axis:
     links: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False, compare=False)
 
 
+#: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
+EXPERT_AXES = ("beside_ep", "ep")
+#: The first and the last stage of a pipeline, which may share a weight.
+ENDS = "ends"
+
+
 class Mesh:
-    """Axes by name: `mesh["tp"]`; several joined: `mesh["dp_replicate", "dp_shard"]`."""
+    """Axes by name: `mesh["tp"]`; several joined: `mesh["dp_replicate", "dp_shard"]`.
+
+    `mesh["ep"]` are the ranks among which a layer's experts are divided, `mesh["beside_ep"]` those with the same ones.
+    `mesh["tp/2"]` are 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
+    """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
         self.plan = plan
@@ -60,12 +70,8 @@ class Mesh:
             self._axes[(name,)] = self._build((name,))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
-        """The axis of that name, or the joined axis of several. Joining makes a group: call it on all ranks."""
-        wanted = (names,) if isinstance(names, str) else names
-        unknown = [name for name in wanted if name not in AXES]
-        if unknown:
-            raise PlanError(f"mesh axis {unknown[0]!r}: no such axis. Use one of {', '.join(AXES)}.")
-        key = tuple(name for name in AXES if name in wanted)
+        """The axis of that name, or the joined axis of several. Joining makes a group: call it on all its ranks."""
+        key = self._key((names,) if isinstance(names, str) else names)
         if key not in self._axes:
             self._axes[key] = self._build(key)
         return self._axes[key]
@@ -76,14 +82,43 @@ class Mesh:
         return self["dp_replicate", "dp_shard"]
 
     @property
+    def batch(self) -> Axis:
+        """The ranks whose gradients and token counts add up: `data`, and cp, which divides sequences."""
+        return self["dp_replicate", "dp_shard", "cp"] if self.plan.cp > 1 else self.data
+
+    @property
+    def beside_ep(self) -> Axis:
+        """The ranks of one replica of the model that hold the same experts."""
+        return self["beside_ep"]
+
+    @property
     def world(self) -> Axis:
         """All ranks."""
         return self[AXES]
 
+    def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Global ranks that differ from this one only along those axes, in order; makes no group."""
+        return _members(self.plan, self.rank, self._key(names))
+
+    def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = _strides(self.plan, names)
+        unknown = [name for name in names if name not in known and name != ENDS]
+        if unknown:
+            raise PlanError(f"mesh axis {unknown[0]!r}: no such axis. Use one of {', '.join(AXES)}, ep.")
+        if set(names) & set(EXPERT_AXES) and any(name.partition("/")[0] in AXES[2:] for name in names):
+            raise PlanError(
+                f"mesh axes {' and '.join(names)}: ep is a view over dp_shard x cp x tp, so it joins none of them. "
+                f"Join it with beside_ep, dp_replicate or pp."
+            )
+        order = (ENDS, *AXES, *EXPERT_AXES)
+        return tuple(sorted(dict.fromkeys(names), key=lambda name: order.index(name.partition("/")[0])))
+
     def _build(self, names: tuple[str, ...]) -> Axis:
         ranks = _members(self.plan, self.rank, names)
+        if self.rank not in ranks:
+            raise PlanError(f"mesh axis 'ends': rank {self.rank} is on a stage between the first and the last one.")
         return Axis(
-            name="*".join(names) if len(names) < len(AXES) else "world",
+            name="*".join(names) if names != AXES else "world",
             size=len(ranks),
             rank=ranks.index(self.rank),
             ranks=ranks,
@@ -114,18 +149,30 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
 
 
+def _strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Of each axis, how far apart in rank its neighbours are, and its size."""
+    stride, found = 1, {}
+    for name, size in reversed(plan.axis_sizes().items()):
+        found[name] = (stride, size)
+        stride *= size
+    found["ep"] = (1, plan.ep)
+    found["beside_ep"] = (plan.ep, plan.dp_shard * plan.cp * plan.tp // plan.ep)
+    for name in names:
+        axis, slash, number = name.partition("/")
+        if slash and axis in AXES and number.isdigit() and int(number) and found[axis][1] % int(number) == 0:
+            found[name] = (found[axis][0], int(number))
+    return found
+
+
 def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
     """Global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
-    stride, strides, sizes = 1, {}, plan.axis_sizes()
-    for name in reversed(AXES):
-        strides[name] = stride
-        stride *= sizes[name]
-    base = rank
-    for name in names:
-        base -= (rank // strides[name] % sizes[name]) * strides[name]
+    places = _strides(plan, names)
+    along = [places["pp" if name == ENDS else name] for name in names]
+    base = rank - sum(rank // stride % size * stride for stride, size in along)
     members = [base]
-    for name in names:
-        members = [member + step * strides[name] for member in members for step in range(sizes[name])]
+    for name, (stride, size) in zip(names, along, strict=True):
+        steps = sorted({0, size - 1}) if name == ENDS else range(size)
+        members = [member + step * stride for member in members for step in steps]
     return tuple(members)
 
 

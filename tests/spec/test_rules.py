@@ -48,7 +48,7 @@ CASES = [
      "train.global_batch=16: 4 data-parallel ranks with 3 passes each take a multiple of 12 sequences, "
      "and 16 is not one. Use train.global_batch=12 or 24.", "dp_replicate=4 accumulation=2"),
     ("zero-needs-shard", "zero=2", Facts(),
-     "zero=2: ZeRO shards over dp_shard, and dp_shard is 1. Use zero=0, or dp_shard=2 or more.", ""),
+     "zero=2: ZeRO shards over dp_shard and cp, and both are 1. Use zero=0, or dp_shard=2 or more.", ""),
     ("shard-needs-zero", "dp_shard=4", Facts(),
      "dp_shard=4: zero=0 shards nothing over these ranks. Use zero=1, 2 or 3, or dp_replicate=4 for replicas.",
      "dp_shard=4 zero=1"),

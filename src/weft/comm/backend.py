@@ -63,6 +63,9 @@ class BackendLink:
                 return _reduce_scatter_single(out, source, op=_OPS[operation.op], group=group, async_op=True)
             case "broadcast":
                 return dist.broadcast(out, src=self._ranks[operation.root], group=group, async_op=True)
+            case "all_to_all":
+                counts = list(operation.receive), list(operation.send)
+                return dist.all_to_all_single(out, source, *counts, group=group, async_op=True)
             case _:
                 return dist.barrier(group=group, async_op=True)
 
@@ -154,6 +157,8 @@ class ExchangeLink:
                 return self._reduce_scatter(operation)
             case "broadcast":
                 return self._broadcast(operation)
+            case "all_to_all":
+                return self._exchange(operation)
             case _:
                 return self._barrier()
 
@@ -196,6 +201,10 @@ class ExchangeLink:
     def _broadcast(self, operation: Operation) -> Stages:
         root = self._ranks[operation.root]
         yield [dist.broadcast(_bytes(operation.out), src=root, group=self._group, async_op=True)]
+
+    def _exchange(self, operation: Operation) -> Stages:
+        counts = list(operation.receive), list(operation.send)
+        yield [self._all_to_all(operation.out, operation.source, *counts)]
 
     def _barrier(self) -> Stages:
         yield [dist.barrier(group=self._group, async_op=True)]

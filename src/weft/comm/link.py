@@ -20,8 +20,10 @@ from weft.errors import CommError
 class Operation:
     """One collective under way. Tensors are flat and contiguous.
 
-    kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast" or "barrier". op: "sum", "max" or "min".
-    root: the axis's rank that broadcasts. finished: the result is in `out`.
+    kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier" or "all_to_all". op: "sum", "max" or
+    "min". root: the axis's rank that broadcasts. finished: the result is in `out`.
+    send, receive: elements to and from each rank of the axis (all_to_all). most: the most elements that go from one
+    rank to another in it; all ranks give the same.
     """
 
     kind: str
@@ -30,6 +32,9 @@ class Operation:
     out: torch.Tensor
     op: str = "sum"
     root: int = 0
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+    most: int = 0
     finished: bool = field(default=False, init=False)
 
     def __str__(self) -> str:

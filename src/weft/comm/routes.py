@@ -144,6 +144,38 @@ class AllGather(Route):
             self.shards[self.rank, first:last].copy_(self.source[first:last])
 
 
+class AllToAll(Route):
+    """Spans count within what goes from one rank to another; a slot holds the same span for every other rank."""
+
+    def __init__(self, operation: Operation, rank: int, size: int, combine: Combiner):
+        super().__init__(operation, rank, size, combine)
+        self.length = operation.most
+        self.sent = list(self.source.split(operation.send))
+        self.received = list(self.out.split(operation.receive))
+
+    def span(self, slot_numel: int) -> int:
+        return slot_numel // (self.size - 1)
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        for rank, part in enumerate(self.sent):
+            piece = part[span[0] : span[1]]
+            if rank != self.rank and piece.numel():
+                mine[self._place(rank, self.rank, span, piece.numel())].copy_(piece)
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        for rank, part in enumerate(self.received):
+            piece = part[span[0] : span[1]]
+            if piece.numel():
+                mine = self.sent[rank][span[0] : span[1]]
+                theirs = slots[rank][self._place(self.rank, rank, span, piece.numel())]
+                piece.copy_(mine if rank == self.rank else theirs)
+
+    def _place(self, to: int, of: int, span: Span, numel: int) -> slice:
+        """Where in the slot of rank `of` the span for rank `to` lies: its own is left out."""
+        start = (to - (to > of)) * (span[1] - span[0])
+        return slice(start, start + numel)
+
+
 class Broadcast(Route):
     """Only the root publishes."""
 
@@ -169,6 +201,7 @@ def route(operation: Operation, rank: int, size: int, combine: Combiner) -> Rout
     kinds: dict[str, type[Route]] = {
         "reduce_scatter": ReduceScatter,
         "all_gather": AllGather,
+        "all_to_all": AllToAll,
         "broadcast": Broadcast,
         "barrier": Barrier,
     }

@@ -6,7 +6,7 @@ import torch
 
 from weft.comm.link import Operation
 
-KINDS = ("barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OPS = ("sum", "max", "min")
 #: In this order on all ranks; those not listed share the last number.
 DTYPES = (
@@ -19,7 +19,8 @@ def sign(operation: Operation) -> int:
     """Kind, op, dtype, root and number of elements: two equal signatures fit each other."""
     dtype = operation.source.dtype
     code = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
-    signature = operation.source.numel()
+    # What ranks send to each other may differ in size; the most of it may not.
+    signature = operation.most if operation.kind == "all_to_all" else operation.source.numel()
     for value, limit in ((operation.root, 1 << 12), (code, 16), (OPS.index(operation.op), 4)):
         signature = signature * limit + value % limit
     return signature * 8 + KINDS.index(operation.kind)
@@ -36,4 +37,5 @@ def explain_signature(signature: int) -> str:
         return name
     dtype = str(DTYPES[code]).removeprefix("torch.") if code < len(DTYPES) else "values of another type"
     detail = f" from {root}" if name == "broadcast" else f" ({OPS[op]})" if "reduce" in name else ""
-    return f"{name}{detail} of {numel} {dtype}"
+    amount = f"at most {numel}" if name == "all_to_all" else str(numel)
+    return f"{name}{detail} of {amount} {dtype}"

@@ -9,14 +9,21 @@ from torch import nn
 
 from weft.comm import all_gather, all_reduce
 from weft.errors import CommError, ModelError
-from weft.mesh import Axis
+from weft.parallel.axes import AxisMap
 
 
-def check_same_model(model: nn.Module, axis: Axis, device: torch.device) -> None:
-    """Compare names, shapes and what is trained over the axis. Raises CommError that names parameter and ranks."""
+def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
+    """Compare names, whole shapes, cuts and what is trained among the ranks of one stage.
+
+    Raises CommError that names parameter and ranks.
+    """
+    axis = axes.stage
     rows = [
-        (name, tuple(tensor.shape), getattr(tensor, "requires_grad", False))
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        (name, axes.whole_shape(name, tensor.shape), getattr(tensor, "requires_grad", False), *axes.told(name))
+        for name, tensor in model.named_parameters()
+    ]
+    rows += [
+        (name, axes.whole_shape(name, tensor.shape), False, *axes.told(name)) for name, tensor in model.named_buffers()
     ]
     for name, param in model.named_parameters():
         if param.is_complex():

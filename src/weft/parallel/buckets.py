@@ -16,6 +16,7 @@ from torch import nn
 
 from weft.memory.offload import HostPart
 from weft.mesh import Axis
+from weft.parallel.axes import Axes
 
 #: Large enough to amortise a collective's latency, small enough that several are under way at once.
 BUCKET_BYTES = 16 * 2**20
@@ -95,6 +96,7 @@ class Bucket:
     weights; a slice of `weights` where nothing is rounded. own: this rank's part of the flat tensors.
     grads: flat, whole, of the master's format; None while nobody needs it. shard: this rank's part of the sums.
     on_host: whether the master is on the host, and its gradient for the optimizer too: `host` holds both.
+    axes: over whom it is divided and summed.
     """
 
     index: int
@@ -110,6 +112,13 @@ class Bucket:
     grads: torch.Tensor | None = None
     shard: torch.Tensor | None = None
     host: HostPart | None = None
+    axes: Axes | None = None
+
+    @property
+    def over(self) -> Axes:
+        """The axes of its parameters, once they are known."""
+        assert self.axes is not None
+        return self.axes
 
     @property
     def size(self) -> int:
@@ -189,6 +198,14 @@ def lay_out(
     for bucket in buckets:
         bucket.on_host = bucket.slots[0].name in host
     return buckets
+
+
+def put_in_order(buckets: list[Bucket], slots: Sequence[Slot]) -> None:
+    """Buckets of several kinds in the order in which backward completes them; those that wait for other stages last."""
+    position = {id(slot): index for index, slot in enumerate(reversed(slots))}
+    buckets.sort(key=lambda bucket: (bucket.over.waits, max(position[id(slot)] for slot in bucket.slots)))
+    for index, bucket in enumerate(buckets):
+        bucket.index = index
 
 
 def _bucket(

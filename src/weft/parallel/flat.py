@@ -13,6 +13,7 @@ Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stages); Zhang et al. 2022, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,10 +28,13 @@ from weft.memory.offload import Host, HostPart, choose, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.parallel.adopt import Adoption
 from weft.parallel.agree import check_same_model
-from weft.parallel.buckets import BUCKET_BYTES, Slot, fill, lay_out
+from weft.parallel.axes import AxisMap
+from weft.parallel.buckets import BUCKET_BYTES, Bucket, Slot, fill, lay_out, put_in_order
 from weft.parallel.own_loop import OwnLoop
+from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
-from weft.parallel.reducer import Axes, Reducer, shard_of
+from weft.parallel.reducer import Reducer, shard_of
+from weft.parallel.stages import across_stages
 from weft.parallel.states import gather_states, load_states
 
 
@@ -46,36 +50,37 @@ class FlatModel:
         self,
         model: nn.Module,
         mesh: Mesh,
+        placements: Mapping[str, Placement] | None = None,
         *,
         host: Host | None = None,
         each_microbatch: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ):
         self.device = mesh.device
-        self.axes = (
-            Axes(mesh.data, mesh["dp_shard"], mesh["dp_replicate"])
-            if mesh.plan.zero
-            else Axes(mesh.data, Axis("dp_shard", 1, 0, (mesh.rank,)), mesh.data)
-        )
-        stage = mesh.plan.zero if self.axes.shard.size > 1 else 0
+        self.axes = AxisMap(mesh, placements or {}, sharded=mesh.plan.zero > 0)
+        self.axes.check_names(model)
         self.precision = Precision.of(mesh.plan)
         self.in_step = False  # between begin_step and publish: TrainStep drives
         self.adoptions: list[Adoption] = []
         self._bucket_bytes = bucket_bytes
-        check_same_model(model, self.axes.data, mesh.device)
+        check_same_model(model, self.axes, mesh.device)
         cast_inputs(model, self.precision)
         self._formats = formats(model, self.precision)
         self._slots = [Slot(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
         self._ids = {id(slot.param) for slot in self._slots}
-        self._frozen = [param for param in model.parameters() if not param.requires_grad]
+        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        self._kinds = {slot: self.axes.of(slot.name, slot.shape) for slot in self._slots}
         self._moving = self._settle_rest(model)
         self._host = host
         sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
         self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
         self.own_loop = OwnLoop(self)
+        shards = any(axes.shard.size > 1 for axes in self._kinds.values())
+        stage = mesh.plan.zero if shards else 0
         self.reducer = Reducer(
             self._slots, self.axes, stage, mesh.device, self.own_loop.note, each_microbatch and stage == 2
         )
+        self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
         if self.precision.is_mixed or self._on_host:
             follow = _FollowLoads(self)
@@ -126,11 +131,11 @@ class FlatModel:
                 bucket.host.bring(own).wait()
             elif bucket.is_mixed:
                 own.copy_(bucket.master)
-            pending.append(start_all_gather(own, self.axes.shard, out=bucket.weights))
+            pending.append(start_all_gather(own, bucket.over.shard, out=bucket.weights))
         for one in pending:
             one.wait()
-        for buffer in self._moving:
-            broadcast(buffer, self.axes.data)
+        for buffer, axis in self._moving:
+            broadcast(buffer, axis)
         for slot, piece in self._pieces():
             if _bucket(slot).host is not None:
                 piece.grad = None  # its memory served to bring the weights
@@ -147,8 +152,9 @@ class FlatModel:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
         adoption = Adoption(optimizer, self._slots)
-        names = adoption.must_see_whole() if self.axes.shard.size > 1 else frozenset()
-        if any(not _bucket(slot).whole for slot in self._slots if slot.name in names):
+        names = adoption.must_see_whole()
+        self.axes.refuse_cut(names, optimizer)
+        if any(not _bucket(slot).whole and _bucket(slot).num_shards > 1 for slot in self._slots if slot.name in names):
             self._lay_out_anew(names)
         adoption.put()
         if self._on_host:
@@ -166,9 +172,10 @@ class FlatModel:
 
     def show_gradients(self) -> None:
         """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
-        if self.axes.shard.size == 1:
-            for slot in self._slots:
-                slot.param.grad = slot.grad
+        for bucket in self.reducer.buckets:
+            if bucket.num_shards == 1:
+                for slot in bucket.slots:
+                    slot.param.grad = slot.grad
         for slot, piece in self._pieces():
             if piece is not slot.param:
                 bucket = _bucket(slot)
@@ -176,21 +183,29 @@ class FlatModel:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Trainable parameters by name, whole and unrounded."""
+        return across_stages(self.axes.named(self._weights_here()), self.axes.stages, self.device)
+
+    def _weights_here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's parts of cut parameters, and whole ones."""
         for bucket in self.reducer.buckets:
             flat = bucket.weights
             if bucket.is_mixed:
                 shard = bucket.master
-                flat = shard if bucket.num_shards == 1 else all_gather(shard.to(flat.device), self.axes.shard)
+                flat = shard if bucket.num_shards == 1 else all_gather(shard.to(flat.device), bucket.over.shard)
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Nothing: frozen parameters are whole on each rank."""
-        return iter(())
+        """What is not trained and not whole on every rank."""
+        rest = self.axes.rest(self._frozen.items(), self._buffers.items())
+        return across_stages(self.axes.named(rest), self.axes.stages, self.device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole gradients by name, after `finish` or `publish`."""
+        return across_stages(self.axes.named(self._gradients_here()), self.axes.stages, self.device)
+
+    def _gradients_here(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self.reducer.buckets:
-            flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), self.axes.shard)
+            flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def held_gradients(self) -> list[torch.Tensor]:
@@ -199,18 +214,33 @@ class FlatModel:
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the optimizer's state by `parameter/key`, whole."""
-        return gather_states(self._adoption(optimizer), self.reducer.buckets, self.axes.shard)
+        here = self._states_here(self._adoption(optimizer))
+        return across_stages(self.axes.named_states(here, self._shapes), self.axes.stages, self.device)
+
+    def _states_here(self, adoption: Adoption) -> Iterator[tuple[str, torch.Tensor]]:
+        for axes in dict.fromkeys(self._kinds.values()):
+            alike = [bucket for bucket in self.reducer.buckets if bucket.over is axes]
+            yield from gather_states(adoption, alike, axes.shard)
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors for parameters and masters."""
+        """Take whole tensors for parameters and masters; others of `whole_shapes` where they are among them."""
         for slot in self._slots:
-            slot.param.copy_(tensors[slot.name])
-            self._take_master(slot, tensors[slot.name])
+            part = self.axes.part(slot.name, tensors[self.axes.saved_name(slot.name)])
+            slot.param.copy_(part)
+            self._take_master(slot, part)
+        for name, tensor in (*self._frozen.items(), *self._buffers.items()):
+            if name in self.axes.placements and name in tensors:
+                tensor.copy_(self.axes.part(name, tensors[name]))
 
     def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer the states that `states` gave under any plan."""
-        load_states(self._adoption(optimizer), tensors)
+        load_states(self._adoption(optimizer), self.axes.states_here(tensors, self._shapes))
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of parameters and buffers that are cut here, the shape of the whole, by name."""
+        held = [*((slot.name, slot.param) for slot in self._slots), *self._frozen.items(), *self._buffers.items()]
+        return self.axes.whole_shapes((name, tensor.shape) for name, tensor in held)
 
     def check_parameters(self) -> None:
         """Nobody took parameters out of their buckets; where somebody wrote to one, its master follows."""
@@ -224,57 +254,71 @@ class FlatModel:
                 )
             if param._version != slot.version:
                 self._take_master(slot, param.detach())
-        if any(param.requires_grad for param in self._frozen):
+        if any(param.requires_grad for param in self._frozen.values()):
             raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
 
     def _pieces(self) -> Iterator[tuple[Slot, nn.Parameter]]:
         for adoption in self.adoptions:
             yield from adoption.pieces.items()
 
+    @property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {slot.name: slot.shape for slot in self._slots}
+
     def _adoption(self, optimizer: torch.optim.Optimizer) -> Adoption:
         self.adopt(optimizer)
         return next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
 
-    def _settle_rest(self, model: nn.Module) -> list[torch.Tensor]:
+    def _settle_rest(self, model: nn.Module) -> list[tuple[torch.Tensor, Axis]]:
         """Frozen parameters and buffers become the first rank's. Returns the buffers that training moves.
 
         Those are statistics that forward keeps (batch norm): after each step the first rank's count, on all ranks.
         """
-        for param in self._frozen:
-            param.data = broadcast(param.data.to(self._formats[param]).contiguous(), self.axes.data)
-        for buffer in model.buffers():
-            settled = broadcast(buffer.detach().contiguous(), self.axes.data)
+        for name, param in self._frozen.items():
+            same = self.axes.of(name, param.shape).same
+            param.data = broadcast(param.data.to(self._formats[param]).contiguous(), same)
+        for name, buffer in model.named_buffers():
+            settled = broadcast(buffer.detach().contiguous(), self.axes.settling(name, buffer))
             if settled.data_ptr() != buffer.data_ptr():
                 buffer.copy_(settled)
         lasting = model.state_dict(keep_vars=True)
-        return [buffer for name, buffer in model.named_buffers() if name in lasting and buffer.is_floating_point()]
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+        return [
+            (buffer, self.axes.settling(name, buffer))
+            for name, buffer in self._buffers.items()
+            if buffer.is_floating_point()
+        ]
 
     def _make_buckets(self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool) -> None:
         """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""
-        buckets = lay_out(
-            self._slots,
-            self._formats,
-            self.precision.master,
-            self.axes.shard,
-            whole=whole,
-            host=self._on_host,
-            bucket_bytes=self._bucket_bytes,
-        )
+        buckets: list[Bucket] = []
+        for axes in dict.fromkeys(self._kinds.values()):
+            found = lay_out(
+                [slot for slot in self._slots if self._kinds[slot] is axes],
+                self._formats,
+                self.precision.master,
+                axes.shard,
+                whole=whole,
+                host=self._on_host,
+                bucket_bytes=self._bucket_bytes,
+            )
+            for bucket in found:
+                bucket.axes = axes
+            buckets += found
+        put_in_order(buckets, self._slots)
         for bucket in buckets:
             if bucket.on_host and self._host is not None:
                 bucket.host = HostPart(self._host, bucket.length, bucket.master.dtype)
-            fill(bucket, source, lambda flat: broadcast(flat, self.axes.data) if settle else flat)
+            same = bucket.over.same
+            fill(bucket, source, functools.partial(broadcast, axis=same) if settle else lambda flat: flat)
         self.reducer.buckets = buckets
 
     def _lay_out_anew(self, names: frozenset[str]) -> None:
         """Make more parameters whole: weights, gradients and states of optimizers move along."""
         whole = names | {slot.name for slot in self._slots if _bucket(slot).whole}
         grads = {slot: slot.param.grad for slot in self._slots}
-        states = [
-            {name: tensor.clone() for name, tensor in gather_states(one, self.reducer.buckets, self.axes.shard)}
-            for one in self.adoptions
-        ]
-        weights = dict(self.weights())
+        states = [{name: tensor.clone() for name, tensor in self._states_here(one)} for one in self.adoptions]
+        weights = dict(self._weights_here())
         for bucket in self.reducer.buckets:
             if bucket.host is not None:
                 bucket.host.release()

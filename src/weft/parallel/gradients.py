@@ -50,7 +50,7 @@ class DataParallel(Protocol):
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait until gradients are sums over all data ranks (this rank's shard of them).
 
-        totals: small float64 vector, summed in place over the data ranks in the same go.
+        totals: small float64 vector, summed in place over all ranks in the same go.
         """
         ...
 

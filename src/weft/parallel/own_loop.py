@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,8 @@ from weft.comm import all_reduce
 from weft.comm.collectives import start_all_reduce
 from weft.errors import ModelError
 from weft.parallel.adopt import Adoption
-from weft.parallel.buckets import Bucket
+from weft.parallel.axes import Axes
+from weft.parallel.buckets import Bucket, Slot
 
 if TYPE_CHECKING:
     from weft.parallel.flat import FlatModel
@@ -44,6 +45,14 @@ class OwnLoop:
             self._backward = task
             Variable._execution_engine.queue_callback(self._end_backward)
 
+    def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
+        """Let each bucket's mean over its own ranks be the mean over all ranks that read samples."""
+        engine = self._held()
+        for slot in slots:
+            factor = kinds[slot].over.size / engine.axes.batch.size
+            if factor != 1.0:
+                slot.param.register_hook(functools.partial(_scale_outside, self._engine, factor))
+
     def watch(self, adoption: Adoption) -> None:
         """From here the optimizer's own step does what TrainStep would do around it."""
         optimizer, engine = adoption.optimizer, self._engine
@@ -63,7 +72,7 @@ class OwnLoop:
     def settle(self) -> None:
         """At the optimizer's step: wait for ranks that are still in a backward, then have all gradients in buckets."""
         engine = self._held()
-        while engine.axes.data.size > 1 and self._meet(at_step=True):
+        while engine.axes.stage.size > 1 and self._meet(at_step=True):
             self._reduce_touched()
         self._touched = set()
         for bucket in engine.reducer.buckets:
@@ -88,7 +97,7 @@ class OwnLoop:
                 "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
                 "Use run.train_step, or precision=bf16."
             )
-        if engine.axes.data.size > 1:
+        if engine.axes.stage.size > 1:
             self._meet(at_step=False)
             self._reduce_touched()
         self._touched = set()
@@ -100,7 +109,7 @@ class OwnLoop:
         places = torch.zeros(1 + len(buckets), dtype=torch.int64, device=engine.device)
         places[0] = 0 if at_step else 1
         places[[1 + index for index in self._touched]] = 1
-        found = all_reduce(places, engine.axes.data, op="max").tolist()
+        found = all_reduce(places, engine.axes.stage, op="max").tolist()
         self._touched = {index for index, used in enumerate(found[1:]) if used}
         return bool(found[0])
 
@@ -109,10 +118,16 @@ class OwnLoop:
         engine = self._held()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]
-        for pending in [start_all_reduce(flat, engine.axes.data) for flat in flats]:
+        axes = [bucket.over.over for bucket in buckets]
+        for pending in [start_all_reduce(flat, axis) for flat, axis in zip(flats, axes, strict=True)]:
             pending.wait()
         if flats:
-            torch._foreach_mul_(flats, 1.0 / engine.axes.data.size)
+            torch._foreach_mul_(flats, [1.0 / axis.size for axis in axes])
+
+
+def _scale_outside(engine: Callable[[], FlatModel | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:
+    found = engine()
+    return None if found is None or found.reducer.in_pass else grad * factor
 
 
 def _before_step(

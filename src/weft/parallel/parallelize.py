@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 from torch import nn
 
-from weft.errors import ModelError
+from weft.errors import ModelError, PlanError
 from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
+from weft.parallel.placement import Placement, merge_placements
 
 
-def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
+def parallelize(model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
-    Built today: device, recompute, compile, number format and data parallel. Splitting into stages, experts, tensor
-    and context parallel take their places here, in this order, between device and recompute.
+    placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
     Raises ModelError when the model was laid over a mesh before.
     """
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
+    placed = cut(model, mesh) if placements is None else dict(placements)
     model.to(device=mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
@@ -35,17 +37,55 @@ def parallelize(model: nn.Module, mesh: Mesh) -> nn.Module:
         warnings.warn(
             f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}", stacklevel=2
         )
-    attach(model, _engine(model, mesh, host))
+    attach(model, _engine(model, mesh, host, placed))
     return model
 
 
-def _engine(model: nn.Module, mesh: Mesh, host: Host | None) -> DataParallel:
+def cut(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+    """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
+    plan = mesh.plan
+    return merge_placements(
+        split_stages(model, mesh) if plan.pp > 1 else {},
+        spread_experts(model, mesh) if plan.ep > 1 else {},
+        cut_tensors(model, mesh) if plan.tp > 1 else {},
+        cut_context(model, mesh) if plan.cp > 1 else {},
+    )
+
+
+# Each technique takes the place of its function here when it is built.
+
+
+def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+    """Keep only this rank's stages of the model."""
+    del model
+    raise PlanError(f"pp={mesh.plan.pp}: pipeline parallelism is not built yet. Use pp=1.")
+
+
+def spread_experts(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+    """Keep only this rank's experts."""
+    del model
+    raise PlanError(f"ep={mesh.plan.ep}: expert parallelism is not built yet. Use ep=1.")
+
+
+def cut_tensors(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+    """Keep only this rank's part of large matrices; with sp, of the sequence between them."""
+    del model
+    raise PlanError(f"tp={mesh.plan.tp}: tensor parallelism is not built yet. Use tp=1.")
+
+
+def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+    """Let attention see the whole sequence where each rank has a part of it."""
+    del model
+    raise PlanError(f"cp={mesh.plan.cp}: context parallelism is not built yet. Use cp=1.")
+
+
+def _engine(model: nn.Module, mesh: Mesh, host: Host | None, placements: Mapping[str, Placement]) -> DataParallel:
     """The stage that the plan asks for."""
     if mesh.plan.zero == 3:
         from weft.parallel.zero3 import FullyShardedModel
 
-        return FullyShardedModel(model, mesh)
-    return FlatModel(model, mesh, host=host)
+        return FullyShardedModel(model, mesh, placements)
+    return FlatModel(model, mesh, placements, host=host)
 
 
 def compile_blocks(model: nn.Module) -> None:

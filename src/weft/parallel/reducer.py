@@ -17,23 +17,11 @@ from weft.comm import all_gather, all_reduce
 from weft.comm.collectives import start_all_reduce, start_reduce_scatter
 from weft.errors import CommError
 from weft.memory.link import Waitable
-from weft.mesh import Axis
+from weft.parallel.axes import AxisMap
 from weft.parallel.buckets import Bucket, Slot
 
 #: Stage 2: so many buckets' whole gradients may be on their way at once.
 MOST_UNDER_WAY = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """data: all ranks with samples of their own. shard: those that divide a bucket. replicate: those with equal parts.
-
-    At stage 0 shard has size 1, and replicate is data.
-    """
-
-    data: Axis
-    shard: Axis
-    replicate: Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +42,7 @@ class Reducer:
     def __init__(
         self,
         slots: list[Slot],
-        axes: Axes,
+        axes: AxisMap,
         stage: int,
         device: torch.device,
         note: Callable[[Bucket], None],
@@ -79,6 +67,11 @@ class Reducer:
         for index, slot in enumerate(slots):
             slot.param.register_post_accumulate_grad_hook(self._hook(index, slot))
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether a microbatch is under way."""
+        return self._pass is not None
+
     def begin_step(self) -> None:
         """No gradients; whatever a broken step left on its way is awaited."""
         for one in self._under_way.values():
@@ -93,7 +86,7 @@ class Reducer:
         self._next = 0
         # In the first backward nobody knows yet how often autograd delivers for each parameter.
         self._launches = self._has_seen_backward and (last or self._each)
-        self._waiting = [len(bucket.slots) for bucket in self.buckets]
+        self._waiting = [len(bucket.slots) + bucket.over.waits for bucket in self.buckets]
         for slot in self._slots:
             slot.fired = 0
 
@@ -104,14 +97,14 @@ class Reducer:
             slot.expected = max(slot.expected, slot.fired)
         self._has_seen_backward = True
         if inner and self._each and not broken:
-            self._reduce_rest()
+            self._reduce_rest(final=False)
 
     def finish(self, totals: torch.Tensor | None) -> None:
         """All gradients are sums, `totals` too."""
         self._reduce_rest()
-        if self._axes.shard.size > 1:
-            for pending in [start_all_reduce(shard_of(bucket), self._axes.replicate) for bucket in self.buckets]:
-                pending.wait()
+        divided = [bucket for bucket in self.buckets if bucket.num_shards > 1]
+        for pending in [start_all_reduce(shard_of(bucket), bucket.over.replicate) for bucket in divided]:
+            pending.wait()
         self.send()
         self._sum(totals)
 
@@ -142,9 +135,9 @@ class Reducer:
         if not self._num_late:
             return
         first = torch.tensor([self._late[0] if self._late else -1], device=self._num_late.device)
-        found = all_gather(first, self._axes.data).tolist()
-        ranks = [self._axes.data.ranks[place] for place, index in enumerate(found) if index >= 0]
-        name = self._slots[max(found)].name
+        found = all_gather(first, self._axes.stage).tolist()
+        ranks = [self._axes.stage.ranks[place] for place, index in enumerate(found) if index >= 0]
+        name = self._slots[max(found)].name if ranks else "of another stage"
         raise CommError(
             f"parameter {name!r}: on rank {', '.join(map(str, ranks))} autograd delivered its gradient more often in "
             f"one backward than ever before, after its reduction had begun. Take the step again: it is expected now."
@@ -199,17 +192,19 @@ class Reducer:
             if self._launches and slot.fired == slot.expected:
                 self._waiting[bucket.index] -= 1
                 while self._next < len(self.buckets) and self._waiting[self._next] == 0:
-                    self._launch(self.buckets[self._next])
+                    self._launch(self.buckets[self._next], self._pass == "last")
 
         return arrived
 
-    def _launch(self, bucket: Bucket) -> None:
-        """Let a bucket's gradients travel."""
+    def _launch(self, bucket: Bucket, final: bool) -> None:
+        """Let a bucket's gradients travel. final: there is no later microbatch."""
         self._next = bucket.index + 1
         flat = self.take(bucket)
-        if self._axes.shard.size == 1:
+        if bucket.num_shards == 1:
             bucket.shard = flat
-            pending = start_all_reduce(flat, self._axes.replicate)
+            if not final:
+                return  # nothing is saved by dividing it, so it travels once
+            pending = start_all_reduce(flat, bucket.over.replicate)
             self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
             return
         for slot in bucket.slots:
@@ -223,8 +218,8 @@ class Reducer:
             add = torch.empty_like(bucket.shard)
         if self._stage == 2 and len(self._under_way) >= MOST_UNDER_WAY:
             self._land(min(self._under_way))
-        pending = start_reduce_scatter(flat, self._axes.shard, out=bucket.shard if add is None else add)
-        if add is None and self._axes.replicate.size == 1:
+        pending = start_reduce_scatter(flat, bucket.over.shard, out=bucket.shard if add is None else add)
+        if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
         self._under_way[bucket.index] = _UnderWay(pending, add)
         self._reduced.add(bucket.index)
@@ -242,12 +237,12 @@ class Reducer:
         one.pending.wait()
         if one.add is not None:
             shard_of(bucket).add_(one.add)
-        if self._stage == 2:
+        if self._stage == 2 and bucket.num_shards > 1:
             bucket.drop_grads()
 
-    def _reduce_rest(self) -> None:
+    def _reduce_rest(self, final: bool = True) -> None:
         for bucket in self.buckets[self._next :]:
-            self._launch(bucket)
+            self._launch(bucket, final)
         for index in sorted(self._under_way):
             self._land(index)
 
@@ -256,12 +251,11 @@ class Reducer:
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
         extra[0] = len(self._late)
         # Ranks with equal sums take the norm of a part each.
-        replicate = self._axes.replicate
-        parts = [shard_of(bucket).tensor_split(replicate.size)[replicate.rank] for bucket in self.buckets]
+        parts = [_share_of(bucket) for bucket in self.buckets]
         if parts:
             norms = torch._foreach_norm(parts, 2.0, dtype=torch.promote_types(parts[0].dtype, torch.float32))
             extra[1] = torch.stack(norms).double().square().sum()
-        sums = all_reduce(extra if totals is None else torch.cat([totals, extra]), self._axes.data)
+        sums = all_reduce(extra if totals is None else torch.cat([totals, extra]), self._axes.world)
         if totals is not None:
             totals.copy_(sums[:-2])
         self._num_late, self._norm_squared = sums[-2].clone(), sums[-1].clone()
@@ -271,6 +265,12 @@ def shard_of(bucket: Bucket) -> torch.Tensor:
     """This rank's part of the sums; at stage 0 all of them."""
     assert bucket.shard is not None, "gradients were not reduced yet"
     return bucket.shard
+
+
+def _share_of(bucket: Bucket) -> torch.Tensor:
+    """What of its part this rank takes the norm of."""
+    rank, number = bucket.over.share
+    return shard_of(bucket).tensor_split(number)[rank]
 
 
 @torch.no_grad()

@@ -25,9 +25,12 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 
 
 def gather_states(adoption: Adoption, buckets: list[Bucket], shard: Axis) -> Iterator[tuple[str, torch.Tensor]]:
-    """All states as (`parameter/key`, whole tensor). A collective over the shard axis."""
+    """States of the buckets' parameters as (`parameter/key`, whole tensor). A collective over the shard axis."""
     if shard.size == 1:
+        here = {slot for bucket in buckets for slot in bucket.slots}
         for slot, piece in adoption.pieces.items():
+            if slot not in here:
+                continue
             for key, value in adoption.optimizer.state.get(piece, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{slot.name}/{key}", value

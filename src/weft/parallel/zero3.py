@@ -32,6 +32,7 @@ from weft.memory.offload import choose, shard_offload, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import global_norm
 from weft.parallel.agree import check_same_model
+from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
@@ -53,7 +54,8 @@ NEEDED = (
 class FullyShardedModel:
     """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh):
+    def __init__(self, model: nn.Module, mesh: Mesh, placements: Mapping[str, Placement] | None = None):
+        del placements
         _check(mesh)
         check_same_model(model, mesh.data, mesh.device)
         plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device

@@ -162,17 +162,19 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="zero-needs-shard",
         field="zero",
-        reason="ZeRO shards states over the ranks of dp_shard, so it needs more than one of them.",
-        predicate=lambda plan, facts: plan.zero > 0 and not asks(plan, facts, "dp_shard"),
-        finding=lambda plan, facts: "ZeRO shards over dp_shard, and dp_shard is 1",
+        reason="ZeRO shards states over the ranks of dp_shard and cp, so it needs more than one of them.",
+        predicate=lambda plan, facts: (
+            plan.zero > 0 and not asks(plan, facts, "dp_shard") and not asks(plan, facts, "cp")
+        ),
+        finding=lambda plan, facts: "ZeRO shards over dp_shard and cp, and both are 1",
         remedy=lambda plan, facts: "Use zero=0, or dp_shard=2 or more",
         fix=lambda plan, facts: plan.replace(zero=0),
     ),
     Rule(
         name="shard-needs-zero",
         field="dp_shard",
-        reason="With zero=0 nothing is sharded, so the ranks of dp_shard would be replicas under a wrong name.",
-        predicate=lambda plan, facts: plan.zero == 0 and asks(plan, facts, "dp_shard"),
+        reason="With zero=0 nothing but experts is divided, so without them these ranks are replicas by a wrong name.",
+        predicate=lambda plan, facts: plan.zero == 0 and plan.ep == 1 and asks(plan, facts, "dp_shard"),
         finding=lambda plan, facts: "zero=0 shards nothing over these ranks",
         remedy=lambda plan, facts: f"Use zero=1, 2 or 3, or dp_replicate={plan.dp_size} for replicas",
         fix=lambda plan, facts: plan.replace(zero=1),

@@ -42,7 +42,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
             labels = local["labels"]
             totals[2] += token_bytes[labels[labels != IGNORE]].sum()
     model.train()
-    loss_sum, num_tokens, num_bytes = all_reduce(totals, mesh.data).tolist()
+    loss_sum, num_tokens, num_bytes = all_reduce(totals, mesh.batch).tolist()
     return Evaluation(
         loss=loss_sum / max(num_tokens, 1.0),
         bits_per_byte=loss_sum / (math.log(2) * num_bytes) if num_bytes else None,

@@ -99,6 +99,8 @@ class TrainStep:
                 torch.manual_seed(seeds[index])
             with self._data_parallel.microbatch(last=index == len(microbatches) - 1):
                 self._accumulate(microbatch, scale, totals)
+        if self.mesh["tp"].rank:
+            totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
         with self._meter.phase("reduce"):
             self._data_parallel.finish(totals)
             norm = self._data_parallel.norm()

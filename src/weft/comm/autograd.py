@@ -1,0 +1,197 @@
+"""Collectives that autograd passes through: each names its axis, and its backward is the transposed collective.
+
+    forward                       backward
+    copy_to       identity        all_reduce
+    sum_over      all_reduce      identity
+    gather_from   all_gather      reduce_scatter        along dim
+    gather_slice  all_gather      this rank's slice     along dim
+    scatter_sum   reduce_scatter  all_gather            along dim
+    slice_to      slice           all_gather            along dim
+    exchange      all_to_all      all_to_all back       rows
+    exchange_dims all_to_all      all_to_all back       split one dim, join another
+
+`copy_to` and `sum_over` are f and g of Shoeybi et al. 2019, arXiv 1909.08053; `gather_from` and `scatter_sum` those of
+Korthikanti et al. 2022, arXiv 2205.05198. Over an axis of size 1 each returns its argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
+from weft.comm.peer import all_to_all
+from weft.errors import CommError
+from weft.mesh import Axis
+
+
+def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The same tensor; its gradient is summed over the axis, whose ranks each go on with a part of the work."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def sum_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of the ranks' tensors; each gets the gradient of the sum."""
+    return x if axis.size == 1 else _SumOver.apply(x, axis)
+
+
+def gather_from(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The ranks' tensors joined along dim; ranks go on with parts of the work, so gradients are summed and cut."""
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim % x.dim())
+
+
+def gather_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The ranks' tensors joined along dim; ranks go on with the same work, so gradients are only cut."""
+    return x if axis.size == 1 else _GatherSlice.apply(x, axis, dim % x.dim())
+
+
+def scatter_sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's slice along dim of the sum of the ranks' tensors. CommError where dim is no multiple of the ranks."""
+    return x if axis.size == 1 else _ScatterSum.apply(x, axis, dim % x.dim())
+
+
+def slice_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's slice along dim of a tensor that is equal on all ranks. CommError as `scatter_sum`."""
+    return x if axis.size == 1 else _SliceTo.apply(x, axis, dim % x.dim())
+
+
+def exchange(x: torch.Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+    """Rows to and from each rank, as many as `send` and `receive` say; gradients travel back the same way."""
+    return x if axis.size == 1 else _Exchange.apply(x, axis, tuple(send), tuple(receive))
+
+
+def exchange_dims(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
+    """Each rank's part of `split_dim` from all ranks, joined along `join_dim` in order of the axis.
+
+    Shape: split_dim shrinks by the size of the axis, join_dim grows by it. The exchange of Ulysses (Jacobs et al. 2023,
+    arXiv 2309.14509) with split_dim heads and join_dim sequence.
+    """
+    return x if axis.size == 1 else _ExchangeDims.apply(x, axis, split_dim % x.dim(), join_dim % x.dim())
+
+
+def _join(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The ranks' tensors joined along dim."""
+    if dim == 0:
+        return all_gather(x.contiguous(), axis, out=x.new_empty((axis.size * x.shape[0], *x.shape[1:])))
+    parts = all_gather(x.contiguous(), axis).view(axis.size, *x.shape)
+    return torch.cat(parts.unbind(0), dim)
+
+
+def _part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's slice along dim."""
+    return x.narrow(dim, axis.rank * (size := _share(x, axis, dim)), size)
+
+
+def _share(x: torch.Tensor, axis: Axis, dim: int) -> int:
+    size, rest = divmod(x.shape[dim], axis.size)
+    if rest:
+        raise CommError(
+            f"axis {axis.name}: dim {dim} of shape {tuple(x.shape)} is no multiple of its {axis.size} ranks. "
+            f"Pad it to {x.shape[dim] + axis.size - rest}."
+        )
+    return size
+
+
+def _sum_part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's slice along dim of the sum over the ranks."""
+    size = _share(x, axis, dim)
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    if dim == 0:
+        return reduce_scatter(x.contiguous(), axis, out=x.new_empty(shape))
+    stacked = torch.stack(x.split(size, dim))
+    return reduce_scatter(stacked, axis, out=x.new_empty(shape))
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _join(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _sum_part(grad, ctx.axis, ctx.dim), None, None
+
+
+class _GatherSlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _join(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _part(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _sum_part(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _join(grad, ctx.axis, ctx.dim), None, None
+
+
+class _SliceTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _part(x, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _join(grad, ctx.axis, ctx.dim), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return all_to_all(x, axis, send=send, receive=receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return all_to_all(grad, ctx.axis, send=ctx.receive, receive=ctx.send), None, None, None
+
+
+class _ExchangeDims(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dims = axis, (split_dim, join_dim)
+        return _swap(x, axis, split_dim, join_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        split_dim, join_dim = ctx.dims
+        return _swap(grad, ctx.axis, join_dim, split_dim), None, None, None
+
+
+def _swap(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
+    parts = torch.stack(x.split(_share(x, axis, split_dim), split_dim))
+    return torch.cat(all_to_all(parts, axis).unbind(0), join_dim)

@@ -1,0 +1,175 @@
+"""From rank to rank: all_to_all, a shift around the axis, and single messages between two ranks.
+
+All ranks of an axis call `all_to_all` and `shift`, like any collective. A message concerns its two ranks alone: those
+between two ranks in one direction arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.collectives import Pending, all_reduce
+from weft.comm.link import Operation, failed
+from weft.errors import CommError
+from weft.mesh import Axis
+
+
+def all_to_all(
+    tensor: torch.Tensor,
+    axis: Axis,
+    out: torch.Tensor | None = None,
+    *,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Rows of dim 0 to each rank of the axis, in its order, and theirs from each. Returns the rows received.
+
+    send, receive: rows to and from each rank; by default all ranks exchange equal shares. Over an axis of size 1 the
+    tensor itself. Raises CommError where the counts do not fit the tensors.
+    """
+    return start_all_to_all(tensor, axis, out, send=send, receive=receive).wait()
+
+
+def start_all_to_all(
+    tensor: torch.Tensor,
+    axis: Axis,
+    out: torch.Tensor | None = None,
+    *,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+    most: int | None = None,
+) -> Pending:
+    """Begin `all_to_all`; neither tensor nor out must be touched before `wait()` of what this returns.
+
+    most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
+    """
+    name = f"all_to_all over {axis.name}"
+    if axis.size == 1:
+        if out is None:
+            return Pending(tensor)
+        return Pending(out.copy_(tensor) if out.data_ptr() != tensor.data_ptr() else out)
+    send, receive, is_equal = _counts(name, tensor, axis, send, receive)
+    if out is None:
+        out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    if out.shape != (sum(receive), *tensor.shape[1:]) or not out.is_contiguous():
+        raise CommError(
+            f"{name}: out has shape {tuple(out.shape)}, but {sum(receive)} rows of shape {tuple(tensor.shape[1:])} "
+            f"arrive. Pass a contiguous out of that shape."
+        )
+    if most is None:
+        most = send[0] if is_equal else _largest(send, axis, tensor.device)
+    width = tensor[:1].numel() if tensor.shape[0] else out[:1].numel()
+    operation = Operation(
+        "all_to_all",
+        axis.name,
+        tensor.detach().reshape(-1),
+        out.detach().view(-1),
+        send=tuple(rows * width for rows in send),
+        receive=tuple(rows * width for rows in receive),
+        most=most * max(width, tensor.shape[1:].numel()),
+    )
+    return Pending(out, axis, operation)
+
+
+def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+    """This rank's tensor to the rank `by` further around the axis; returns that of the rank `by` before.
+
+    All ranks' tensors have one shape. Over an axis of size 1 the tensor itself.
+    """
+    return start_shift(tensor, axis, by, out).wait()
+
+
+def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> Pending:
+    """Begin `shift`; neither tensor nor out must be touched before `wait()` of what this returns."""
+    if axis.size == 1 or by % axis.size == 0:
+        return Pending(tensor if out is None else out.copy_(tensor))
+    if out is None:
+        out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    send, receive = [0] * axis.size, [0] * axis.size
+    send[(axis.rank + by) % axis.size] = receive[(axis.rank - by) % axis.size] = tensor.numel()
+    flat = tensor.detach().reshape(-1)
+    operation = Operation(
+        "all_to_all",
+        axis.name,
+        flat,
+        out.detach().view(-1),
+        send=tuple(send),
+        receive=tuple(receive),
+        most=flat.numel(),
+    )
+    return Pending(out, axis, operation)
+
+
+class Message:
+    """A message under way between two ranks; `wait()` returns its tensor, and may be called again."""
+
+    def __init__(self, tensor: torch.Tensor, axis: Axis, what: str, work: dist.Work | None, start: float):
+        self._tensor, self._axis, self._what, self._work = tensor, axis, what, work
+        self._seconds = time.perf_counter() - start
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, sent or received. Raises CommError when the other rank is gone."""
+        if self._work is not None:
+            start = time.perf_counter()
+            work, self._work = self._work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                nothing = torch.empty(0)
+                raise failed(Operation(self._what, self._axis.name, nothing, nothing), error) from error
+            seconds = self._seconds + time.perf_counter() - start
+            self._axis.record(self._axis.name, self._what, self._tensor.nbytes, seconds)
+        return self._tensor
+
+
+def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Message:
+    """Begin to send a contiguous tensor to rank `to` of the axis; it must not be changed before `wait()`."""
+    start = time.perf_counter()
+    _check_peer("send", axis, to, tensor)
+    tensor = tensor.detach()
+    work = dist.isend(tensor, dst=axis.ranks[to], group=axis.group, tag=tag)
+    return Message(tensor, axis, "send", work, start)
+
+
+def start_receive(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Message:
+    """Begin to receive into a contiguous tensor from rank `source` of the axis."""
+    start = time.perf_counter()
+    _check_peer("receive", axis, source, out)
+    work = dist.irecv(out.detach(), src=axis.ranks[source], group=axis.group, tag=tag)
+    return Message(out, axis, "receive", work, start)
+
+
+def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:
+    if not 0 <= peer < axis.size or peer == axis.rank:
+        raise CommError(f"{what} over {axis.name}: rank {peer} is no other rank of it. Use 0 to {axis.size - 1}.")
+    if not tensor.is_contiguous():
+        raise CommError(f"{what} over {axis.name}: the tensor is not contiguous. Pass tensor.contiguous().")
+
+
+def _counts(
+    name: str, tensor: torch.Tensor, axis: Axis, send: Sequence[int] | None, receive: Sequence[int] | None
+) -> tuple[Sequence[int], Sequence[int], bool]:
+    rows = tensor.shape[0]
+    if send is None and receive is None:
+        if rows % axis.size:
+            raise CommError(
+                f"{name}: {rows} rows are no multiple of its {axis.size} ranks. Give send= and receive=, or pad."
+            )
+        equal = [rows // axis.size] * axis.size
+        return equal, equal, True
+    if send is None or receive is None or len(send) != axis.size or len(receive) != axis.size or sum(send) != rows:
+        raise CommError(
+            f"{name}: send={send} and receive={receive} for {rows} rows. Give both, one count for each of the "
+            f"{axis.size} ranks, with send adding up to the rows."
+        )
+    return send, receive, False
+
+
+def _largest(send: Sequence[int], axis: Axis, device: torch.device) -> int:
+    if device.type != "cpu":
+        return max(send)  # the backend needs no common bound
+    return int(all_reduce(torch.tensor([max(send)]), axis, op="max"))

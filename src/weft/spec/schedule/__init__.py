@@ -1,0 +1,21 @@
+"""Schedules of pipelines as pure values: who does what, in which order."""
+
+from weft.spec.schedule.action import Action, Pair, Step, parts
+from weft.spec.schedule.schedule import Schedule, build_schedule, schedule_of, stage_owner, stages_of
+from weft.spec.schedule.transfers import Transfer, makes, needs, with_transfers
+
+__all__ = [
+    "Action",
+    "Pair",
+    "Schedule",
+    "Step",
+    "Transfer",
+    "build_schedule",
+    "makes",
+    "needs",
+    "parts",
+    "schedule_of",
+    "stage_owner",
+    "stages_of",
+    "with_transfers",
+]

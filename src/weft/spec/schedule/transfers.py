@@ -1,0 +1,99 @@
+"""When activations and gradients travel: a rank's list with its sends and receives put in their places.
+
+All transfers of a step lie in one order, and each rank posts its own in that order. So no deadlock is possible, even
+where a send waits for its receive: the next transfer of the order has both its ends free.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from weft.spec.schedule.action import Action, Step, parts
+from weft.spec.schedule.schedule import Schedule
+
+
+class Transfer(NamedTuple):
+    """One end of a transfer. peer: the other rank (on the axis pp).
+
+    content: "activation", the input of `stage`, or "gradient", of the output of `stage`; of one microbatch.
+    """
+
+    way: Literal["send", "receive"]
+    content: Literal["activation", "gradient"]
+    stage: int
+    microbatch: int
+    peer: int
+
+    def __str__(self) -> str:
+        arrow = ">" if self.way == "send" else "<"
+        return f"{arrow}{'x' if self.content == 'activation' else 'g'}{self.stage}.{self.microbatch}@{self.peer}"
+
+
+#: A rank's list with its transfers.
+Program = list[Step | Transfer]
+
+
+def with_transfers(schedule: Schedule) -> list[Program]:
+    """The ranks' lists with a receive before each use of what another rank made, and a send after its making.
+
+    The receive is placed among the receiver's steps at the moment at which the sender sends, when all steps take
+    one unit of time. Raises ValueError where the lists wait for each other in a circle.
+    """
+    programs: list[Program] = [[] for _ in schedule.ranks]
+    place, done = [0] * schedule.num_ranks, set[Action]()
+    remaining = sum(map(len, schedule.ranks))
+    while remaining:
+        # All ranks that can, take one step; what they made is sent after all of them have.
+        ready = [
+            (rank, steps[place[rank]])
+            for rank, steps in enumerate(schedule.ranks)
+            if place[rank] < len(steps) and done.issuperset(_step_needs(schedule, steps[place[rank]]))
+        ]
+        if not ready:
+            waiting = ", ".join(
+                str(steps[at]) for steps, at in zip(schedule.ranks, place, strict=True) if at < len(steps)
+            )
+            raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {waiting}")
+        for rank, step in ready:
+            programs[rank].append(step)
+            place[rank] += 1
+        for rank, step in ready:
+            for action in parts(step):
+                done.update(makes(action))
+                _send(schedule, programs, rank, action)
+        remaining -= len(ready)
+    return programs
+
+
+def needs(schedule: Schedule, action: Action) -> list[Action]:
+    """What must be made before this action, as F and B: see `makes`."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return [Action("F", stage - 1, microbatch)] if stage else []
+    own = Action("B" if kind == "W" else "F", stage, microbatch)
+    is_end = kind == "W" or stage == schedule.num_stages - 1
+    return [own] if is_end else [own, Action("B", stage + 1, microbatch)]
+
+
+def makes(action: Action) -> tuple[Action, ...]:
+    """What others may need of this action: a whole backward makes B and W."""
+    if action.kind != "BW":
+        return (action,)
+    return action._replace(kind="B"), action._replace(kind="W")
+
+
+def _step_needs(schedule: Schedule, step: Step) -> list[Action]:
+    return [need for action in parts(step) for need in needs(schedule, action)]
+
+
+def _send(schedule: Schedule, programs: list[Program], rank: int, action: Action) -> None:
+    """Put the transfer of what `action` made into both ranks' lists, where another rank needs it."""
+    kind, stage, microbatch = action
+    if kind == "W" or (kind == "F" and stage == schedule.num_stages - 1) or (kind != "F" and stage == 0):
+        return
+    target = stage + 1 if kind == "F" else stage - 1
+    peer = schedule.owner(target)
+    if peer != rank:
+        content = "activation" if kind == "F" else "gradient"
+        programs[rank].append(Transfer("send", content, target, microbatch, peer))
+        programs[peer].append(Transfer("receive", content, target, microbatch, rank))

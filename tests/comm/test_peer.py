@@ -1,0 +1,194 @@
+"""From rank to rank on real ranks, by any transport; and gradients through every collective against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.comm import Ledger, autograd
+from weft.comm.meet import join
+from weft.comm.peer import all_to_all, shift, start_receive, start_send
+from weft.comm.segment import SLOT_BYTES
+from weft.errors import CommError
+from weft.mesh import Axis, build_mesh
+from weft.spec.plan import Plan
+
+TRANSPORTS = ("shared memory", "gloo exchange", "backend")
+
+
+def axis_of(size: int, transport: str = "") -> Axis:
+    axis = build_mesh(Plan(dp_replicate=size)).data
+    if transport:
+        join(axis, "cpu", transport)
+    return axis
+
+
+def rows(rank: int, to: int, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(count * width).view(count, width) % 50 + 100 * rank + 10 * to).to(dtype)
+
+
+def wrong_exchanges(size: int, transport: str, counts: list[list[int]], width: int, dtype: torch.dtype) -> list:
+    """counts[i][j]: rows from rank i to rank j."""
+    axis = axis_of(size, transport)
+    me, wrong = axis.rank, []
+    receive = [counts[peer][me] for peer in range(size)]
+    mine = torch.cat([rows(me, to, counts[me][to], width, dtype) for to in range(size)])
+    expected = torch.cat([rows(peer, me, receive[peer], width, dtype) for peer in range(size)])
+    for _ in range(2):
+        if not torch.equal(all_to_all(mine, axis, send=counts[me], receive=receive), expected):
+            wrong.append("unequal")
+    same = torch.cat([rows(me, to, 3, width, dtype) for to in range(size)])
+    if not torch.equal(all_to_all(same, axis), torch.cat([rows(p, me, 3, width, dtype) for p in range(size)])):
+        wrong.append("equal")
+    for by in (1, -1, 2):
+        if not torch.equal(shift(rows(me, 0, 3, width, dtype), axis, by), rows((me - by) % size, 0, 3, width, dtype)):
+            wrong.append(f"shift {by}")
+    return wrong
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_reach_their_ranks(ranks2, ranks4, transport):
+    big = SLOT_BYTES // 8 // 5 + 7
+    for pool, counts in (
+        (ranks2, [[1, 2], [0, 3]]),
+        (ranks4, [[1, 0, 2, 5], [0, 0, 0, 0], [4, 1, big, big], [0, 7, 1, 1]]),
+    ):
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            assert pool.run(wrong_exchanges, len(counts), transport, counts, 5, dtype) == [[]] * len(counts)
+
+
+def messages(size: int) -> tuple[list[float], dict[str, tuple[int, int]]]:
+    ledger = Ledger()
+    axis = build_mesh(Plan(dp_replicate=size), record=ledger.record).data
+    if axis.rank == 0:
+        sent = [start_send(torch.full((3,), float(index)), axis, 1) for index in range(4)]
+        for one in sent:
+            one.wait()
+        return [], {operation: (entry.calls, entry.num_bytes) for _, operation, entry in ledger.rows()}
+    places = [torch.empty(3) for _ in range(4)]
+    under_way = [start_receive(place, axis, 0) for place in places]
+    return [float(one.wait()[0]) for one in under_way], {
+        operation: (entry.calls, entry.num_bytes) for _, operation, entry in ledger.rows()
+    }
+
+
+def test_messages_arrive_in_order_and_are_counted(ranks2):
+    first, second = ranks2.run(messages, 2)
+    assert second[0] == [0.0, 1.0, 2.0, 3.0]
+    assert first[1] == {"send": (4, 48)}
+    assert second[1] == {"receive": (4, 48)}
+
+
+def refusals(size: int) -> list[str]:
+    axis = axis_of(size)
+    found = []
+    for call in (
+        lambda: all_to_all(torch.zeros(3, 2), axis),
+        lambda: all_to_all(torch.zeros(3, 2), axis, send=[1, 1], receive=[1, 1]),
+        lambda: start_send(torch.zeros(2), axis, axis.rank),
+        lambda: autograd.slice_to(torch.zeros(3), axis, 0),
+    ):
+        with pytest.raises(CommError) as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_does_not_fit_is_refused(ranks2):
+    assert ranks2.run(refusals, 2)[0] == [
+        "all_to_all over dp_replicate*dp_shard: 3 rows are no multiple of its 2 ranks. "
+        "Give send= and receive=, or pad.",
+        "all_to_all over dp_replicate*dp_shard: send=[1, 1] and receive=[1, 1] for 3 rows. Give both, one count for "
+        "each of the 2 ranks, with send adding up to the rows.",
+        "send over dp_replicate*dp_shard: rank 0 is no other rank of it. Use 0 to 1.",
+        "axis dp_replicate*dp_shard: dim 0 of shape (3,) is no multiple of its 2 ranks. Pad it to 4.",
+    ]
+
+
+#: What each does to the list of all ranks' tensors, in plain torch.
+def plainly(name: str, parts: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    size = len(parts)
+    match name:
+        case "copy_to":
+            return parts
+        case "sum_over":
+            return [sum(parts)] * size
+        case "gather_from":
+            return [torch.cat(parts, dim)] * size
+        case "scatter_sum":
+            return list(sum(parts).chunk(size, dim))
+        case "exchange_dims":
+            pieces = [part.chunk(size, dim) for part in parts]
+            return [torch.cat([piece[rank] for piece in pieces], 1 - dim) for rank in range(size)]
+    raise AssertionError(name)
+
+
+def through(size: int, name: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    axis = axis_of(size)
+    x = leaf(axis.rank, size)
+    arguments = {"copy_to": (), "sum_over": (), "exchange_dims": (dim, 1 - dim)}.get(name, (dim,))
+    y = getattr(autograd, name)(x, axis, *arguments)
+    (y * weight(axis.rank, y.shape)).sum().backward()
+    return y.detach(), x.grad
+
+
+def leaf(rank: int, size: int) -> torch.Tensor:
+    return torch.randn(2 * size, 2 * size, 3, generator=torch.Generator().manual_seed(rank)).double().requires_grad_()
+
+
+def weight(rank: int, shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank)).double()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", ["gather_from", "scatter_sum", "exchange_dims"])
+def test_gradients_are_those_of_the_whole(ranks2, ranks4, name, dim):
+    """The loss is the sum over the ranks, each with a weight of its own."""
+    for pool, size in ((ranks2, 2), (ranks4, 4)):
+        leaves = [leaf(rank, size) for rank in range(size)]
+        expected = plainly(name, leaves, dim)
+        sum((one * weight(rank, one.shape)).sum() for rank, one in enumerate(expected)).backward()
+        for rank, (y, grad) in enumerate(pool.run(through, size, name, dim)):
+            torch.testing.assert_close(y, expected[rank].detach(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(grad, leaves[rank].grad, rtol=1e-12, atol=1e-12)
+
+
+def pair(size: int) -> tuple[torch.Tensor, ...]:
+    """A row of a colwise and a rowwise product, and the two that keep ranks equal: slice and gather_slice."""
+    axis = axis_of(size)
+    x = leaf(0, size)
+    up = leaf(1, size).detach()[..., 0].chunk(size, 0)[axis.rank].contiguous().requires_grad_()
+    hidden = autograd.copy_to(x, axis)
+    y = autograd.sum_over(torch.tanh(hidden[..., 0] @ up.T) @ up, axis)
+    z = autograd.gather_slice(autograd.slice_to(y, axis, 0) * 3, axis, 0)
+    (z * weight(7, z.shape)).sum().backward()
+    return z.detach(), x.grad, up.grad
+
+
+def test_a_pair_of_products_and_equal_ranks(ranks2, ranks4):
+    for pool, size in ((ranks2, 2), (ranks4, 4)):
+        x, up = leaf(0, size), leaf(1, size).detach()[..., 0].contiguous().requires_grad_()
+        z = (torch.tanh(x[..., 0] @ up.T) @ up) * 3
+        (z * weight(7, z.shape)).sum().backward()
+        for rank, (ours, x_grad, up_grad) in enumerate(pool.run(pair, size)):
+            torch.testing.assert_close(ours, z.detach(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(x_grad, x.grad, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(up_grad, up.grad.chunk(size, 0)[rank], rtol=1e-12, atol=1e-12)
+
+
+def exchanged(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    axis = axis_of(size)
+    x = leaf(axis.rank, size)
+    counts = [[1, 3], [2, 2]]
+    y = autograd.exchange(x, axis, counts[axis.rank], [counts[0][axis.rank], counts[1][axis.rank]])
+    (y * weight(axis.rank, y.shape)).sum().backward()
+    return y.detach(), x.grad
+
+
+def test_gradients_travel_back_with_their_rows(ranks2):
+    a, b = leaf(0, 2), leaf(1, 2)
+    expected = [torch.cat([a[:1], b[:2]]), torch.cat([a[1:], b[2:]])]
+    sum((one * weight(rank, one.shape)).sum() for rank, one in enumerate(expected)).backward()
+    for (y, grad), one, x in zip(ranks2.run(exchanged, 2), expected, (a, b), strict=True):
+        assert torch.equal(y, one.detach())
+        assert torch.equal(grad, x.grad)
