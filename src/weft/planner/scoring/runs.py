@@ -1,0 +1,201 @@
+"""Published training runs from a CSV file: what was trained, how, and what was measured."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.errors import ConfigError, Problem
+from weft.planner.columns import PRECISIONS, Job
+from weft.planner.scoring.names import cluster_of
+from weft.planner.scoring.shapes import iteration_s, shape_of
+from weft.planner.scoring.stacks import stack_of
+from weft.spec.cluster import ClusterSpec
+
+#: A row without one of these says too little to predict anything.
+NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One row that can be predicted. Settings that the row does not give are None: see `fill.py`.
+
+    source: the id without its number. group: rows that repeat one configuration. recompute: "none", "full",
+    "attention", "selective" or "half" (full in every second layer). counter: what the memory counts, "allocated",
+    "reserved", "total" or "" (not known). out_of_memory: the run failed so, or did not; None: not said.
+    """
+
+    id: str
+    source: str
+    table: str
+    group: str
+    core: bool
+    job: Job
+    cluster: ClusterSpec
+    num_devices: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    zero: int
+    shard: int
+    sp: bool
+    uneven: bool
+    precision: str
+    compile: bool
+    virtual_stages: int | None
+    microbatch: int | None
+    recompute: str | None
+    measured_s: float | None
+    measured_gib: float | None
+    counter: str
+    out_of_memory: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A row that says too little, and what it lacks."""
+
+    id: str
+    reason: str
+
+
+def read_runs(path: Path | str) -> tuple[list[Run], list[Skipped]]:
+    """All rows of a CSV file. Raises ConfigError where it is no such file."""
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(
+            [Problem("score", f"score={path}: the file cannot be read ({error}). Check its path.")]
+        ) from None
+    runs: list[Run] = []
+    skipped: list[Skipped] = []
+    for number, row in enumerate(rows, 2):
+        clean = {
+            key: (value or "").strip()
+            for key, value in row.items()
+            if isinstance(key, str) and not isinstance(value, list)
+        }
+        name = clean.get("id") or f"line {number}"
+        try:
+            runs.append(_run(name, clean))
+        except ConfigError as error:
+            skipped.append(Skipped(name, "; ".join(str(problem) for problem in error.problems)))
+    return runs, skipped
+
+
+def _run(name: str, row: Mapping[str, str]) -> Run:
+    lacking = [key for key in NEEDED if not row.get(key)]
+    if lacking:
+        raise _refused(name, f"no {', '.join(lacking)}")
+    notes = row.get("notes", "")
+    text = f"{row.get('source', '')}; {row.get('table', '')}; {notes}".lower()
+    gpus = _count(row, "gpus", 1)
+    per_node = _count(row, "gpus_per_node", 8)
+    stack, selective = stack_of(text, row["gpu"].lower())
+    tp, pp, cp, ep = (_count(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
+    dp = _count(row, "dp", 0) or max(1, gpus // (tp * pp * cp))
+    if tp * pp * cp * dp != gpus:
+        raise _refused(name, f"tp x pp x cp x dp = {tp * pp * cp * dp}, not the {gpus} devices")
+    batch = _count(row, "global_batch", 0) or _count(row, "micro_batch", 1) * dp * (
+        _noted(notes, r"micro_num (\d+)") or 1
+    )
+    shape = shape_of(row)
+    job = Job(shape=shape, seq_len=_count(row, "seq_len", 1), global_batch=max(batch, dp), stack=stack)
+    precision = _precision(row, text)
+    run_zero = _count(row, "zero_stage", 0)
+    return Run(
+        id=name,
+        source=name.rsplit("-", 1)[0],
+        table=row.get("table", ""),
+        group=_found(notes, r"grp=(\w+)") or name,
+        core="core=1" in notes,
+        job=job,
+        cluster=cluster_of(row["gpu"], gpus, per_node, text),
+        num_devices=gpus,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        tp=tp,
+        ep=ep,
+        zero=run_zero,
+        shard=_shard(text, dp, per_node),
+        sp=row.get("sequence_parallel") in ("1", "true", "True"),
+        uneven="one layer fewer" in text,
+        precision=precision,
+        compile=row.get("compile") in ("1", "true", "True"),
+        virtual_stages=_count(row, "virtual_stages", 0) or (1 if "before interleaving" in text or pp == 1 else None),
+        microbatch=_count(row, "micro_batch", 0) or None,
+        recompute=_recompute(row.get("recompute", ""), selective),
+        measured_s=iteration_s(row, shape, gpus),
+        measured_gib=_number(row, "measured_mem_gib"),
+        counter=_counter(text),
+        out_of_memory={"1": True, "0": False}.get(_found(notes, r"OOM=([01])") or ""),
+    )
+
+
+def _recompute(word: str, selective: str) -> str | None:
+    if word == "selective":
+        return selective
+    return word if word in ("none", "full") else None
+
+
+def _precision(row: Mapping[str, str], text: str) -> str:
+    word = row.get("precision", "").lower()
+    if word.startswith(("fp8", "mxfp8", "nvfp4", "fp4")):
+        return "fp8"
+    return word if word in PRECISIONS else "bf16"
+
+
+def _shard(text: str, dp: int, per_node: int) -> int:
+    """Ranks over which states are sharded, where it is not all of them."""
+    inside = _noted(text, r"zero1=(\d+)") or _noted(text, r"fsdp(\d+) x tp")
+    if inside is None and re.search(r"shard in node|hsdp", text):
+        inside = per_node
+    return min(dp, inside) if inside and inside > 0 and dp % min(dp, inside) == 0 else dp
+
+
+def _counter(text: str) -> str:
+    if "nvidia-smi or" in text:
+        return ""
+    if "nvidia-smi" in text:
+        return "total"
+    if "max_memory_reserved" in text or "torchtitan" in text:
+        return "reserved"
+    return "allocated" if "peak memory" in text or "max_memory_allocated" in text else ""
+
+
+def _count(row: Mapping[str, str], key: str, default: int) -> int:
+    value = _number(row, key)
+    if value is None:
+        return default
+    if value < 0 or value != int(value):
+        raise _refused(row.get("id", ""), f"{key}={row[key]} is no count")
+    return int(value)
+
+
+def _number(row: Mapping[str, str], key: str) -> float | None:
+    text = row.get(key, "")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise _refused(row.get("id", ""), f"{key}={text!r} is no number") from None
+
+
+def _noted(text: str, pattern: str) -> int | None:
+    found = _found(text, pattern)
+    return int(found) if found else None
+
+
+def _found(text: str, pattern: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+def _refused(name: str, reason: str) -> ConfigError:
+    return ConfigError([Problem(name, reason)])

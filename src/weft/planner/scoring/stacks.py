@@ -1,0 +1,47 @@
+"""Which software a published run used, by rules over what its row says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from weft.planner.stack import Stack
+
+_FEATURES = frozenset(each.name for each in dataclasses.fields(Stack))
+
+
+@dataclass(frozen=True, slots=True)
+class StackRule:
+    """One rule of stacks.toml."""
+
+    words: re.Pattern[str]
+    gpu: re.Pattern[str]
+    values: tuple[tuple[str, Any], ...]
+
+
+@functools.cache
+def stack_rules() -> tuple[StackRule, ...]:
+    """The rules, in the order in which they apply."""
+    text = resources.files("weft.planner.scoring").joinpath("stacks.toml").read_text(encoding="utf-8")
+    return tuple(
+        StackRule(re.compile(rule["words"]), re.compile(rule.get("gpu", "")), tuple(rule["set"].items()))
+        for rule in tomllib.loads(text)["rule"]
+    )
+
+
+def stack_of(text: str, gpu: str, rules: tuple[StackRule, ...] | None = None) -> tuple[Stack, str]:
+    """The stack of a run, and what its "selective" recompute stands for: "attention", "selective" or "half".
+
+    text: source, table and notes in lower case.
+    """
+    values: dict[str, Any] = {}
+    for rule in stack_rules() if rules is None else rules:
+        if rule.words.search(text) and rule.gpu.search(gpu):
+            values |= dict(rule.values)
+    selective = str(values.pop("selective", "attention"))
+    return Stack(**{name: value for name, value in values.items() if name in _FEATURES}), selective
