@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from weft.cli import plan_options as options
-from weft.cli.console import say
 from weft.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -124,22 +123,17 @@ def _write_files(
     out: Path | None,
 ) -> None:
     """The files that were asked for."""
-    from weft.planner import pictures
-    from weft.planner.write_config import config_text
+    from weft.cli import plan_files
 
-    best = found.answer.best
-    texts: list[tuple[Path, str | bytes]] = []
     if pareto is not None:
-        texts.append((pareto, pictures.pareto(found.answer, pareto)))
-    named = ((draw, pictures.schedule), (waterfall, pictures.waterfall), (memory, pictures.memory_by_rank))
-    for path, make in named:
-        if path is not None:
-            texts.append((path, make(_needed(best, path), path)))
-    if out is not None:
-        texts.append((out, config_text(_needed(best, out))))
-    for path, text in texts:
-        try:
-            path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        except OSError as error:
-            raise ConfigError(f"{path}: it cannot be written ({error.strerror}). Use another path.") from error
-        say(f"wrote {path}.")
+        plan_files.write_pareto(found.answer, pareto)
+    for path, write in (
+        (draw, plan_files.write_schedule),
+        (waterfall, plan_files.write_waterfall),
+        (memory, plan_files.write_memory),
+        (out, plan_files.write_config),
+    ):
+        if path is not None and found.answer.best is not None:
+            write(found.answer.best, path)
+        elif path is not None:
+            raise ConfigError(f"{path}: no plan fits, so there is nothing to write. Look at what would fit above.")

@@ -92,7 +92,7 @@ class Answer:
     """Ranked candidates, fastest first, and the account of all others.
 
     ranked: the best plans. pareto: from least memory to least time. refused: plans that are out, by reason.
-    num_plans: in the space; num_fit: legal plans that fit. left_out: how the space was made narrower.
+    num_plans: in the space; num_estimated: those that keep the rules; num_fit: those of them that fit. left_out: how the space was made narrower.
     nearest: where nothing fits, the plan that comes nearest to fitting. seconds: what the search took.
     """
 
@@ -101,6 +101,7 @@ class Answer:
     pareto: tuple[Candidate, ...]
     refused: tuple[Refused, ...]
     num_plans: int
+    num_estimated: int
     num_fit: int
     left_out: tuple[str, ...]
     nearest: Candidate | None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.errors import PlanError, Problem
 from weft.planner.answer import Candidate
 from weft.planner.explain import TERMS, differences, fit_words
-from weft.planner.moves import changed_words
+from weft.planner.moves import changed_words, estimated
+from weft.planner.question import Question
+from weft.spec.rules import LASTING, check
 from weft.units import format_bytes, format_seconds
 
 
@@ -42,6 +45,21 @@ class Comparison:
         lines.append(_row("", fit_words(left.fits), fit_words(right.fits), ""))
         lines.append(f"B takes {right.step_s / left.step_s - 1:+.1%} time and {_signed_bytes(self)} memory.")
         return lines
+
+
+def compare(left: str, right: str, question: Question) -> Comparison:
+    """Two plans from their texts. Raises PlanError where one is no plan or breaks a rule."""
+    from weft.planner.why_not import read_choice
+
+    choices = [read_choice(text, question) for text in (left, right)]
+    problems = [
+        Problem(violation.field, f"{name}: {violation.message}")
+        for name, choice in zip("AB", choices, strict=True)
+        for violation in check(choice.plan, question.facts, LASTING)
+    ]
+    if problems:
+        raise PlanError(problems)
+    return Comparison(*estimated(choices, question))
 
 
 def _row(name: str, left: str, right: str, change: str) -> str:

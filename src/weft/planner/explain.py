@@ -30,16 +30,16 @@ TERMS = {
 _WIDTH = 32
 
 
-def explain(one: Candidate) -> str:
-    """The whole story of one candidate."""
-    return "\n".join([*headline(one), "", *waterfall(one), "", *memory_bars(one)])
+def explain(one: Candidate, hour_price: float | None = None) -> str:
+    """The whole story of one candidate. hour_price: dollars of one device for one hour."""
+    return "\n".join([*headline(one, hour_price), "", *waterfall(one), "", *memory_bars(one)])
 
 
-def headline(one: Candidate) -> list[str]:
+def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     """Plan, step time, throughput, utilisation, price, energy."""
     job, cluster = one.question.job, one.question.cluster
     tokens = job.global_batch * job.seq_len
-    cost = one.cost()
+    cost = one.cost(hour_price)
     money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion tokens"]
     energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion tokens"]
     waiting = [] if one.built else ["note    the runtime does not run this plan yet (see the rules)"]

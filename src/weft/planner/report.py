@@ -57,6 +57,7 @@ def answer_table(found: Answer, limit: int, hour_price: float | None = None) -> 
     return {
         "question": question_table(found.question),
         "num_plans": found.num_plans,
+        "num_estimated": found.num_estimated,
         "num_fit": found.num_fit,
         "left_out": list(found.left_out),
         "seconds": found.seconds,

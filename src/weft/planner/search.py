@@ -71,6 +71,7 @@ def answer(question: Question) -> Answer:
         pareto=tuple(pareto),
         refused=tuple(sorted(refused, key=lambda each: -each.count)),
         num_plans=keep.num_plans + sum(each.count for each in tally.refused.values()),
+        num_estimated=keep.num_plans,
         num_fit=keep.num_fit,
         left_out=space.left_out,
         nearest=keep.nearest,
