@@ -5,9 +5,9 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 
 from hypothesis import given, settings
+from weft.planner.drawing import Bar, draw_bars, draw_schedule
 
 from tests.spec.schedule.cases import schedules
-from weft.planner.drawing import Bar, draw_bars, draw_schedule
 from weft.planner.pipeline_sim import Durations
 from weft.spec.schedule import build_schedule, parts
 

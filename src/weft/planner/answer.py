@@ -92,7 +92,8 @@ class Answer:
     """Ranked candidates, fastest first, and the account of all others.
 
     ranked: the best plans. pareto: from least memory to least time. refused: plans that are out, by reason.
-    num_plans: in the space; num_estimated: those that keep the rules; num_fit: those of them that fit. left_out: how the space was made narrower.
+    num_plans: in the space; num_estimated: those that keep the rules; num_fit: those of them that fit.
+    left_out: how the space was made narrower.
     nearest: where nothing fits, the plan that comes nearest to fitting. seconds: what the search took.
     """
 

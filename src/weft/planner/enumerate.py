@@ -13,7 +13,7 @@ from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
 from weft.planner.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
 from weft.planner.space import Space
 from weft.spec.cluster import ClusterSpec
-from weft.spec.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan, plan_fields
+from weft.spec.plan import RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rule import Facts, Rule, common_divisors
 
 #: Tokens of one pass on one rank beyond which no device gets faster.
@@ -78,9 +78,9 @@ class Block:
         """Plans in it, those that open rules refuse included."""
         return len(self.meshes) * len(self.flags)
 
-    def chunks(self, most_rows: int, tally: Tally) -> Iterator[Columns]:
+    def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
         """The plans that the rules allow, in pieces."""
-        left, right = _mesh_columns(self.meshes), _flag_columns(self.flags)
+        left, right = _mesh_columns(self.meshes), _flag_columns(self.flags, job)
         step = max(1, most_rows // len(self.flags))
         for start in range(0, len(self.meshes), step):
             rows = slice(start, min(start + step, len(self.meshes)))
@@ -265,16 +265,15 @@ def _mesh_columns(meshes: PartialPlans) -> dict[str, NDArray[Any]]:
     return columns
 
 
-def _flag_columns(flags: PartialPlans) -> dict[str, NDArray[Any]]:
-    offloads = flags.levels["offload"]
-    columns: dict[str, NDArray[Any]] = {
-        f"offload_{name}": np.array([Plan(offload=each).offload_share(name) for each in offloads])[
-            flags.codes["offload"]
-        ]
-        for name in ("optimizer", "params", "activations")
-    }
-    for name, known in (("recompute", RECOMPUTES), ("precision", PRECISIONS), ("reshard", RESHARDS),
-                        ("cp_mode", CP_MODES)):  # fmt: skip
+def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
+    columns: dict[str, NDArray[Any]] = {}
+    for field, names in (
+        ("offload", ("offload_optimizer", "offload_params", "offload_activations")),
+        ("recompute", ("recompute", "activation_budget")),
+    ):
+        levels = Columns.of([Plan(**{field: level}) for level in flags.levels[field]], job)
+        columns |= {name: getattr(levels, name)[flags.codes[field]] for name in names}
+    for name, known in (("precision", PRECISIONS), ("reshard", RESHARDS), ("cp_mode", CP_MODES)):
         columns[name] = _codes(flags, name, known)
     for name, kind in (("zero", np.uint8), ("sp", np.bool_), ("compile", np.bool_)):
         columns[name] = flags.values(name, kind)

@@ -61,7 +61,7 @@ def answer(question: Question) -> Answer:
     space, blocks = _space_in_bounds(question, tally)
     keep = _Keep(question, question.tables)
     for block in blocks:
-        for columns in block.chunks(_CHUNK, tally):
+        for columns in block.chunks(_CHUNK, tally, question.job):
             keep.look_at(columns)
     ranked, pareto = keep.ranked()
     refused = [*tally.refused.values(), *keep.refused.values()]
