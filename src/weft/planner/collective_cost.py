@@ -62,10 +62,10 @@ class Fabric:
         moved = passes * (n - 1) / n * size
         link = self.link_rate * np.where(self.mesh, (inner - 1) / max(1, self.domain - 1), 1.0)
         rate = np.where(outer > 1, np.minimum(np.maximum(link, self.nic_rate), self.nic_rate * inner), link)
-        alpha = self.link_alpha_s + np.where(
-            outer > 1, self.nic_alpha_s * passes * np.minimum(outer - 1, 4 + 2 * np.log2(outer)), 0.0
-        )
-        ramp = 1.0 + np.sqrt(self.half_bytes * np.maximum(1.0, outer) / np.maximum(size, 1.0))
+        # Rings over few nodes, trees and their like over many.
+        hops = np.minimum(outer - 1, (2 if kind == "all_reduce" else 8) * np.log2(np.maximum(2, outer)))
+        alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * passes * hops, 0.0)
+        ramp = 1.0 + np.sqrt(self.half_bytes / np.maximum(size, 1.0))
         return np.where(n > 1, alpha + moved / np.maximum(rate, 1.0) * ramp, 0.0)
 
     def all_to_all_s(self, size: Any, n: Any, stride: Any) -> Array:

@@ -14,7 +14,7 @@ from weft.planner.columns import Columns, Job
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
 from weft.planner.overlap import Window, exposed_s
-from weft.planner.pipeline import bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
+from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import RECOMPUTES
@@ -39,6 +39,8 @@ TERMS = (
     "offload",
     "straggler",
 )
+#: Host time of a layer's backward over that of its forward.
+_HOST_BACKWARD = 1.3
 #: Rows that are worked on at a time: their columns stay in the processor's cache.
 _CHUNK = 1 << 15
 #: Relative standard deviation of predicted memory, as `fits_probability` takes it.
@@ -116,14 +118,16 @@ def _chunk(
     job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
-    stages = split_layers(job.shape.layers, columns)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
     layer = _layer_terms(columns, costs)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
     lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
+    stages = split_layers(job.shape.layers, columns)
+    if job.stack.balanced_stages:
+        stages = balanced_layers(job.shape.layers, columns, bottom / lay, top / lay)
     taus = np.stack([stages.first * lay + bottom, stages.middle * lay, stages.last * lay + top])
-    taus[1] = np.where(columns.pp == 1, stages.middle * lay + top + bottom, taus[1])
+    taus[1] = np.where(columns.pp == 1, stages.middle * lay + top + bottom, np.where(columns.pp == 2, 0.0, taus[1]))
     worst = np.where(columns.pp == 1, 1, taus.argmax(axis=0))
     layers = np.choose(worst, [stages.first, stages.middle, stages.last])
     m = columns.num_micro.astype(np.float64)
@@ -152,8 +156,9 @@ def _layer_terms(columns: Columns, costs: LayerCosts) -> dict[str, Array]:
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
     repeated = repeated * columns.recompute_share
     whole = columns.recompute == RECOMPUTES.index("full")
-    idle = np.maximum(0.0, costs.host_f * (1.0 + whole * columns.recompute_share) - forward - repeated * whole)
-    idle = idle + np.maximum(0.0, costs.host_f - backward)
+    twice = whole * columns.recompute_share
+    idle = np.maximum(0.0, costs.host_f - forward - costs.tp_f)
+    idle = idle + np.maximum(0.0, costs.host_f * (_HOST_BACKWARD + twice) - backward - costs.tp_b - repeated)
     return {
         "gemm": costs.gemm_f + costs.gemm_b,
         "attention": costs.attn_f + costs.attn_b,

@@ -13,9 +13,12 @@ Array = NDArray[np.float64]
 
 #: Tiles of the output that matmul kernels come in (rows, columns); narrow ones reuse less of what they load.
 _TILES = ((128, 128), (128, 256), (256, 128), (64, 256), (64, 128), (64, 64))
-_FULL_TILE = 128 * 128
+_FULL_TILE = 128 * 256
+#: Share of the rate of a matmul whose inner widths are no multiples of 8 values (16 bytes): the tensor units are not
+#: reached then, or loaded in small pieces.
+_MISALIGNED = 0.2
 #: A tensor's inner width in values that is no multiple of this misses whole memory transactions (128 bytes of bf16).
-_LINE = 64
+_LINE, _UNLINED = 64, 0.97
 
 
 def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Array:
@@ -31,9 +34,9 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Arr
         tiles = tall * wide * batch
         filled = tiles / (np.ceil(tiles / tables.sms) * tables.sms)
         covered = (m / (tall * rows)) * (n / (wide * columns))
-        np.maximum(best, filled * covered * min(1.0, rows * columns / _FULL_TILE) ** 0.25, out=best)
+        np.maximum(best, filled * covered * (rows * columns / _FULL_TILE) ** tables.tile_power, out=best)
     # Outputs of less than one wave are split along k, which brings back about half of the device.
-    small = m * n * batch < _FULL_TILE * tables.sms
+    small = m * n * batch < _FULL_TILE / 2 * tables.sms
     best = np.where(small, np.maximum(best, 0.5), best)
     rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + tables.gemm_k0)
     flops = 2.0 * m * n * k * batch
@@ -42,13 +45,19 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Arr
 
 
 def aligned(n: Any, k: Any) -> Array:
-    """Share of a matmul's rate that is left where inner widths are no multiples of whole memory lines (8: of pairs)."""
+    """Share of a matmul's rate that its inner widths leave."""
     return _line_share(np.asarray(n)) * _line_share(np.asarray(k))
 
 
 def _line_share(width: NDArray[Any]) -> Array:
     whole, eighth = width % _LINE == 0, width % 8 == 0
-    return np.where(whole, 1.0, np.where(eighth, 0.97, 0.75))
+    return np.where(whole, 1.0, np.where(eighth, _UNLINED, _MISALIGNED))
+
+
+def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> Array:
+    """Seconds of the batched products of unfused attention: `flops` in all, `moved` bytes of scores."""
+    rate = peak * tables.gemm_ceiling * tables.core_eff * (1.0 if head_dim % 8 == 0 else _MISALIGNED)
+    return np.maximum(flops / rate, bytes_s(tables, moved)) + 2 * tables.launch_s
 
 
 def bytes_s(tables: Tables, moved: Any) -> Array:
@@ -62,6 +71,6 @@ def flash_s(tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: b
     seq_len: keys that a query sees at most. Heads narrower than 128 leave the matrix units short of work.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
-    ramp = np.asarray(seq_len, dtype=np.float64) / (np.asarray(seq_len) + tables.attn_s0)
+    ramp = np.asarray(seq_len) / (np.asarray(seq_len) + tables.attn_s0)
     narrow = min(1.0, head_dim / 128) ** 0.4
     return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp * narrow) + tables.launch_s

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
-from weft.planner.kernels import bytes_s, flash_s, gemm_s
+from weft.planner.kernels import bytes_s, core_s, flash_s, gemm_s
 from weft.planner.tables import Tables
 
 Array = NDArray[np.float64]
@@ -85,7 +85,7 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, gemm_f, dgrad + wgrad)
     cp_f, cp_b = _cp(columns, tables, fabric, tokens, q, kv, attn_f, attn_b)
     ep = _ep(job, columns, fabric, tokens)
-    calls = np.where(stack.fused_norm or columns.compile, _CALLS_FUSED, _CALLS_EAGER) + np.where(t > 1, 4, 0)
+    calls = np.where(stack.fused_norm | columns.compile, _CALLS_FUSED, _CALLS_EAGER) + np.where(t > 1, 4, 0)
     host = calls * tables.host_op_s / stack.host_gain * (0.0 if stack.cuda_graphs else 1.0)
     return LayerCosts(
         gemm_f=gemm_f * width,
@@ -153,8 +153,10 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
         mean = (seen + 128) / 2 if seen == s else seen - seen * seen / (2 * s)
         flops = 4.0 * rows * mean * q
         share = layers / shape.layers / stack.attn_gain
-        forward = forward + share * flash_s(tables, flops, seen, shape.head_dim, False, peak)
-        backward = backward + share * flash_s(tables, 2.5 * flops, seen, shape.head_dim, True, peak)
+        # A ring takes the keys in as many pieces as it has ranks, and every call works on one.
+        piece = seen / np.where(columns.cp_mode == CP_MODES.index("ring"), columns.cp, 1)
+        forward = forward + share * flash_s(tables, flops, piece, shape.head_dim, False, peak)
+        backward = backward + share * flash_s(tables, 2.5 * flops, piece, shape.head_dim, True, peak)
     return forward, backward
 
 
@@ -163,12 +165,8 @@ def _unfused_attention(
 ) -> tuple[Array, Array]:
     shape, s = job.shape, float(job.seq_len)
     heads = q / shape.head_dim * rows / s  # matrices of s x s
-    one = np.ones_like(rows)
-    width = shape.head_dim * one
-    m, n, k = np.stack([s * one, s * one]), np.stack([s * one, width]), np.stack([width, s * one])
-    slow = tables.gemm_sustained / tables.core_eff
-    products = gemm_s(tables, m, n, k, heads, peak).sum(axis=0) * slow
     elements = heads * s * s
+    products = core_s(tables, 4.0 * elements * shape.head_dim, 4.0 * elements, shape.head_dim, peak)
     # Fused: scale-mask-softmax reads and writes halves, dropout too and a mask. Not fused: passes in fp32 besides.
     forward, backward = (4.0, 6.0) if job.stack.fused_softmax else (20.0, 14.0)
     forward, backward = (forward + 5.0, backward + 5.0) if job.stack.dropout else (forward, backward)
@@ -179,18 +177,18 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     """Bytes that element-wise kernels of a mean layer move: forward, backward."""
     shape, stack = job.shape, job.stack
     h, t = float(shape.hidden), columns.tp.astype(np.float64)
-    fused_norm = stack.fused_norm | columns.compile
+    fused_norm = stack.fused_norm | shape.layer_norm | columns.compile
     fused_mlp = stack.fused_mlp | columns.compile
     outside = np.where(columns.sp, t, 1.0)  # sequence parallel divides what lies between the tensor-parallel parts
     masks = 1.0 if stack.dropout else 0.0
-    norm_f, norm_b = np.where(fused_norm, 4.0, 20.0), np.where(fused_norm, 8.0, 30.0)
+    norm_f, norm_b = np.where(fused_norm, 4.0, 36.0), np.where(fused_norm, 8.0, 90.0)
     between_f = 2 * (norm_f + 6.0 + masks) * h / outside
     between_b = 2 * (norm_b + 6.0 + 5.0 * masks) * h / outside
     if shape.gated:
-        act_f, act_b = np.where(fused_mlp, 6.0, 10.0), np.where(fused_mlp, 10.0, 16.0)
+        act_f, act_b = np.where(fused_mlp, 6.0, 10.0), np.where(fused_mlp, 10.0, 18.0)
     else:
         act_f, act_b = np.where(fused_mlp, 4.0, 8.0), np.where(fused_mlp, 6.0, 12.0)
-    rotary = 0.0 if shape.learned_positions else np.where(stack.fused_rope | columns.compile, 4.0, 16.0)
+    rotary = 0.0 if shape.learned_positions else np.where(stack.fused_rope | columns.compile, 4.0, 18.0)
     turned = rotary * (q + kv) + 4.0 * (0.0 if stack.flash else 1.0) * (q + 2 * kv)
     dense = (shape.layers - shape.moe_layers) / shape.layers
     width = dense * shape.ffn / t + (1 - dense) * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
@@ -210,7 +208,7 @@ def _head(
     m, n, k = np.stack([tokens, tokens, vocab]), np.stack([vocab, h, h]), np.stack([h, vocab, tokens])
     gemm = gemm_s(tables, m, n, k, 1.0, peak).sum(axis=0)
     fused = job.stack.fused_loss | columns.compile
-    memory = bytes_s(tables, tokens * vocab * np.where(fused, 16.0, 32.0))
+    memory = bytes_s(tables, tokens * vocab * np.where(fused, 20.0, 48.0))
     stride = columns.tp_stride
     wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, stride)
     comm = np.where(t > 1, 3 * fabric.ring_s("all_reduce", tokens * 4, t, stride) + wide, 0.0)

@@ -66,7 +66,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     q, kv = (np.ceil(each / t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
     between = np.where(columns.sp, t, 1.0)
     gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
-    norms = np.where(stack.fused_norm | columns.compile, 0.0, 6.0)
+    norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, 6.0)
     masks = 2.0 if stack.dropout else 0.0
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + 2 * 2.0 * h / gathered
     core = 2.0 * q + 4.0 * kv

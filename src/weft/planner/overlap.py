@@ -14,6 +14,9 @@ from weft.spec.plan import RESHARDS
 
 Array = NDArray[np.float64]
 
+#: Parameters whose gradients travel together.
+_BUCKET, _BUCKET_PER_RANK = 40e6, 1e6
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:
@@ -77,7 +80,12 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
     )
     gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
-    for params, group, stride, pieces in parts:
+    for params, group, stride, most in parts:
+        # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
+        buckets = (
+            np.ceil(params / np.maximum(_BUCKET, _BUCKET_PER_RANK * group)) if stack.overlap_grads else np.ones_like(t)
+        )
+        pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
         piece = params / pieces
         ring = np.where(columns.zero == 0, 2.0, 1.0)
         reduced = pieces * fabric.ring_s("reduce_scatter", piece * stack.reduce_bytes, group, stride) * ring

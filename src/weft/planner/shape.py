@@ -15,7 +15,8 @@ class Shape:
     every layer is a mixture). gated: two matrices go up (SwiGLU), else one. num_experts, top_k, expert_ffn: of the
     mixture layers; shared_ffn: width that every token passes beside its experts. dense_layers: layers without experts.
     window: tokens that a windowed layer looks back (0: all); windowed_layers: how many layers have the window.
-    tied: the head shares the embedding's weight. biases: linear layers have biases. learned_positions: rows of the
+    tied: the head shares the embedding's weight. biases: linear layers have biases.
+    layer_norm: LayerNorm (always one kernel), else RMSNorm. learned_positions: rows of the
     position table (0: rotary or none).
     """
 
@@ -29,6 +30,7 @@ class Shape:
     gated: bool = True
     tied: bool = False
     biases: bool = False
+    layer_norm: bool = False
     learned_positions: int = 0
     num_experts: int = 0
     top_k: int = 0
@@ -53,6 +55,7 @@ class Shape:
             gated=not gpt2,
             tied=spec.tied,
             biases=gpt2,
+            layer_norm=gpt2,
             learned_positions=spec.max_seq_len if gpt2 else 0,
         )
 

@@ -22,7 +22,8 @@ class Stack:
     dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
-    times tp.
+    times tp. balanced_stages: layers are split over a pipeline so that embedding and head count as the layers
+    that they cost.
     """
 
     name: str = "weft"
@@ -50,3 +51,4 @@ class Stack:
     scatter_p2p: bool = False
     fold_experts: bool = True
     vocab_multiple: int = 1
+    balanced_stages: bool = False

@@ -23,7 +23,8 @@ _VIRTUAL = (1, 2, 3, 4, 6, 8, 12)
 def candidates(run: Run) -> Columns:
     """The plans that the run may have had: one, where its row says everything."""
     per_rank = max(1, run.job.global_batch // run.dp)
-    micros = (run.microbatch,) if run.microbatch else tuple(b for b in _MICROBATCHES if per_rank % b == 0) or (1,)
+    sizes = (1,) if run.job.shape.moe_layers else _MICROBATCHES  # each token's activations are there top_k times
+    micros = (run.microbatch,) if run.microbatch else tuple(b for b in sizes if per_rank % b == 0) or (1,)
     stages = (
         (run.virtual_stages,)
         if run.virtual_stages

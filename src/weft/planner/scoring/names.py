@@ -12,8 +12,8 @@ _MEMORY = re.compile(r"(\d+)gb")
 _WATTS = re.compile(r"(\d+)w\b")
 #: Rate of memory, in GB/s, that a name's memory type stands for, by device.
 _MEMORY_TYPES = {("h100", "hbm2e"): 2400.0}
-#: Clock against power cap: matmuls at 500 of 700 W keep about 0.85 of their rate.
-_POWER_EXPONENT = 0.5
+#: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
+_POWER_EXPONENT = 0.85
 _PER_NODE = (
     re.compile(r"(?P<count>\d+)\s?x\s?(?P<gbit>\d+)\s?gb(?:it)?(?:/s|ps)?"),
     re.compile(r"(?P<gbit>\d+)\s?gbps(?: roce)?(?: node-node| per node)"),

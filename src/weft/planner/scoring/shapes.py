@@ -36,6 +36,7 @@ def shape_of(row: Mapping[str, str]) -> Shape:
         gated=gated,
         tied=_tied(row, gpt),
         biases=gpt and "no bias" not in row.get("notes", "").lower(),
+        layer_norm=not gated,
         learned_positions=number["seq_len"] if gpt else 0,
         num_experts=experts if mixture else 0,
         top_k=number.get("top_k", 1) if mixture else 0,
