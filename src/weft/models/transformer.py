@@ -145,8 +145,10 @@ class Decoder(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
         # torch replaces each module's parameters one by one when a model leaves the meta device, which parts a pair.
+        is_pair = self.head.weight is self.embed.weight  # a stage of a pipeline may have only one of them
         super()._apply(fn, recurse)
-        self._tie()
+        if is_pair:
+            self._tie()
         return self
 
 

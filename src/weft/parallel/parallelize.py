@@ -26,6 +26,7 @@ def parallelize(model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placem
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
     placed = cut(model, mesh) if placements is None else dict(placements)
+    hold_back(model)
     model.to(device=mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
@@ -57,8 +58,18 @@ def cut(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
 
 def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Keep only this rank's stages of the model."""
-    del model
-    raise PlanError(f"pp={mesh.plan.pp}: pipeline parallelism is not built yet. Use pp=1.")
+    from weft.parallel.pipeline.runtime import build_pipeline
+
+    return build_pipeline(model, mesh)
+
+
+def hold_back(model: nn.Module) -> None:
+    """Let weight gradients wait where the schedule of the model's pipeline says so."""
+    from weft.parallel.pipeline.runtime import pipeline_of
+
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        pipeline.hold_weight_gradients(model)
 
 
 def spread_experts(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:

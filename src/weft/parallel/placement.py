@@ -144,5 +144,6 @@ def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
                     f"{'*'.join(placement.cut)}. Let one technique cut it."
                 )
             partial = (*before.partial, *(axis for axis in placement.partial if axis not in before.partial))
-            merged[name] = replace(placement if placement.is_cut else before, partial=partial)
+            saved = before.name or placement.name
+            merged[name] = replace(placement if placement.is_cut else before, partial=partial, name=saved)
     return merged

@@ -29,6 +29,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", 
 _LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 _FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
+_COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
 _SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
 _WHOLE = re.compile(r"[0-9]{1,18}")
 
@@ -44,6 +45,7 @@ class Plan:
         once in a pass), "after_step" (once in a step, in which gradients travel once too).
     sp: sequence parallel between tensor-parallel regions.
     schedule, microbatches, virtual_stages: the pipeline's; microbatches per optimizer step.
+    split: how many of the model's blocks each stage takes, in order ("3+4+4+3"); empty: stages of equal work.
     accumulation: forward-backward passes per optimizer step when there is no pipeline.
     precision: of forward and backward; master weights and optimizer states stay fp32 (fp64 under "fp64").
     recompute: "none", "full", "attention", "selective", or a budget for saved activations ("12GiB", "50%").
@@ -65,6 +67,7 @@ class Plan:
     schedule: str = "1f1b"
     microbatches: int = 1
     virtual_stages: int = 1
+    split: tuple[int, ...] = ()
     accumulation: int = 1
     precision: str = "fp32"
     recompute: str = "none"
@@ -243,7 +246,7 @@ def _unknown(names: Iterable[str]) -> list[Problem]:
 def _word(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "+".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else str(value)
+    return "+".join(map(str, cast(tuple[object, ...], value))) if isinstance(value, tuple) else str(value)
 
 
 def _read(name: str, value: object) -> object:
@@ -252,7 +255,9 @@ def _read(name: str, value: object) -> object:
         return _SWITCHES.get(value.lower(), value)
     if name == "offload" and isinstance(value, str):
         return tuple(part for part in value.split("+") if part != "none")
-    if name == "offload" and isinstance(value, list):
+    if name == "split" and isinstance(value, str) and _COUNTS.fullmatch(value):
+        return tuple(map(int, value.split("+")))
+    if name in ("offload", "split") and isinstance(value, list):
         return tuple(cast(list[object], value))
     if name in ("schedule", "precision", "recompute", "reshard"):
         return value
@@ -275,6 +280,8 @@ def _checked(name: str, value: object) -> object:
         return _recompute(value)
     if name == "offload":
         return _offload(value)
+    if name == "split":
+        return _split(value)
     low, high = (0, 3) if name == "zero" else (1, _LARGEST)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         size = f"a whole number from 1 to {high} is needed. Use {name}=1 to leave it out."
@@ -311,6 +318,14 @@ def _offload(value: object) -> tuple[str, ...]:
         if chosen.setdefault(name, word) != word:
             raise _error("offload", f"offload={_shown(part)}: {name} has another share already. Keep one.")
     return tuple(chosen[name] for name in OFFLOADS if name in chosen)
+
+
+def _split(value: object) -> tuple[int, ...]:
+    counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
+    if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= _LARGEST for count in counts):
+        return cast(tuple[int, ...], counts)
+    rule = "the blocks of each stage are whole numbers from 1. Use e.g. split=3+4+4+3, or leave it out."
+    raise _error("split", f"split={_shown(value)}: {rule}")
 
 
 def _offload_part(part: object) -> tuple[str, str]:

@@ -122,7 +122,7 @@ class Rule:
             return "*"
         if isinstance(value, bool):
             return "on" if value else "off"
-        return "+".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else str(value)
+        return "+".join(map(str, cast(tuple[object, ...], value))) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True, slots=True)

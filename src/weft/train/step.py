@@ -20,6 +20,7 @@ from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import Precision, data_parallel
+from weft.parallel.pipeline.runtime import Work, pipeline_of
 from weft.train.oom import explains_memory
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
@@ -74,6 +75,7 @@ class TrainStep:
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._pipeline = pipeline_of(model)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
 
@@ -94,11 +96,13 @@ class TrainStep:
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         totals[2] = float(self.wants_stop)
         scale = self.loss_scale.factor() / self._nominal
-        for index, microbatch in enumerate(microbatches):
-            if seeds is not None:
-                torch.manual_seed(seeds[index])
-            with self._data_parallel.microbatch(last=index == len(microbatches) - 1):
-                self._accumulate(microbatch, scale, totals)
+        if self._pipeline is not None:
+            work = Work(microbatches, self._forward, self._loss_fn, scale, totals, seeds)
+            # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
+            with self._data_parallel.microbatch(last=True):
+                self._pipeline.step(work, self._meter)
+        else:
+            self._accumulate(microbatches, scale, totals, seeds)
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
         with self._meter.phase("reduce"):
@@ -113,15 +117,21 @@ class TrainStep:
         """The tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
-    def _accumulate(self, microbatch: Any, scale: float, totals: torch.Tensor) -> None:
-        """Add one microbatch's gradients, loss sum and token count."""
-        with self._meter.phase("forward"):
-            output = self._forward(self.model, microbatch)
-            loss_sum, num_tokens = self._loss_fn(output, microbatch)
-            totals[0] += loss_sum.detach()
-            totals[1] += num_tokens
-        with self._meter.phase("backward"):
-            (loss_sum * scale).backward()
+    def _accumulate(
+        self, microbatches: list[Any], scale: float, totals: torch.Tensor, seeds: Sequence[int] | None
+    ) -> None:
+        """Add each microbatch's gradients, loss sum and token count."""
+        for index, microbatch in enumerate(microbatches):
+            if seeds is not None:
+                torch.manual_seed(seeds[index])
+            with self._data_parallel.microbatch(last=index == len(microbatches) - 1):
+                with self._meter.phase("forward"):
+                    output = self._forward(self.model, microbatch)
+                    loss_sum, num_tokens = self._loss_fn(output, microbatch)
+                    totals[0] += loss_sum.detach()
+                    totals[1] += num_tokens
+                with self._meter.phase("backward"):
+                    (loss_sum * scale).backward()
 
     def _update(self, loss_sum: float, num_tokens: float, stops: float, norm: float) -> StepMetrics:
         """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of any model that is a chain of blocks, under any schedule."""

@@ -1,0 +1,131 @@
+"""What stands in the model for the modules of other stages, so that its own forward runs as it is written.
+
+The model's forward is called for each stage. Modules of earlier stages give what was received, the stage's first
+block takes it in place of its input, and where the next stage would begin, forward is left. So masks, positions and
+keyword arguments are made by the model's own code, from the microbatch that every stage has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+
+
+class Flow:
+    """The activation that enters a stage, while its forward runs. None: the stage is the first."""
+
+    def __init__(self) -> None:
+        self.incoming: torch.Tensor | None = None
+        self.has_entered = False
+
+    def begin(self, incoming: torch.Tensor | None) -> None:
+        """A stage's forward begins."""
+        self.incoming, self.has_entered = incoming, incoming is None
+
+    def end(self) -> None:
+        """It is over."""
+        self.incoming, self.has_entered = None, False
+
+
+class Left(BaseException):
+    """Forward has come to the next stage, whose input this is. Not an Exception: models may catch those."""
+
+    def __init__(self, output: torch.Tensor):
+        super().__init__()
+        self.output = output
+
+
+class _StandIn(nn.Module):
+    """Answers for another module: its attributes are that module's, its parameters are none."""
+
+    def __init__(self, module: nn.Module, path: str, flow: Flow):
+        super().__init__()
+        # In a tuple: a module set as an attribute would become a part of the model.
+        self.__dict__["_for"] = (module, path, flow)
+
+    @property
+    def stands_for(self) -> nn.Module:
+        """The module whose place this takes."""
+        return self.__dict__["_for"][0]
+
+    @property
+    def path(self) -> str:
+        """Its path in the whole model."""
+        return self.__dict__["_for"][1]
+
+    @property
+    def flow(self) -> Flow:
+        """What enters the stage."""
+        return self.__dict__["_for"][2]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_for"][0], name)
+
+
+class Absent(_StandIn):
+    """A module of an earlier stage gives what that stage sent, whatever it is asked. One of a later stage is an error.
+
+    Only what the stage's first block takes counts, and that takes the received activation itself.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The received activation, without gradient."""
+        del args, kwargs
+        flow = self.flow
+        if flow.incoming is None or flow.has_entered:
+            raise ModelError(
+                f"module {self.path!r}: this stage of the pipeline runs it, but another one holds it. Blocks must run "
+                f"one after another, and modules beside them wholly before or after. Register those that run after "
+                f"the blocks behind them, or use pp=1."
+            )
+        return flow.incoming.detach()
+
+
+class Entry(_StandIn):
+    """The first block of a stage: takes what was received in place of its first input."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block gives."""
+        flow = self.flow
+        assert flow.incoming is not None
+        flow.has_entered = True
+        if args:
+            return self.stands_for(flow.incoming, *args[1:], **kwargs)
+        return self.stands_for(**{**kwargs, _stream(self.path, kwargs): flow.incoming})
+
+
+class Exit(_StandIn):
+    """The first block of the next stage: forward is left with what it would take."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Leave."""
+        raise Left(args[0] if args else kwargs[_stream(self.path, kwargs)])
+
+
+def _stream(path: str, kwargs: dict[str, Any]) -> str:
+    """Which keyword argument of a block is what the block before gave."""
+    if "hidden_states" in kwargs:
+        return "hidden_states"
+    tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    if len(tensors) != 1:
+        raise ModelError(
+            f"block {path!r}: called with {', '.join(kwargs) or 'nothing'}, which does not say what comes from the "
+            f"block before. Pass it first, or as hidden_states=."
+        )
+    return tensors[0]
+
+
+def without_tensors(module: nn.Module) -> nn.Module:
+    """Put the module's parameters and buffers on the meta device, in place, without touching the tensors themselves."""
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                part._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty_like(buffer, device="meta")
+    return module

@@ -1,0 +1,118 @@
+"""What crosses from stage to stage: activations forward, their gradients back, each with its shape known on both ends.
+
+Both ends see the same microbatches. The first time a microbatch of some shapes comes, the sender says before the
+activation what shape and format it has; from then on both know, and nothing but activations and gradients travels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from weft.comm.peer import Message, start_receive, start_send
+from weft.errors import CommError, ModelError
+from weft.mesh import Axis
+from weft.spec.schedule import Transfer
+
+#: Shapes, formats and names of a microbatch's tensors.
+Signature = tuple[object, ...]
+#: Shape and format of an activation.
+_Form = tuple[torch.Size, torch.dtype]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+#: Numbers in what is said of an activation: format, number of dimensions, sizes.
+_MAX_DIMS = 8
+#: Sends that may be under way before the oldest is waited for.
+_MOST_SENDS = 8
+
+
+class Boundary:
+    """Sends and receives of one rank, over the axis of stages."""
+
+    def __init__(self, axis: Axis, device: torch.device):
+        self._axis = axis
+        self._device = device
+        self._forms: dict[tuple[int, Signature], _Form] = {}
+        self._arriving: dict[tuple[str, int, int], Message] = {}
+        self._sent: deque[Message] = deque()
+
+    def begin(self) -> None:
+        """A step begins; what a broken one left is forgotten."""
+        self._arriving.clear()
+        self._sent.clear()
+
+    def receive(self, transfer: Transfer, signature: Signature) -> None:
+        """Begin to receive what `take` will give."""
+        entered = _entered(transfer)
+        form = self._forms.get((entered, signature))
+        if form is None:
+            form = self._forms[entered, signature] = self._be_told(transfer)
+        out = torch.empty(form[0], dtype=form[1], device=self._device)
+        message = start_receive(out, self._axis, transfer.peer)
+        self._arriving[transfer.content, transfer.stage, transfer.microbatch] = message
+
+    def take(self, content: str, stage: int, microbatch: int) -> torch.Tensor:
+        """Wait for a tensor that is on its way."""
+        return self._arriving.pop((content, stage, microbatch)).wait()
+
+    def send(self, transfer: Transfer, tensor: torch.Tensor, signature: Signature) -> None:
+        """Begin to send. The tensor must not change before the step ends."""
+        tensor = tensor.detach().contiguous()
+        form = (tensor.shape, tensor.dtype)
+        stage = _entered(transfer)
+        known = self._forms.get((stage, signature))
+        if known is None:
+            self._forms[stage, signature] = form
+            self._tell(transfer, form)
+        elif known != form:
+            raise ModelError(
+                f"stage {stage}: {transfer.content} of microbatch {transfer.microbatch} has shape {tuple(form[0])} and "
+                f"format {form[1]}, and before it had {tuple(known[0])} and {known[1]} for a microbatch of the same "
+                f"shapes. Between stages, shapes must follow from those of the microbatch."
+            )
+        self._post(tensor, transfer.peer)
+
+    def end(self) -> None:
+        """Wait until everything was sent."""
+        while self._sent:
+            self._sent.popleft().wait()
+
+    def _post(self, tensor: torch.Tensor, peer: int) -> None:
+        if len(self._sent) >= _MOST_SENDS:
+            self._sent.popleft().wait()
+        self._sent.append(start_send(tensor, self._axis, peer))
+
+    def _tell(self, transfer: Transfer, form: _Form) -> None:
+        shape, dtype = form
+        if len(shape) > _MAX_DIMS or dtype not in _DTYPES:
+            raise ModelError(
+                f"stage {transfer.stage}: its input has shape {tuple(shape)} and format {dtype}. Between stages goes a "
+                f"tensor of at most {_MAX_DIMS} dimensions and a usual format."
+            )
+        numbers = [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]
+        self._post(torch.tensor(numbers, device=self._device), transfer.peer)
+
+    def _be_told(self, transfer: Transfer) -> _Form:
+        numbers = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self._device)
+        dtype, num_dims, *sizes = start_receive(numbers, self._axis, transfer.peer).wait().tolist()
+        if not 0 <= dtype < len(_DTYPES) or not 0 <= num_dims <= _MAX_DIMS:
+            raise CommError(
+                f"stage {transfer.stage}: rank {self._axis.ranks[transfer.peer]} sent something that is no shape. "
+                f"Ranks of a pipeline must be given the same microbatches."
+            )
+        return torch.Size(sizes[:num_dims]), _DTYPES[dtype]
+
+
+def _entered(transfer: Transfer) -> int:
+    """The stage that the activation of this boundary enters; its gradient, which goes back, has the same form."""
+    return transfer.stage if transfer.content == "activation" else transfer.stage + 1
+
+
+def signature_of(batch: Any) -> Signature:
+    """What the shapes between stages follow from."""
+    leaves, structure = tree_flatten(batch)
+    described = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    return (structure, *described)

@@ -1,0 +1,266 @@
+"""Carrying out one rank's list of a schedule: forwards, backwards, weight gradients, and what travels between.
+
+Nothing here knows a schedule by name. Gradients of all microbatches add up where autograd puts them, inside one pass
+of the data-parallel engine, so they are reduced once in a step whatever the order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+from weft.mesh import Mesh
+from weft.parallel.pipeline.boundary import Boundary, Signature, signature_of
+from weft.parallel.pipeline.split import Split, split_model
+from weft.parallel.pipeline.stage import ForwardFn, Stage
+from weft.parallel.pipeline.weight_gradients import HeldGradients, deliver, hold_weight_gradients
+from weft.parallel.placement import Placement
+from weft.spec.schedule import Action, Transfer, parts, schedule_of, with_transfers
+
+#: (output, batch) -> (sum of losses, number of tokens).
+LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
+#: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+class Phases(Protocol):
+    """Times the parts of a step."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]: ...
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A microbatch on a stage, between its forward and its backward.
+
+    incoming: the activation that entered, with its gradient after backward. root: where backward begins.
+    """
+
+    incoming: torch.Tensor | None
+    root: Any
+
+
+@dataclass(slots=True)
+class Work:
+    """What one optimizer step is about.
+
+    scale: of the loss before backward. totals: sum of losses and number of tokens, added to on the last stage.
+    """
+
+    microbatches: Sequence[Any]
+    forward: ForwardFn
+    loss: LossFn
+    scale: float
+    totals: torch.Tensor
+    seeds: Sequence[int] | None = None
+
+
+class Pipeline:
+    """This rank's stages and its list of what to do with them."""
+
+    def __init__(self, split: Split, mesh: Mesh):
+        self.stages = split.stages
+        self.counts = split.counts
+        self.schedule = schedule_of(mesh.plan)
+        self.program = with_transfers(self.schedule)[mesh["pp"].rank]
+        self._axis = mesh["pp"]
+        self._device = mesh.device
+        self._boundary = Boundary(mesh["pp"], mesh.device)
+        self._held = HeldGradients()
+        self._compiles = mesh.plan.compile
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._weights: dict[tuple[int, int], list[Any]] = {}
+        #: What stays on this rank between two of its stages, and what waits to be sent.
+        self._made: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._signatures: list[Signature] = []
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is here."""
+        return any(stage.is_last for stage in self.stages.values())
+
+    def hold_weight_gradients(self, model: nn.Module) -> None:
+        """Let the linear layers of this rank hold back what the schedule does later, in place.
+
+        A compiled block makes all its gradients in one program, so there W has nothing left to do.
+        """
+        waits = any(action.kind == "W" for step in self.schedule.ranks[self._axis.rank] for action in parts(step))
+        if waits and not self._compiles:
+            hold_weight_gradients(model, self._held)
+
+    def step(self, work: Work, phases: Phases) -> None:
+        """Forward and backward of all microbatches. A collective over the axis of stages."""
+        expected = self.schedule.num_microbatches
+        if len(work.microbatches) != expected:
+            raise ModelError(
+                f"microbatches={expected}: this step was given {len(work.microbatches)}. Give as many as the plan says."
+            )
+        self._begin(work)
+        for step in self.program:
+            if isinstance(step, Transfer):
+                self._move(step)
+                continue
+            for action in parts(step):
+                self._act(action, work, phases)
+        self._boundary.end()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
+        """Forward alone of batches, one after another; on the last stage `each(output, batch)`."""
+        self._begin(None)
+        last = self.schedule.num_stages - 1
+        for batch in batches:
+            signature = signature_of(batch)
+            self._signatures.append(signature)
+            microbatch = len(self._signatures) - 1
+            for index in range(self.schedule.num_stages):
+                if index not in self.stages:
+                    continue
+                if index and self.schedule.owner(index - 1) != self._axis.rank:
+                    source = self.schedule.owner(index - 1)
+                    self._move(Transfer("receive", "activation", index, microbatch, source))
+                output = self.stages[index].forward(forward, batch, self._incoming(index, microbatch))
+                if index == last:
+                    each(output, batch)
+                    continue
+                self._made["activation", index + 1, microbatch] = output
+                if self.schedule.owner(index + 1) != self._axis.rank:
+                    target = self.schedule.owner(index + 1)
+                    self._move(Transfer("send", "activation", index + 1, microbatch, target))
+        self._boundary.end()
+
+    def _begin(self, work: Work | None) -> None:
+        self._boundary.begin()
+        self._flights.clear()
+        self._weights.clear()
+        self._made.clear()
+        self._signatures = [signature_of(batch) for batch in work.microbatches] if work else []
+
+    def _move(self, transfer: Transfer) -> None:
+        """Begin one end of a transfer; none where no gradient is needed."""
+        if transfer.content == "gradient" and not self._crosses_back(transfer):
+            return
+        signature = self._signatures[transfer.microbatch]
+        if transfer.way == "receive":
+            self._boundary.receive(transfer, signature)
+        else:
+            made = self._made.pop((transfer.content, transfer.stage, transfer.microbatch))
+            self._boundary.send(transfer, made, signature)
+
+    def _crosses_back(self, transfer: Transfer) -> bool:
+        """Whether the stage after this boundary gives a gradient: something before the boundary is trained."""
+        if transfer.way == "receive":
+            return self.stages[transfer.stage].trains
+        return self.stages[transfer.stage + 1].takes_gradient
+
+    def _act(self, action: Action, work: Work, phases: Phases) -> None:
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        if action.kind == "F":
+            self._forward(stage, microbatch, work, phases)
+        elif not stage.trains:
+            self._flights.pop((stage.index, microbatch), None)
+        elif action.kind == "W":
+            with phases.phase("weight gradients"):
+                deliver(self._weights.pop((stage.index, microbatch)))
+        else:
+            self._backward(stage, microbatch, phases, holds=action.kind == "B")
+
+    def _incoming(self, stage: int, microbatch: int) -> torch.Tensor | None:
+        """What enters a stage; waits for it."""
+        if stage == 0:
+            return None
+        made = self._made.pop(("activation", stage, microbatch), None)
+        return self._boundary.take("activation", stage, microbatch) if made is None else made.detach()
+
+    def _forward(self, stage: Stage, microbatch: int, work: Work, phases: Phases) -> None:
+        batch = work.microbatches[microbatch]
+        with phases.phase("wait"):
+            incoming = self._incoming(stage.index, microbatch)
+        if incoming is not None and stage.takes_gradient:
+            incoming.requires_grad_()
+        if work.seeds is not None:
+            torch.manual_seed((work.seeds[microbatch] + stage.index * _SEED_STRIDE) % 2**63)
+        with phases.phase("forward"):
+            output = stage.forward(work.forward, batch, incoming)
+            if stage.is_last:
+                loss_sum, num_tokens = work.loss(output, batch)
+                work.totals[0] += loss_sum.detach()
+                work.totals[1] += num_tokens
+                output = loss_sum * work.scale
+            else:
+                self._made["activation", stage.index + 1, microbatch] = output.detach()
+        root = output if stage.is_last else _edge_of(output)
+        self._flights[stage.index, microbatch] = _Flight(incoming, root)
+
+    def _backward(self, stage: Stage, microbatch: int, phases: Phases, *, holds: bool) -> None:
+        with phases.phase("wait"):
+            grad = self._gradient(stage, microbatch)
+        flight = self._flights.pop((stage.index, microbatch))
+
+        def backward() -> None:
+            if flight.root is not None:
+                torch.autograd.backward([flight.root], [grad])
+
+        with phases.phase("backward"):
+            if holds:
+                self._weights[stage.index, microbatch] = self._held.during(backward)
+            else:
+                backward()
+        if stage.takes_gradient:
+            assert flight.incoming is not None
+            given = flight.incoming.grad
+            # Nothing of the stage's output depended on its input: a gradient of zeros keeps the ranks in step.
+            given = torch.zeros_like(flight.incoming) if given is None else given
+            self._made["gradient", stage.index - 1, microbatch] = given
+
+    def _gradient(self, stage: Stage, microbatch: int) -> torch.Tensor | None:
+        """The gradient of a stage's output; waits for it."""
+        if stage.is_last:
+            return None
+        made = self._made.pop(("gradient", stage.index, microbatch), None)
+        return self._boundary.take("gradient", stage.index, microbatch) if made is None else made
+
+
+def _edge_of(output: torch.Tensor) -> Any:
+    """Where backward of a stage begins, without keeping the output alive; None where nothing there is trained."""
+    return torch.autograd.graph.get_gradient_edge(output) if output.requires_grad else None
+
+
+def build_pipeline(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+    """Keep only this rank's stages of a model, and with it what carries them out: `pipeline_of(model)`.
+
+    Returns placements of weights that two stages share. Raises what `split_model` raises.
+    """
+    split = split_model(model, mesh)
+    attach_pipeline(model, Pipeline(split, mesh))
+    return split.placements
+
+
+class _Attached:
+    """Keeps the pipeline with its module, but out of copies and pickles."""
+
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline = pipeline
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def attach_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
+    """Keep the pipeline with its module, for `pipeline_of`."""
+    model._weft_pipeline = _Attached(pipeline)  # pyright: ignore[reportArgumentType]
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """The pipeline that `parallelize` made for this module; None where the plan has none."""
+    attached = getattr(model, "_weft_pipeline", None)
+    return attached.pipeline if attached is not None else None

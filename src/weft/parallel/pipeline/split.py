@@ -1,0 +1,134 @@
+"""Dividing a model into stages: which blocks, which weights that two stages share, and nothing of the others left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import nn
+
+from weft.errors import ModelError, PlanError
+from weft.mesh import ENDS, Mesh
+from weft.parallel.pipeline.absent import Absent, Flow, without_tensors
+from weft.parallel.pipeline.chain import Chain, Site, find_chain
+from weft.parallel.pipeline.stage import Stage
+from weft.parallel.placement import Placement
+from weft.planner.stages import divide_layers
+from weft.spec.plan import Plan
+from weft.spec.schedule import stage_owner, stages_of
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """This rank's stages by index, ascending; placements of weights that it shares with another stage.
+
+    counts: blocks of each stage of the pipeline.
+    """
+
+    stages: dict[int, Stage]
+    placements: dict[str, Placement]
+    counts: tuple[int, ...]
+
+
+def split_model(model: nn.Module, mesh: Mesh) -> Split:
+    """Keep only this rank's stages of a model, in place; on the meta device or real.
+
+    Modules of other stages are replaced by stand-ins without parameters, so names stay those of the whole model.
+    Raises ModelError where the model is no chain of blocks or shares weights between stages that are not the ends,
+    PlanError where the plan's split does not fit it.
+    """
+    plan, rank = mesh.plan, mesh["pp"].rank
+    chain = find_chain(model)
+    counts = stage_counts(chain, plan)
+    stops = list(accumulate(counts))
+    every = [_stage(model, chain, index, stops) for index in range(len(counts))]
+    own = {index: every[index] for index in stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)}
+    shared = _shared(model, every, plan)
+    kept = {id(site) for stage in own.values() for site in stage.sites()}
+    flow = Flow()
+    for site in chain.sites:
+        if id(site) not in kept:
+            site.put(Absent(without_tensors(site.module), site.path, flow))
+    return Split(own, _placements(model, shared), counts)
+
+
+def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
+    """Blocks of each stage: the plan's, or those that make stages alike in matrix elements. PlanError where neither."""
+    num_stages, num_blocks = plan.pp * plan.virtual_stages, len(chain.blocks)
+    if plan.split:
+        if len(plan.split) != num_stages or sum(plan.split) != num_blocks:
+            raise PlanError(
+                f"split={'+'.join(map(str, plan.split))}: the model has {num_blocks} blocks, and pp={plan.pp} with "
+                f"virtual_stages={plan.virtual_stages} makes {num_stages} stages. "
+                f"Use {num_stages} numbers that add up to {num_blocks}, or leave split out."
+            )
+        return plan.split
+    if num_blocks < num_stages:
+        raise PlanError(
+            f"pp={plan.pp}: with virtual_stages={plan.virtual_stages} there are {num_stages} stages, and the model "
+            f"has {num_blocks} blocks. Use pp * virtual_stages of at most {num_blocks}."
+        )
+    costs = [_cost((site,)) for site in chain.blocks]
+    return divide_layers(costs, num_stages, before=_cost(chain.before), after=_cost(chain.after))
+
+
+def _cost(sites: tuple[Site, ...]) -> float:
+    """Elements of matrices that are multiplied: a forward takes two operations for each, and each token."""
+    tables = {
+        id(param)
+        for site in sites
+        for part in site.module.modules()
+        if isinstance(part, nn.Embedding)
+        for param in part.parameters(recurse=False)
+    }
+    params = {id(param): param for site in sites for param in site.module.parameters()}
+    return float(sum(p.numel() for key, p in params.items() if p.ndim >= 2 and key not in tables)) or 1e-9
+
+
+def _stage(model: nn.Module, chain: Chain, index: int, stops: list[int]) -> Stage:
+    first = stops[index - 1] if index else 0
+    earlier = (*chain.before, *chain.blocks[:first]) if index else ()
+    is_last = index == len(stops) - 1
+    upto = (*chain.before, *chain.blocks[: stops[index]], *(chain.after if is_last else ()))
+    return Stage(
+        model, chain, index, first, stops[index], takes_gradient=_is_trained(earlier), trains=_is_trained(upto)
+    )
+
+
+def _is_trained(sites: tuple[Site, ...]) -> bool:
+    return any(param.requires_grad for site in sites for param in site.module.parameters())
+
+
+def _shared(model: nn.Module, stages: list[Stage], plan: Plan) -> dict[str, str]:
+    """Weights that the first and the last rank share: each of their names, and the name that checkpoints have."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    ranks: dict[int, dict[int, str]] = {}
+    for stage in stages:
+        owner = stage_owner(plan.schedule, plan.pp, stage.index)
+        for site in stage.sites():
+            for param in site.module.parameters():
+                ranks.setdefault(id(param), {})[owner] = site.path
+    found: dict[str, str] = {}
+    for key, owners in ranks.items():
+        if len(owners) == 1:
+            continue
+        places = list(owners.values())
+        if set(owners) != {0, plan.pp - 1} or len(set(map(id, map(model.get_submodule, places)))) < len(places):
+            raise ModelError(
+                f"parameter {names[key][0]!r}: {' and '.join(places)} share it, and lie on different ranks of the "
+                f"pipeline. Only the first and the last rank may share a weight. Use fewer stages, or a split that "
+                f"keeps them together."
+            )
+        found |= {name: names[key][0] for name in names[key]}
+    return found
+
+
+def _placements(model: nn.Module, shared: dict[str, str]) -> dict[str, Placement]:
+    """Of the shared weights that are still here, under the names that they have here."""
+    return {
+        name: Placement(partial=(ENDS,), name=shared[name] if shared[name] != name else "")
+        for name, _ in model.named_parameters()
+        if name in shared
+    }

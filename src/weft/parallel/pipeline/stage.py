@@ -1,0 +1,87 @@
+"""One stage of a pipeline: the model's forward from where the stage begins to where the next one does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.parallel.pipeline.absent import Absent, Entry, Exit, Flow, Left
+from weft.parallel.pipeline.chain import Chain, Site
+
+#: (model, batch) -> output.
+ForwardFn = Callable[[nn.Module, Any], Any]
+
+
+class Stage:
+    """A part of the chain: blocks `first` up to, without, `stop`.
+
+    index: of the stage, from the embedding. takes_gradient: whether something before it is trained, so that it sends
+    a gradient back. trains: whether something in it or before it is trained, so that it has a backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, chain: Chain, index: int, first: int, stop: int, *, takes_gradient: bool, trains: bool
+    ):
+        self.index = index
+        self.first, self.stop = first, stop
+        self.takes_gradient, self.trains = takes_gradient, trains
+        self._model = model
+        self._chain = chain
+        self._flow = Flow()
+        self._swaps: list[tuple[Site, nn.Module]] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it reads the microbatch itself."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss follows it."""
+        return self.stop == len(self._chain.blocks)
+
+    def sites(self) -> tuple[Site, ...]:
+        """The places of its modules."""
+        before = self._chain.before if self.is_first else ()
+        after = self._chain.after if self.is_last else ()
+        return (*before, *self._chain.blocks[self.first : self.stop], *after)
+
+    def forward(self, forward: ForwardFn, batch: Any, incoming: torch.Tensor | None) -> Any:
+        """What the next stage takes; of the last stage the model's output. incoming: None for the first stage."""
+        self._flow.begin(incoming)
+        try:
+            with self._alone():
+                return forward(self._model, batch)
+        except Left as left:
+            return left.output
+        finally:
+            self._flow.end()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While inside, everything but this stage's modules is stood in for."""
+        swaps = self._swaps = self._swaps or self._stand_ins()
+        was = [site.module for site, _ in swaps]
+        for site, stand_in in swaps:
+            site.put(stand_in)
+        try:
+            yield
+        finally:
+            for (site, _), module in zip(swaps, was, strict=True):
+                site.put(module)
+
+    def _stand_ins(self) -> list[tuple[Site, nn.Module]]:
+        own, blocks = set(map(id, self.sites())), self._chain.blocks
+        entry = None if self.is_first else blocks[self.first]
+        leaving = None if self.is_last else blocks[self.stop]
+        found: list[tuple[Site, nn.Module]] = []
+        for site in self._chain.sites:
+            kind = Entry if site is entry else Exit if site is leaving else None if id(site) in own else Absent
+            if kind is not None:
+                real = site.module
+                found.append((site, kind(real.stands_for if isinstance(real, Absent) else real, site.path, self._flow)))
+        return found
