@@ -267,12 +267,12 @@ def _mesh_columns(meshes: PartialPlans) -> dict[str, NDArray[Any]]:
 
 def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
     columns: dict[str, NDArray[Any]] = {}
-    for field, names in (
+    for word, names in (
         ("offload", ("offload_optimizer", "offload_params", "offload_activations")),
         ("recompute", ("recompute", "activation_budget")),
     ):
-        levels = Columns.of([Plan(**{field: level}) for level in flags.levels[field]], job)
-        columns |= {name: getattr(levels, name)[flags.codes[field]] for name in names}
+        levels = Columns.of([Plan(**{word: level}) for level in flags.levels[word]], job)
+        columns |= {name: getattr(levels, name)[flags.codes[word]] for name in names}
     for name, known in (("precision", PRECISIONS), ("reshard", RESHARDS), ("cp_mode", CP_MODES)):
         columns[name] = _codes(flags, name, known)
     for name, kind in (("zero", np.uint8), ("sp", np.bool_), ("compile", np.bool_)):
