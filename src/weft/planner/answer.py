@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.planner.columns import CP_MODES, Columns
@@ -22,7 +22,8 @@ class Candidate:
 
     terms: parts of the step, which add up to step_s. memory: by class; they add up to total_bytes, which is what the
     driver's tools show; reserved_bytes is what torch's allocator holds, allocated_bytes what lies in tensors.
-    fits: probability that it fits into usable_bytes.
+    fits: probability that it fits into usable_bytes. clocked: its pipeline's schedule was run on a clock, stage by
+    stage; else the bubble is a closed form.
     """
 
     question: Question
@@ -37,6 +38,7 @@ class Candidate:
     total_bytes: float
     usable_bytes: float
     fits: float
+    clocked: bool = False
 
     @property
     def tokens_per_s(self) -> float:
@@ -123,15 +125,22 @@ class Answer:
         return self.ranked[0] if self.ranked else None
 
     def layouts(self, limit: int = 10) -> list[Candidate]:
-        """The best plan of each layout, fastest first: layouts differ in an axis of the mesh or in the ZeRO stage."""
-        found: dict[tuple[object, ...], Candidate] = {}
-        for one in self.ranked:
-            found.setdefault((*one.plan.axis_sizes().values(), one.plan.ep, one.plan.zero), one)
-        return list(found.values())[:limit]
+        """The best plan of each layout, fastest first."""
+        return layouts(self.ranked)[:limit]
 
 
-def candidates(question: Question, columns: Columns, found: Estimates) -> list[Candidate]:
-    """Rows of columns with their estimates, in their order."""
+def layouts(ranked: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each layout in a ranking: layouts differ in an axis of the mesh or in the ZeRO stage."""
+    found: dict[tuple[object, ...], Candidate] = {}
+    for one in ranked:
+        found.setdefault((*one.plan.axis_sizes().values(), one.plan.ep, one.plan.zero), one)
+    return list(found.values())
+
+
+def candidates(
+    question: Question, columns: Columns, found: Estimates, plans: Sequence[Plan] | None = None
+) -> list[Candidate]:
+    """Rows of columns with their estimates, in their order. plans: those of the rows, where they are at hand."""
     sums = {
         name: getattr(found, name).tolist()
         for name in ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "fits_probability")
@@ -139,7 +148,7 @@ def candidates(question: Question, columns: Columns, found: Estimates) -> list[C
     return [
         Candidate(
             question=question,
-            plan=columns.plan(row),
+            plan=columns.plan(row) if plans is None else plans[row],
             cp_mode=CP_MODES[columns.cp_mode[row]],
             microbatch=int(columns.microbatch[row]),
             terms={name: float(values[row]) for name, values in found.terms.items()},

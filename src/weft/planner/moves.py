@@ -18,9 +18,11 @@ from weft.spec.plan import AXES, Plan, plan_fields
 from weft.spec.rule import common_divisors
 from weft.spec.rules import check
 
-#: Shares of saved activations and of optimizer states that lie between all and nothing.
+#: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
 BUDGETS = ("75%", "50%", "25%")
 SHARES = ("optimizer:0.5", "activations:0.5")
+FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 0, -5))
+FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 
 
@@ -37,11 +39,11 @@ class Choice:
         return {name: getattr(self.plan, name) for name in plan_fields()} | {"cp_mode": self.cp_mode}
 
 
-def neighbours(one: Choice, question: Question) -> Iterator[Choice]:
-    """Legal plans that are one change away, each once; decided fields stay as they are."""
+def neighbours(one: Choice, question: Question, *, fine: bool = False) -> Iterator[Choice]:
+    """Legal plans that are one change away, each once; decided fields stay as they are. fine: in small steps."""
     space = Space.whole(question.job, question.cluster, question.fixed)
     seen = {one}
-    for change in _changes(one.plan, space, question):
+    for change in _changes(one.plan, space, question, fine):
         values = one.words | change
         if any(values.get(name) != value for name, value in question.fixed.items()):
             continue
@@ -55,12 +57,12 @@ def neighbours(one: Choice, question: Question) -> Iterator[Choice]:
                 yield found
 
 
-def _changes(plan: Plan, space: Space, question: Question) -> Iterator[dict[str, Any]]:
+def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
     for zero, reshard in (*space.shardings, (0, "after_forward")):
         yield {"zero": zero, "reshard": reshard}
-    for recompute in (*space.recomputes, *BUDGETS):
+    for recompute in (*space.recomputes, *(FINE_BUDGETS if fine else BUDGETS)):
         yield {"recompute": recompute}
-    for offload in (*space.offloads, *((share,) for share in SHARES)):
+    for offload in (*space.offloads, *((share,) for share in (FINE_SHARES if fine else SHARES))):
         yield {"offload": offload}
     for name, values in (("precision", space.precisions), ("compile", space.compiles),
                          ("sp", space.sequence_parallel), ("cp_mode", space.cp_modes)):  # fmt: skip
@@ -147,7 +149,8 @@ def estimated(choices: Iterable[Choice], question: Question) -> list[Candidate]:
     if not listed:
         return []
     columns = columns_of(listed, question)
-    return candidates(question, columns, estimate(question.job, question.cluster, columns, question.tables))
+    found = estimate(question.job, question.cluster, columns, question.tables)
+    return candidates(question, columns, found, [one.plan for one in listed])
 
 
 def changed_words(before: Candidate, after: Candidate) -> str:

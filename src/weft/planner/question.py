@@ -27,7 +27,8 @@ class Question:
     """What is asked. fixed: plan fields whose values are decided. built_only: plans that the runtime runs today.
 
     tier: "datasheet" or "tables". fits: least probability of fitting into memory. most_plans: a space with more is
-    made narrower before it is looked at, and the answer says how. refine_s: seconds for annealing after enumeration.
+    made narrower before it is looked at, and the answer says how; by default a million, and a sixth
+    of that for up to 64 devices. refine_s: seconds for annealing after enumeration.
     assumed: what nobody said and was filled in, in words.
     """
 
@@ -38,7 +39,7 @@ class Question:
     built_only: bool = True
     tier: str = "tables"
     fits: float = FITS
-    most_plans: int = 1_000_000
+    most_plans: int | None = None
     refine_s: float = 0.0
     assumed: tuple[str, ...] = ()
 
@@ -93,6 +94,11 @@ class Question:
             seq_len=self.job.seq_len,
             device=self.cluster.device,
         )
+
+    @property
+    def limit(self) -> int:
+        """Plans that are looked at."""
+        return self.most_plans or (160_000 if self.cluster.num_devices <= 64 else 1_000_000)
 
     @property
     def rules(self) -> list[Rule]:

@@ -14,6 +14,7 @@ from weft.planner.memory_cost import _rank_bytes, layer_bytes
 from weft.planner.moves import Choice, columns_of
 from weft.planner.partition import split_stages
 from weft.planner.pipeline_sim import Durations
+from weft.planner.stages import divide_layers
 from weft.spec.schedule import Schedule, build_schedule, stages_of
 
 
@@ -64,17 +65,34 @@ def _layer(one: Candidate, costs: LayerCosts) -> Pass:
     )
     weights = min(_first(costs.wgrad), backward)
     layers = one.question.job.shape.layers / one.plan.pp
-    again = one.terms.get("recompute", 0.0) / (one.plan.microbatches_per_step * layers)
-    return Pass(forward, backward - weights + again, weights)
+    each = one.plan.microbatches_per_step * layers
+    return Pass(
+        forward + one.terms.get("host", 0.0) / each,
+        backward - weights + one.terms.get("recompute", 0.0) / each,
+        weights,
+    )
 
 
 def _first(values: object) -> float:
     return float(np.asarray(values)[0])
 
 
-def stage_layers(one: Candidate, parts: Passes | None = None) -> list[int]:
-    """How many layers each stage of a candidate's pipeline holds, stages counted from the embedding."""
-    plan, parts = one.plan, parts or passes(one)
+def stage_layers(one: Candidate) -> list[int]:
+    """How many layers each stage of a candidate's pipeline holds, stages counted from the embedding.
+
+    The plan's own split, or what the runtime makes of matrix elements alone.
+    """
+    plan, shape = one.plan, one.question.job.shape
+    if plan.split:
+        return list(plan.split)
+    head = shape.vocab * shape.hidden
+    block = max(1, shape.dense_layer_params if not shape.num_experts else shape.moe_shared_params)
+    return list(divide_layers([1.0] * shape.layers, plan.pp * plan.virtual_stages, after=head / block))
+
+
+def best_split(one: Candidate, parts: Passes) -> list[int]:
+    """The split that makes the longest rank shortest, by the seconds that were estimated."""
+    plan = one.plan
     return split_stages(
         one.question.job.shape.layers,
         [stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank) for rank in range(plan.pp)],
@@ -111,7 +129,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     columns = columns_of([Choice(plan, one.cp_mode)], question)
     layer = layer_bytes(question.job, columns)
     layers = stage_layers(one)
-    found = []
+    found: list[dict[str, float]] = []
     for rank in range(plan.pp):
         own = stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)
         held = np.array([float(sum(layers[stage] for stage in own))])
@@ -127,4 +145,4 @@ def drawn_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedul
         rule = "there is no pipeline to draw. Ask with --fix pp=4, or leave --draw out."
         raise PlanError([Problem("pp", f"pp=1: {rule}")])
     parts = passes(one)
-    return schedule_of(one, most_microbatches), durations(one, stage_layers(one, parts), parts)
+    return schedule_of(one, most_microbatches), durations(one, stage_layers(one), parts)

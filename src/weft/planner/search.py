@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.answer import Answer, Candidate, candidates
+from weft.planner.answer import Answer, Candidate, candidates, layouts
+from weft.planner.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.columns import Columns
 from weft.planner.enumerate import Block, Refused, Tally, enumerate_space
 from weft.planner.estimate import Estimates, estimate
 from weft.planner.question import Question
+from weft.planner.refine import anneal, descend
 from weft.planner.shape import Shape
 from weft.planner.space import Space
 from weft.planner.tables import Tables
@@ -28,6 +30,8 @@ Floats = NDArray[np.float64]
 _CHUNK = 2**17
 #: Rows that are kept of each chunk: the fastest, and the fastest of each (tp, pp, cp).
 _KEPT, _KEPT_OF_CELL = 256, 4
+#: Layouts whose pipelines are run on a clock.
+_CLOCKED = 12
 
 
 def search(
@@ -64,6 +68,7 @@ def answer(question: Question) -> Answer:
         for columns in block.chunks(_CHUNK, tally, question.job):
             keep.look_at(columns)
     ranked, pareto = keep.ranked()
+    ranked = _refined(ranked, question)
     refused = [*tally.refused.values(), *keep.refused.values()]
     return Answer(
         question=question,
@@ -79,6 +84,31 @@ def answer(question: Question) -> Answer:
     )
 
 
+def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
+    """The ranking with what descent, annealing and the clock of pipelines find beyond the enumeration."""
+    if not ranked:
+        return ranked
+    cells: dict[tuple[int, int, int], Candidate] = {}
+    for one in ranked:
+        cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
+    starts = list(dict.fromkeys([*cells.values(), *layouts(ranked)]))
+    found = descend(starts, question)
+    found += anneal([*found, *starts], question, question.refine_s)
+    merged = {(one.plan, one.cp_mode): one for one in [*ranked, *found]}
+    return _with_clock(sorted(merged.values(), key=lambda one: one.step_s))
+
+
+def _with_clock(ranked: list[Candidate]) -> list[Candidate]:
+    """The ranking after the pipelines of its best layouts were run on a clock, as far as that takes no time."""
+    steps, timed = 0, {}
+    for one in layouts(ranked)[:_CLOCKED]:
+        steps += num_steps(one) if one.plan.pp > 1 else 0
+        if one.plan.pp > 1 and steps <= MOST_STEPS:
+            timed[one.plan, one.cp_mode] = clocked(one)
+    order = [timed.get((one.plan, one.cp_mode), one) for one in ranked]
+    return sorted((one for one in order if one.fits >= one.question.fits), key=lambda one: one.step_s)
+
+
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Block]]:
     """The whole space, or as much of it as `most_plans` allows."""
     space = Space.whole(question.job, question.cluster, question.fixed)
@@ -86,7 +116,7 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Bloc
         tally.refused.clear()
         blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)
         smaller = space.narrower()
-        if sum(block.num_rows for block in blocks) <= question.most_plans or smaller is None:
+        if sum(block.num_rows for block in blocks) <= question.limit or smaller is None:
             return space, blocks
         space = smaller
 

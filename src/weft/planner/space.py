@@ -113,10 +113,10 @@ _NARROWER = (
     ("fp32 beside a half precision", lambda space: {"precisions": space.precisions[:1]}),
     ("sp=off beside sp=on", lambda space: {"sequence_parallel": _without(space.sequence_parallel, False)}),
     ("schedule=gpipe", lambda space: {"schedules": _without(space.schedules, ("gpipe", 1))}),
+    ("virtual_stages other than 1, 2, 4 and 8", lambda space: {"schedules": _few_stages(space)}),
     ("splits of data parallelism inside a node", lambda space: {"splits": "few"}),
     ("offloads of activations", lambda space: {
         "offloads": tuple(each for each in space.offloads if "activations" not in each) or space.offloads}),
-    ("virtual_stages other than 1, 2, 4 and 8", lambda space: {"schedules": _few_stages(space)}),
     ("reshard=after_step", lambda space: {"shardings": _without(space.shardings, (3, "after_step"))}),
     ("compile=off beside compile=on", lambda space: {"compiles": _without(space.compiles, False)}),
     ("cp by ulysses and all_gather", lambda space: {"cp_modes": space.cp_modes[:1]}),
