@@ -41,6 +41,11 @@ class Candidate:
     clocked: bool = False
 
     @property
+    def key(self) -> tuple[Plan, str]:
+        """What tells two candidates of one question apart."""
+        return self.plan, self.cp_mode
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all devices together."""
         job = self.question.job

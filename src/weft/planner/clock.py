@@ -20,7 +20,7 @@ from weft.spec.schedule import stages_of
 #: Terms that the longest rank works through for every microbatch.
 _WORK = ("gemm", "attention", "memory_bound", "host", "recompute", "tp", "cp", "ep")
 #: Steps of a schedule that are run at most; beyond it the closed form stays.
-MOST_STEPS = 40_000
+MOST_STEPS = 24_000
 #: A split is written into the plan when it gains more than this.
 _WORTH = 0.003
 
@@ -28,7 +28,7 @@ _WORTH = 0.003
 def num_steps(one: Candidate) -> int:
     """About how many steps the clock would run."""
     plan = one.plan
-    return 3 * plan.pp * plan.virtual_stages * min(plan.microbatches, 3 * plan.pp)
+    return 3 * plan.pp * plan.virtual_stages * min(plan.microbatches, 2 * plan.pp)
 
 
 def clocked(one: Candidate) -> Candidate:
@@ -84,7 +84,7 @@ def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
 def _makespan(one: Candidate, seconds: Durations) -> tuple[float, float]:
     """Seconds of all microbatches, and those of one on the longest rank."""
     plan = one.plan
-    schedule = schedule_of(one, 3 * plan.pp)
+    schedule = schedule_of(one, 2 * plan.pp)
     timeline = simulate(schedule, seconds)
     longest = max(
         sum(_stage_s(seconds, stage) for stage in stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank))

@@ -91,21 +91,22 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
     cells: dict[tuple[int, int, int], Candidate] = {}
     for one in ranked:
         cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
-    starts = list(dict.fromkeys([*cells.values(), *layouts(ranked)]))
+    starts = list({one.key: one for one in [*cells.values(), *layouts(ranked)]}.values())
     found = descend(starts, question)
     found += anneal([*found, *starts], question, question.refine_s)
-    merged = {(one.plan, one.cp_mode): one for one in [*ranked, *found]}
-    return _with_clock(sorted(merged.values(), key=lambda one: one.step_s))
+    merged = {one.key: one for one in [*ranked, *found]}
+    return _with_clock(sorted(merged.values(), key=lambda one: one.step_s), question)
 
 
-def _with_clock(ranked: list[Candidate]) -> list[Candidate]:
-    """The ranking after the pipelines of its best layouts were run on a clock, as far as that takes no time."""
+def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
+    """The ranking after the pipelines of its best layouts were run on a clock, as far as that takes little time."""
     steps, timed = 0, {}
+    most = MOST_STEPS * (1 + 4 * question.refine_s)
     for one in layouts(ranked)[:_CLOCKED]:
         steps += num_steps(one) if one.plan.pp > 1 else 0
-        if one.plan.pp > 1 and steps <= MOST_STEPS:
-            timed[one.plan, one.cp_mode] = clocked(one)
-    order = [timed.get((one.plan, one.cp_mode), one) for one in ranked]
+        if one.plan.pp > 1 and steps <= most:
+            timed[one.key] = clocked(one)
+    order = [timed.get(one.key, one) for one in ranked]
     return sorted((one for one in order if one.fits >= one.question.fits), key=lambda one: one.step_s)
 
 
