@@ -53,7 +53,7 @@ class Estimates:
     """What `estimate` says of each plan.
 
     terms: seconds of one optimizer step by name (TERMS); they sum to `step_s`. memory: bytes on the fullest rank by
-    class (CLASSES); they sum to `total_bytes`. usable_bytes: what the driver leaves of the device's memory.
+    class (CLASSES); they sum to `total_bytes`. usable_bytes: what a run can use of the device's memory.
     tokens: of one step. model_flops: of one step, by the convention of `model_flops`.
     """
 

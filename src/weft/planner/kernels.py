@@ -19,6 +19,8 @@ _FULL_TILE = 128 * 256
 _MISALIGNED = 0.2
 #: A tensor's inner width in values that is no multiple of this misses whole memory transactions (128 bytes of bf16).
 _LINE, _UNLINED = 64, 0.97
+#: How the rate of fused attention falls with heads narrower than 128, as a power.
+_NARROW = 0.15
 
 
 def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Array:
@@ -72,5 +74,5 @@ def flash_s(tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: b
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
     ramp = np.asarray(seq_len) / (np.asarray(seq_len) + tables.attn_s0)
-    narrow = min(1.0, head_dim / 128) ** 0.4
+    narrow = min(1.0, head_dim / 128) ** _NARROW
     return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp * narrow) + tables.launch_s

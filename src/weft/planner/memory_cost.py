@@ -126,7 +126,6 @@ def _rank_bytes(
 ) -> dict[str, Array]:
     layers, rank, embedding, head = place
     shares = rank_shares(job, columns, layers, embedding, head)
-    states = _states(job, columns, shares, layers)
     held = in_flight(columns, rank)
     offloaded = 1 - columns.offload_activations
     saved = layers * held * layer.kept
@@ -136,22 +135,33 @@ def _rank_bytes(
         columns.activation_budget,
     )
     saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0)
-    working = np.where((columns.recompute == 0) & np.isinf(columns.activation_budget), 0.5, 1.0) * layer.whole
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     logits = _logits(job, columns, tokens) if head else np.zeros(len(columns))
-    allocated = {**states, "activations": saved + working, "logits": logits}
-    total = np.sum(list(allocated.values()), axis=0)
+    gathered, reduced = _buffers(job, columns, shares, layers)
+    # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
+    # on their way.
+    loss, backward = saved + logits + gathered, saved + layer.whole + gathered + reduced
+    late = backward > loss
+    moving = {
+        "activations": saved + np.where(late, layer.whole, 0.0),
+        "logits": np.where(late, 0.0, logits),
+        "buffers": gathered + np.where(late, reduced, 0.0),
+    }
+    dynamic = np.sum(list(moving.values()), axis=0)
     groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
     groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
+    states = _states(job, columns, shares, late)
     return {
-        **allocated,
+        **states,
+        **moving,
         "communicators": np.where(columns.world_size > 1, groups, 0) * tables.communicator_gib * 2**30,
         "context": np.full(len(columns), tables.context_gib * 2**30),
-        "reserve": total * (tables.reserve - 1),
+        "reserve": states["reserve"] + dynamic * (tables.reserve - 1),
     }
 
 
-def _states(job: Job, columns: Columns, shares: Shares, layers: Array) -> dict[str, Array]:
+def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_]) -> dict[str, Array]:
+    """Bytes of parameters, gradients and optimizer states. late: the moment is in backward."""
     stack = job.stack
     zero = columns.zero
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
@@ -167,19 +177,31 @@ def _states(job: Job, columns: Columns, shares: Shares, layers: Array) -> dict[s
         gradients += count * stack.grad_bytes / np.where(zero >= 2, size, 1.0)
         kept = np.where((zero == 3) & ~full32, main - master, main)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
+    # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
+    gone = (zero == 3) & ~late & (columns.num_micro == 1)
+    return {
+        "reserve": np.where(gone, gradients, 0.0),
+        "parameters": parameters * (1 - columns.offload_params),
+        "gradients": np.where(gone, 0.0, gradients),
+        "optimizer": optimizer * (1 - columns.offload_optimizer),
+    }
+
+
+def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple[Array, Array]:
+    """Bytes of gathered parameters, and of gradients on their way in backward."""
+    stack, zero = job.stack, columns.zero
     unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
     largest = np.maximum(unit, shares.ends)
-    gathered = 2 * stack.gather_bytes * unit + (2 + stack.reduce_bytes) * largest
-    buffers = np.where(zero == 3, gathered, np.where(zero == 2, stack.reduce_bytes * unit, 0.0))
-    return {
-        "parameters": parameters * (1 - columns.offload_params),
-        "gradients": gradients,
-        "optimizer": optimizer * (1 - columns.offload_optimizer),
-        "buffers": buffers,
-    }
+    gathered = np.where(zero == 3, stack.gather_bytes * (unit + largest), np.where(zero > 0, stack.bucket_bytes, 0.0))
+    reduced = np.where(zero == 3, (2 + stack.reduce_bytes) * unit, np.where(zero == 2, stack.reduce_bytes * unit, 0.0))
+    return gathered, reduced
 
 
 def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
     t = columns.tp.astype(np.float64)
-    each = np.where(job.stack.fused_loss, 6.0, np.where(columns.compile, 8.0, 14.0))
+    each = np.where(
+        job.stack.fused_loss,
+        6.0,
+        np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes),
+    )
     return tokens * (padded_vocab(job, t) / t * each + 4.0 * job.shape.hidden)

@@ -13,6 +13,7 @@ class Stack:
     fused_softmax: without flash, one kernel scales, masks and normalises the scores (else several, in fp32).
     fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
     fused_loss: the loss works in place on the logits (else fp32 copies of them).
+    loss_bytes: peak memory of the loss by logit, beside which compiled code needs 10 and a fused loss 6.
     adam_bytes: memory traffic of the update by parameter. overlap_grads: gradients travel under backward.
     overlap_params: gathered parameters travel under compute. overlap_tp: tensor-parallel traffic hides under matmuls.
     overlap_p2p: pipeline sends hide under compute. grad_bytes: of one gradient as it is kept.
@@ -23,7 +24,7 @@ class Stack:
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
     times tp. balanced_stages: layers are split over a pipeline so that embedding and head count as the layers
-    that they cost.
+    that they cost. bucket_bytes: buffers beside the gradients, in which they and the parameters travel under ZeRO 1, 2.
     """
 
     name: str = "weft"
@@ -34,6 +35,7 @@ class Stack:
     fused_mlp: bool = False
     fused_rope: bool = False
     fused_loss: bool = False
+    loss_bytes: float = 13.0
     adam_bytes: float = 30.0
     overlap_grads: bool = True
     overlap_params: bool = True
@@ -52,3 +54,4 @@ class Stack:
     fold_experts: bool = True
     vocab_multiple: int = 1
     balanced_stages: bool = False
+    bucket_bytes: float = 0.0

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from weft.errors import ConfigError
+from weft.planner.scoring.stacks import known_network
 from weft.spec.cluster import ClusterSpec, DeviceSpec, device, devices
 
 _MEMORY = re.compile(r"(\d+)gb")
@@ -83,7 +84,8 @@ def network_rate(text: str, per_node: int) -> float | None:
         if match:
             count = int(match.groupdict().get("count") or 1)
             return count * float(match["gbit"]) / 8 * 1e9 / max(1, per_node)
-    return None
+    known = known_network(text)
+    return known / max(1, per_node) if known is not None else None
 
 
 __all__ = ["ConfigError", "cluster_of", "device_named", "network_rate"]

@@ -167,7 +167,7 @@ def _counter(text: str) -> str:
         return "total"
     if "max_memory_reserved" in text or "torchtitan" in text:
         return "reserved"
-    return "allocated" if "peak memory" in text or "max_memory_allocated" in text else ""
+    return "allocated" if "peak memory" in text or "peak_memory_usage" in text or "max_memory_allocated" in text else ""
 
 
 def _count(row: Mapping[str, str], key: str, default: int) -> int:

@@ -25,13 +25,31 @@ class StackRule:
 
 
 @functools.cache
+def _file() -> dict[str, Any]:
+    text = resources.files("weft.planner.scoring").joinpath("stacks.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@functools.cache
 def stack_rules() -> tuple[StackRule, ...]:
     """The rules, in the order in which they apply."""
-    text = resources.files("weft.planner.scoring").joinpath("stacks.toml").read_text(encoding="utf-8")
     return tuple(
         StackRule(re.compile(rule["words"]), re.compile(rule.get("gpu", "")), tuple(rule["set"].items()))
-        for rule in tomllib.loads(text)["rule"]
+        for rule in _file()["rule"]
     )
+
+
+@functools.cache
+def _networks() -> tuple[tuple[re.Pattern[str], float], ...]:
+    return tuple((re.compile(each["words"]), float(each["gbit_per_node"])) for each in _file()["network"])
+
+
+def known_network(text: str) -> float | None:
+    """Bytes per second of one node's network, where the machine is known."""
+    for pattern, gbit in _networks():
+        if pattern.search(text):
+            return gbit / 8 * 1e9
+    return None
 
 
 def stack_of(text: str, gpu: str, rules: tuple[StackRule, ...] | None = None) -> tuple[Stack, str]:
