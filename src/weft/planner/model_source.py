@@ -52,12 +52,14 @@ class PlannedModel:
     config: RunConfig | None = None
 
 
-def read_model(source: str | ModelSpec | DecoderSpec | Shape) -> PlannedModel:
+def read_model(source: str | ModelSpec | DecoderSpec | Shape | PlannedModel) -> PlannedModel:
     """The model that a text or a spec stands for.
 
     source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a config of Weft
     (.toml); or a spec. Raises ModelError or ConfigError.
     """
+    if isinstance(source, PlannedModel):
+        return source
     if isinstance(source, DecoderSpec):
         return of_decoder("decoder", source)
     if isinstance(source, Shape):

@@ -46,7 +46,7 @@ class Question:
     @classmethod
     def of(
         cls,
-        model: str | ModelSpec | DecoderSpec | Shape,
+        model: str | ModelSpec | DecoderSpec | Shape | PlannedModel,
         cluster: str | ClusterSpec,
         *,
         seq_len: int | None = None,
