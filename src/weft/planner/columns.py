@@ -14,8 +14,8 @@ from weft.planner.stack import Stack
 from weft.spec.plan import PRECISIONS as PLAN_PRECISIONS
 from weft.spec.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
 
-#: What a code in `Columns.precision` stands for; fp8 (matmuls only) is no plan of the runtime yet.
-PRECISIONS = (*PLAN_PRECISIONS, "fp8")
+#: What a code in `Columns.precision` stands for; fp8 and fp4 (matmuls of layers alone) are no plans of the runtime yet.
+PRECISIONS = (*PLAN_PRECISIONS, "fp8", "fp4")
 #: What a code in `Columns.cp_mode` stands for.
 CP_MODES = ("ring", "all_gather", "ulysses")
 

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import Columns, Job
 from weft.planner.host_cost import Work, budget_s, offload_s
+from weft.planner.kernels import bytes_s
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
-from weft.planner.overlap import Window, exposed_s
+from weft.planner.overlap import Shares, Window, exposed_s
 from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
@@ -198,6 +199,14 @@ def _pipeline_terms(
     terms["pp_p2p"] = many * each
 
 
+def _sums_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
+    """Seconds to add each pass's gradients to those of the passes before. Under ZeRO 3 a rank adds its shard alone."""
+    stack = job.stack
+    each = 2 * stack.grad_bytes - stack.weight_bytes if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes
+    params = np.where(columns.zero == 3, 0.0, shares.dense + shares.ends + shares.experts)
+    return (columns.num_micro - 1) * bytes_s(tables, params * each)
+
+
 def _step_terms(
     job: Job,
     columns: Columns,
@@ -221,6 +230,7 @@ def _step_terms(
     spread = columns.tp if job.stack.fold_experts else 1
     expert_group = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
     own = (shares.dense + shares.ends) / group + shares.experts / expert_group
+    terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, shares)
     terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + tables.step_s
     each = np.maximum(1.0, layers)
     work = Work(forward=forward / each, backward=backward / each, layers=layers, own=own)

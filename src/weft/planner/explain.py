@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from weft.planner.basis import basis_words, time_by_rung
 from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ TERMS = {
     "attention": "attention",
     "memory_bound": "norms, activations, loss",
     "host": "waiting for the host",
+    "contention": "compute slowed by traffic beside it",
     "tp": "tensor-parallel traffic",
     "cp": "context-parallel traffic",
     "ep": "expert-parallel traffic",
@@ -52,6 +54,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
         f"MFU     {one.mfu:.1%} with attention counted whole, {one.causal_mfu:.1%} as the causal mask leaves it; "
         "recompute not counted",
         *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
+        f"trust   {basis_words(time_by_rung(one.terms, one.question.tables))}",
         *waiting,
     ]
 

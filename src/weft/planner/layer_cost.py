@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
 from weft.planner.kernels import bytes_s, core_s, flash_s, gemm_s
+from weft.planner.shape import Shape
 from weft.planner.tables import Tables
 
 Array = NDArray[np.float64]
@@ -71,16 +72,17 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
     t = columns.tp.astype(np.float64)
     c = columns.cp.astype(np.float64)
     tokens = columns.microbatch * (job.seq_len / c)
-    peak = np.array([tables.flops[name] * (tables.fp8_gain if name == "fp8" else 1.0) for name in PRECISIONS])
-    rate = peak[columns.precision]
-    half = np.array([tables.flops["bf16" if name == "fp8" else name] for name in PRECISIONS])[columns.precision]
+    # Each narrower format reaches a smaller share of its peak.
+    gains = {"fp8": tables.fp8_gain, "fp4": tables.fp8_gain**2}
+    rate = np.array([tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS])[columns.precision]
+    half = np.array([tables.flops["bf16" if name in gains else name] for name in PRECISIONS])[columns.precision]
     width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)  # 4-byte elements
     q = np.ceil(shape.heads / t) * shape.head_dim
     kv = np.ceil(shape.kv_heads / t) * shape.head_dim
     gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, q, kv, rate)
     attn_f, attn_b = _attention(job, columns, tables, q, half)
     memory_f, memory_b = _passes(job, columns, tokens, q, kv)
-    quantised = np.where(columns.precision == PRECISIONS.index("fp8"), 6.0 * tokens * (2 * shape.hidden + q), 0.0)
+    quantised = np.where(columns.precision >= PRECISIONS.index("fp8"), 6.0 * tokens * (2 * shape.hidden + q), 0.0)
     head = _head(job, columns, tables, fabric, tokens, half)
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, gemm_f, dgrad + wgrad)
     cp_f, cp_b = _cp(columns, tables, fabric, tokens, q, kv, attn_f, attn_b)
@@ -120,7 +122,7 @@ def _linears(
     one = np.ones_like(tokens)
     dense_share = (shape.layers - shape.moe_layers) / shape.layers
     # Rows: m, n, k, batch, how often in a mean layer.
-    parts = [(tokens, q + 2 * kv, h * one, one, 1.0), (tokens, h * one, q, one, 1.0)]
+    parts = [(tokens, h * one, q, one, 1.0), *_inputs(shape, tokens, q, kv)]
     ffn = [(float(shape.ffn), dense_share), (float(shape.shared_ffn), 1 - dense_share)]
     for width, share in ffn:
         if width and share:
@@ -140,6 +142,18 @@ def _linears(
     return forward, dgrad, wgrad
 
 
+def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Array, Array, Array, Array, float]]:
+    """Matmuls that make queries, keys and values: one, or by way of latent vectors (DeepSeek-AI 2024, 2405.04434)."""
+    one = np.ones_like(tokens)
+    h = shape.hidden * one
+    if not shape.kv_rank:
+        return [(tokens, q + 2 * kv, h, one, 1.0)]
+    wide = q * (1 + shape.rope_dim / shape.head_dim)
+    down = (shape.q_rank + shape.kv_rank + shape.rope_dim) * one
+    queries = (tokens, wide, shape.q_rank * one if shape.q_rank else h, one, 1.0)
+    return [(tokens, down, h, one, 1.0), queries, (tokens, 2 * q, shape.kv_rank * one, one, 1.0)]
+
+
 def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array) -> tuple[Array, Array]:
     """Seconds of scores, softmax and weighted sum: forward, backward. The mean over full and windowed layers."""
     shape, stack, s = job.shape, job.stack, float(job.seq_len)
@@ -151,7 +165,7 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
         if not layers:
             continue
         mean = (seen + 128) / 2 if seen == s else seen - seen * seen / (2 * s)
-        flops = 4.0 * rows * mean * q
+        flops = 4.0 * rows * mean * q * (1 + shape.rope_dim / (2 * shape.head_dim))
         share = layers / shape.layers / stack.attn_gain
         # A ring takes the keys in as many pieces as it has ranks, and every call works on one.
         piece = seen / np.where(columns.cp_mode == CP_MODES.index("ring"), columns.cp, 1)
@@ -233,7 +247,9 @@ def _tp(
     forward = np.where(columns.sp, 4 * gather, 2 * whole)
     backward = np.where(columns.sp, (4 + again) * gather, 2 * whole)
     if not job.stack.overlap_tp:
-        return forward, backward
+        # What travels for the input's gradient hides under the matmul of the weight's, and the other way round.
+        beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else 0.0
+        return forward, backward - np.minimum(beside, gemm_b / tables.overlap_compute) * (2 - tables.overlap_compute)
     # In slices: the first travels alone, the others under the matmul of the slice before.
     slices = np.where(columns.sp, 1.0, 0.0) * (t - 1) / t
     hidden_f = np.minimum(forward, gemm_f / tables.overlap_compute) * slices

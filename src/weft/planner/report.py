@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.planner.answer import Answer, Candidate
+from weft.planner.basis import spread, time_by_rung
 from weft.planner.compare import Comparison
 from weft.planner.question import Question
 from weft.planner.what_if import Scenario
@@ -31,6 +32,7 @@ def question_table(question: Question) -> dict[str, Any]:
 def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str, Any]:
     """One plan with its figures: seconds, bytes, dollars and kWh of one step."""
     cost = one.cost(hour_price)
+    shares = time_by_rung(one.terms, one.question.tables)
     return {
         "plan": str(one.plan),
         "cp_mode": one.cp_mode if one.plan.cp > 1 else None,
@@ -41,6 +43,9 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
         "mfu": one.mfu,
         "mfu_causal": one.causal_mfu,
         "terms_s": dict(one.terms),
+        "time_by_rung": shares,
+        "step_spread": spread(shares),
+        "clocked": one.clocked,
         "memory_bytes": dict(one.memory),
         "allocated_bytes": one.allocated_bytes,
         "reserved_bytes": one.reserved_bytes,

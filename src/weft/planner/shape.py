@@ -15,6 +15,8 @@ class Shape:
     every layer is a mixture). gated: two matrices go up (SwiGLU), else one. num_experts, top_k, expert_ffn: of the
     mixture layers; shared_ffn: width that every token passes beside its experts. dense_layers: layers without experts.
     window: tokens that a windowed layer looks back (0: all); windowed_layers: how many layers have the window.
+    q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: none), where head_dim is the
+    part of a head without positions and rope_dim the part with them.
     tied: the head shares the embedding's weight. biases: linear layers have biases.
     layer_norm: LayerNorm (always one kernel), else RMSNorm. learned_positions: rows of the
     position table (0: rotary or none).
@@ -39,6 +41,9 @@ class Shape:
     dense_layers: int = 0
     window: int = 0
     windowed_layers: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
 
     @classmethod
     def of_decoder(cls, spec: DecoderSpec) -> Shape:
@@ -68,6 +73,10 @@ class Shape:
     def attention_params(self) -> int:
         """Parameters of one layer's projections to queries, keys, values and from the heads."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.kv_rank:
+            down = self.hidden * (self.q_rank + self.kv_rank + self.rope_dim)
+            queries = (self.q_rank or self.hidden) * self.heads * (self.head_dim + self.rope_dim)
+            return down + queries + 2 * self.kv_rank * width + width * self.hidden
         biases = (width + 2 * kv_width + self.hidden) if self.biases else 0
         return self.hidden * (2 * width + 2 * kv_width) + biases
 

@@ -13,9 +13,11 @@ class Stack:
     fused_softmax: without flash, one kernel scales, masks and normalises the scores (else several, in fp32).
     fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
     fused_loss: the loss works in place on the logits (else fp32 copies of them).
+    fused_sums: weight gradients are added to the sum of former passes inside their matmuls.
     loss_bytes: peak memory of the loss by logit, beside which compiled code needs 10 and a fused loss 6.
     adam_bytes: memory traffic of the update by parameter. overlap_grads: gradients travel under backward.
     overlap_params: gathered parameters travel under compute. overlap_tp: tensor-parallel traffic hides under matmuls.
+    overlap_tp_backward: in backward alone, where the weight gradients need none of it.
     overlap_p2p: pipeline sends hide under compute. grad_bytes: of one gradient as it is kept.
     reduce_bytes: as it travels. main_bytes: master weight and states of one parameter (Adam in fp32: 12).
     weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
@@ -35,11 +37,13 @@ class Stack:
     fused_mlp: bool = False
     fused_rope: bool = False
     fused_loss: bool = False
+    fused_sums: bool = False
     loss_bytes: float = 13.0
     adam_bytes: float = 30.0
     overlap_grads: bool = True
     overlap_params: bool = True
     overlap_tp: bool = False
+    overlap_tp_backward: bool = False
     overlap_p2p: bool = False
     grad_bytes: float = 4.0
     reduce_bytes: float = 4.0

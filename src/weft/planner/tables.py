@@ -114,6 +114,7 @@ def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dic
     half = flops.get("bf16") or flops.get("fp16") or flops.get("fp32") or 1e12
     flops = {"bf16": half, "fp16": half, "fp8": half, "fp32": flops.get("tf32", half / 2) / 8} | flops
     flops.setdefault("fp64", flops["fp32"] / 2)
+    flops.setdefault("fp4", flops["fp8"])
     return {
         "flops": flops,
         "memory_rate": device.memory_bytes_per_s or 1e11,

@@ -61,7 +61,7 @@ def _shortened(text: str) -> list[str]:
         found.append(f"{family}-nvl")
     if memory:
         found.append(f"{family}-{memory[1]}")
-    return [*found, family]
+    return [*found, "-".join(words[:2]), family]
 
 
 def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> ClusterSpec:

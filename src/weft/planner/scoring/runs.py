@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError, Problem
 from weft.planner.columns import PRECISIONS, Job
+from weft.planner.scoring.cells import Row, count, number, refused, size
 from weft.planner.scoring.names import cluster_of
 from weft.planner.scoring.shapes import iteration_s, shape_of
-from weft.planner.scoring.stacks import stack_of
+from weft.planner.scoring.stacks import counts_causal_half, stack_of
 from weft.spec.cluster import ClusterSpec
 
 #: A row without one of these says too little to predict anything.
@@ -44,7 +44,6 @@ class Run:
     zero: int
     shard: int
     sp: bool
-    uneven: bool
     precision: str
     compile: bool
     virtual_stages: int | None
@@ -75,13 +74,13 @@ def read_runs(path: Path | str) -> tuple[list[Run], list[Skipped]]:
         ) from None
     runs: list[Run] = []
     skipped: list[Skipped] = []
-    for number, row in enumerate(rows, 2):
+    for line, row in enumerate(rows, 2):
         clean = {
             key: (value or "").strip()
             for key, value in row.items()
             if isinstance(key, str) and not isinstance(value, list)
         }
-        name = clean.get("id") or f"line {number}"
+        name = clean.get("id") or f"line {line}"
         try:
             runs.append(_run(name, clean))
         except ConfigError as error:
@@ -89,26 +88,24 @@ def read_runs(path: Path | str) -> tuple[list[Run], list[Skipped]]:
     return runs, skipped
 
 
-def _run(name: str, row: Mapping[str, str]) -> Run:
+def _run(name: str, row: Row) -> Run:
     lacking = [key for key in NEEDED if not row.get(key)]
     if lacking:
-        raise _refused(name, f"no {', '.join(lacking)}")
+        raise refused(row, f"no {', '.join(lacking)}")
     notes = row.get("notes", "")
     text = f"{row.get('source', '')}; {row.get('table', '')}; {notes}".lower()
-    gpus = _count(row, "gpus", 1)
-    per_node = _count(row, "gpus_per_node", 8)
+    gpus = size(row, "gpus")
+    per_node = size(row, "gpus_per_node", 8)
     stack, selective = stack_of(text, row["gpu"].lower())
-    tp, pp, cp, ep = (_count(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
-    dp = _count(row, "dp", 0) or max(1, gpus // (tp * pp * cp))
+    tp, pp, cp, ep = (size(row, key) for key in ("tp", "pp", "cp", "ep"))
+    dp = count(row, "dp", 0) or max(1, gpus // (tp * pp * cp))
     if tp * pp * cp * dp != gpus:
-        raise _refused(name, f"tp x pp x cp x dp = {tp * pp * cp * dp}, not the {gpus} devices")
-    batch = _count(row, "global_batch", 0) or _count(row, "micro_batch", 1) * dp * (
-        _noted(notes, r"micro_num (\d+)") or 1
-    )
+        raise refused(row, f"tp x pp x cp x dp = {tp * pp * cp * dp}, not the {gpus} devices")
+    batch = count(row, "global_batch", 0) or size(row, "micro_batch") * dp * (_noted(notes, r"micro_num (\d+)") or 1)
     shape = shape_of(row)
-    job = Job(shape=shape, seq_len=_count(row, "seq_len", 1), global_batch=max(batch, dp), stack=stack)
-    precision = _precision(row, text)
-    run_zero = _count(row, "zero_stage", 0)
+    job = Job(shape=shape, seq_len=size(row, "seq_len"), global_batch=max(batch, dp), stack=stack)
+    precision = _precision(row)
+    run_zero = count(row, "zero_stage", 0)
     return Run(
         id=name,
         source=name.rsplit("-", 1)[0],
@@ -126,14 +123,13 @@ def _run(name: str, row: Mapping[str, str]) -> Run:
         zero=run_zero,
         shard=_shard(text, dp, per_node),
         sp=row.get("sequence_parallel") in ("1", "true", "True"),
-        uneven="one layer fewer" in text,
         precision=precision,
         compile=row.get("compile") in ("1", "true", "True"),
-        virtual_stages=_count(row, "virtual_stages", 0) or (1 if "before interleaving" in text or pp == 1 else None),
-        microbatch=_count(row, "micro_batch", 0) or None,
+        virtual_stages=count(row, "virtual_stages", 0) or (1 if "before interleaving" in text or pp == 1 else None),
+        microbatch=count(row, "micro_batch", 0) or None,
         recompute=_recompute(row.get("recompute", ""), selective),
-        measured_s=iteration_s(row, shape, gpus),
-        measured_gib=_number(row, "measured_mem_gib"),
+        measured_s=iteration_s(row, shape, gpus, counts_causal_half(text)),
+        measured_gib=number(row, "measured_mem_gib"),
         counter=_counter(text),
         out_of_memory={"1": True, "0": False}.get(_found(notes, r"OOM=([01])") or ""),
     )
@@ -145,10 +141,11 @@ def _recompute(word: str, selective: str) -> str | None:
     return word if word in ("none", "full") else None
 
 
-def _precision(row: Mapping[str, str], text: str) -> str:
+def _precision(row: Row) -> str:
     word = row.get("precision", "").lower()
-    if word.startswith(("fp8", "mxfp8", "nvfp4", "fp4")):
-        return "fp8"
+    for narrow in ("fp8", "fp4"):
+        if narrow in word:
+            return narrow
     return word if word in PRECISIONS else "bf16"
 
 
@@ -170,23 +167,6 @@ def _counter(text: str) -> str:
     return "allocated" if "peak memory" in text or "peak_memory_usage" in text or "max_memory_allocated" in text else ""
 
 
-def _count(row: Mapping[str, str], key: str, default: int) -> int:
-    value = _number(row, key)
-    if value is None:
-        return default
-    if value < 0 or value != int(value):
-        raise _refused(row.get("id", ""), f"{key}={row[key]} is no count")
-    return int(value)
-
-
-def _number(row: Mapping[str, str], key: str) -> float | None:
-    text = row.get(key, "")
-    try:
-        return float(text) if text else None
-    except ValueError:
-        raise _refused(row.get("id", ""), f"{key}={text!r} is no number") from None
-
-
 def _noted(text: str, pattern: str) -> int | None:
     found = _found(text, pattern)
     return int(found) if found else None
@@ -195,7 +175,3 @@ def _noted(text: str, pattern: str) -> int | None:
 def _found(text: str, pattern: str) -> str | None:
     match = re.search(pattern, text)
     return match[1] if match else None
-
-
-def _refused(name: str, reason: str) -> ConfigError:
-    return ConfigError([Problem(name, reason)])

@@ -3,89 +3,117 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
+from weft.planner.scoring.cells import Row, count, number, size
 from weft.planner.shape import Shape
 
 #: Families whose heads are not hidden / heads wide, or that look back over a window in a part of their layers.
 _HEAD_DIMS = (("qwen3", 128), ("gpt-oss", 64), ("gpt_oss", 64), ("gemma", 256), ("nemotron-h", 128))
 _WINDOWS = (("gpt-oss", 128), ("gpt_oss", 128))
+#: Families with latent attention: hidden width -> ranks of queries and of keys and values, width of positions.
+_LATENT = {7168: (1536, 512, 64), 5120: (1536, 512, 64), 2048: (0, 512, 64)}
+#: Width that every token passes beside its experts, and layers without experts: by word and hidden width.
+_SHARED = {("deepseek", 7168): (2048, 3), ("deepseek", 5120): (3072, 1), ("deepseek", 2048): (2816, 1)}
+_SHARED |= {("qwen2", 3584): (20_480, 0), ("llama4", 5120): (8192, 0)}
 _GPT_VOCAB = 50_257
 
 
-def shape_of(row: Mapping[str, str]) -> Shape:
+def shape_of(row: Row) -> Shape:
     """The shape of a row's model. What the row does not say is as in its family: see the comments."""
-    number = {key: int(float(row[key])) for key in _COUNTS if row.get(key)}
-    hidden, heads = number["hidden"], number["heads"]
+    have = {key: size(row, key) for key in _COUNTS if count(row, key, 0)}
+    hidden, heads = have["hidden"], have["heads"]
     family = f"{row.get('model_family', '')} {row.get('table', '')}".lower()
-    ffn = number.get("ffn_hidden", 4 * hidden)
+    ffn = have.get("ffn_hidden", 4 * hidden)
     gated = row["gated_mlp"] in ("1", "true", "True") if row.get("gated_mlp") else ffn != 4 * hidden
-    experts = number.get("experts", 0)
+    experts = have.get("experts", 0)
     mixture = experts > 1
-    head_dim = next((width for word, width in _HEAD_DIMS if word in family), max(1, hidden // heads))
+    head_dim = 128 if "deepseek" in family else max(1, hidden // heads)
+    head_dim = next((width for word, width in _HEAD_DIMS if word in family), head_dim)
     window = next((width for word, width in _WINDOWS if word in family), 0)
-    gpt = not gated and number.get("kv_heads", heads) == heads
+    gpt = not gated and have.get("kv_heads", heads) == heads
     return Shape(
-        vocab=number.get("vocab", _GPT_VOCAB),
+        vocab=have.get("vocab", _GPT_VOCAB),
         hidden=hidden,
-        layers=number["layers"],
+        layers=have["layers"],
         heads=heads,
-        kv_heads=number.get("kv_heads", heads),
+        kv_heads=have.get("kv_heads", heads),
         head_dim=head_dim,
-        ffn=0 if mixture else ffn,
         gated=gated,
         tied=_tied(row, gpt),
         biases=gpt and "no bias" not in row.get("notes", "").lower(),
         layer_norm=not gated,
-        learned_positions=number["seq_len"] if gpt else 0,
+        learned_positions=have["seq_len"] if gpt else 0,
+        **_latent(family, hidden),
+        **_shared(family, hidden, mixture, ffn),
         num_experts=experts if mixture else 0,
-        top_k=number.get("top_k", 1) if mixture else 0,
+        top_k=have.get("top_k", 1) if mixture else 0,
         expert_ffn=ffn if mixture else 0,
         window=window,
-        windowed_layers=number["layers"] // 2 if window else 0,
+        windowed_layers=have["layers"] // 2 if window else 0,
     )
 
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "experts", "top_k")
 
 
-def _tied(row: Mapping[str, str], gpt: bool) -> bool:
+def _latent(family: str, hidden: int) -> dict[str, int]:
+    if "deepseek" not in family or hidden not in _LATENT:
+        return {}
+    return dict(zip(("q_rank", "kv_rank", "rope_dim"), _LATENT[hidden], strict=True))
+
+
+def _shared(family: str, hidden: int, mixture: bool, ffn: int) -> dict[str, int]:
+    """The feed-forward layer, the shared one beside experts, and how many layers have no experts."""
+    if not mixture:
+        return {"ffn": ffn}
+    for (word, width), (shared, dense) in _SHARED.items():
+        if word in family and width == hidden:
+            return {"ffn": 9 * ffn if dense else 0, "shared_ffn": shared, "dense_layers": dense}
+    return {"ffn": 0}
+
+
+def _tied(row: Row, gpt: bool) -> bool:
     notes = row.get("notes", "").lower()
     if "untied" in notes:
         return False
     return gpt
 
 
-def iteration_s(row: Mapping[str, str], shape: Shape, gpus: int) -> float | None:
-    """Measured seconds of a step: printed, or from tokens/s, or from TFLOP/s; None where the row has neither."""
-    if row.get("measured_iter_s"):
-        return float(row["measured_iter_s"])
-    if not row.get("global_batch"):
+def iteration_s(row: Row, shape: Shape, gpus: int, causal: bool = False) -> float | None:
+    """Measured seconds of a step: printed, or from tokens/s, or from TFLOP/s; None where the row has neither.
+
+    causal: the TFLOP/s count the causal half of attention.
+    """
+    seconds, rate = number(row, "measured_iter_s"), number(row, "measured_tokens_per_s_per_gpu")
+    if seconds:
+        return seconds
+    if not count(row, "global_batch", 0):
         return None
-    tokens = float(row["global_batch"]) * float(row["seq_len"])
-    if row.get("measured_tokens_per_s_per_gpu"):
-        return tokens / (float(row["measured_tokens_per_s_per_gpu"]) * gpus)
+    tokens = float(size(row, "global_batch") * size(row, "seq_len"))
+    if rate:
+        return tokens / (rate * gpus)
     notes = row.get("notes", "")
     stated = re.search(r"\bd_iter=([0-9.]+)", notes)
     if stated:
         return float(stated[1])
-    if row.get("measured_tflops_per_gpu"):
-        hardware = "flops=hw" in notes
-        flops = step_flops(shape, int(float(row["seq_len"])), tokens, hardware)
-        return flops / (float(row["measured_tflops_per_gpu"]) * 1e12 * gpus)
-    return None
+    teraflops = number(row, "measured_tflops_per_gpu")
+    if not teraflops:
+        return None
+    seq_len = size(row, "seq_len") / (2 if causal else 1)
+    return step_flops(shape, seq_len, tokens, "flops=hw" in notes) / (teraflops * 1e12 * gpus)
 
 
-def step_flops(shape: Shape, seq_len: int, tokens: float, with_recompute: bool = False) -> float:
+def step_flops(shape: Shape, seq_len: float, tokens: float, with_recompute: bool = False) -> float:
     """FLOPs of a step as most tables count them: forward three times, attention over the whole square.
 
     with_recompute: layers four times (Narayanan et al. 2021, arXiv 2104.04473, and what follows it).
     """
-    width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    width = shape.heads * shape.head_dim
     ups = 3 if shape.gated else 2
     dense = shape.layers - shape.moe_layers
     ffn = dense * shape.ffn + shape.moe_layers * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
-    attention = shape.layers * (2.0 * shape.hidden * (2 * width + 2 * kv) + 4.0 * seq_len * width)
+    seen = seq_len * (width + shape.heads * shape.rope_dim / 2)
+    attention = shape.layers * (2.0 * shape.attention_params + 4.0 * seen)
     layers = attention + 2.0 * ups * shape.hidden * ffn
     head = 2.0 * shape.hidden * shape.vocab
     return tokens * ((4 if with_recompute else 3) * layers + 3 * head)

@@ -39,6 +39,12 @@ def stack_rules() -> tuple[StackRule, ...]:
     )
 
 
+def counts_causal_half(text: str) -> bool:
+    """Whether a table counts attention's floating-point operations over the causal half alone."""
+    rules = [rule for rule in _file()["flops"] if re.search(rule["words"], text)]
+    return bool(rules) and rules[-1]["count"] == "causal"
+
+
 @functools.cache
 def _networks() -> tuple[tuple[re.Pattern[str], float], ...]:
     return tuple((re.compile(each["words"]), float(each["gbit_per_node"])) for each in _file()["network"])

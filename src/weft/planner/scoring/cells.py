@@ -1,0 +1,47 @@
+"""Numbers from the cells of a row. What is no number, or one that cannot be, refuses the row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from weft.errors import ConfigError, Problem
+
+Row = Mapping[str, str]
+
+
+def number(row: Row, key: str) -> float | None:
+    """A positive number or 0; None where the cell is empty or missing. Raises ConfigError."""
+    text = row.get(key, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise refused(row, f"{key}={text!r} is no number") from None
+    if not math.isfinite(value) or value < 0:
+        raise refused(row, f"{key}={text} is no number that can be")
+    return value
+
+
+def count(row: Row, key: str, default: int) -> int:
+    """A whole number; `default` where the cell is empty or missing. Raises ConfigError."""
+    value = number(row, key)
+    if value is None:
+        return default
+    if value != int(value):
+        raise refused(row, f"{key}={row[key]} is no whole number")
+    return int(value)
+
+
+def size(row: Row, key: str, default: int = 1) -> int:
+    """A whole number of at least 1. Raises ConfigError."""
+    value = count(row, key, default)
+    if value < 1:
+        raise refused(row, f"{key}={value} is no size")
+    return value
+
+
+def refused(row: Row, reason: str) -> ConfigError:
+    """The error of a row that cannot be predicted."""
+    return ConfigError([Problem(row.get("id", ""), reason)])

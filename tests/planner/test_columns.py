@@ -1,0 +1,91 @@
+"""Plans as columns: nothing is lost on the way there and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.planner.columns import Columns, Job
+from weft.planner.shape import Shape
+from weft.spec.model import ModelSpec, decoder_spec, model_names
+from weft.spec.plan import PRECISIONS, RESHARDS, SCHEDULES, Plan
+
+JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=8192, global_batch=64)
+
+SIZES = st.integers(1, 8)
+PLANS = st.builds(
+    Plan,
+    **dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), SIZES),
+    zero=st.integers(0, 3),
+    reshard=st.sampled_from(RESHARDS),
+    sp=st.booleans(),
+    schedule=st.sampled_from(SCHEDULES),
+    virtual_stages=SIZES,
+    precision=st.sampled_from(PRECISIONS),
+    recompute=st.sampled_from(["none", "full", "attention", "selective", "50%", "0.25", "12GiB"]),
+    offload=st.sampled_from([(), ("optimizer",), ("optimizer:0.5", "activations")]),
+    compile=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(PLANS, SIZES)
+def test_a_plan_comes_back(plan, passes):
+    plan = plan.replace(**{"microbatches" if plan.pp > 1 else "accumulation": passes})
+    columns = Columns.of([plan, Plan()], JOB)
+    again = columns.plan(0)
+    assert again.replace(recompute="none") == plan.replace(recompute="none")
+    assert Columns.of([again], JOB).activation_budget[0] == pytest.approx(columns.activation_budget[0])
+    assert columns.world_size[0] == plan.world_size
+    assert columns.dp[0] == plan.dp_size
+
+
+def test_the_batch_is_shared_by_ranks_and_passes():
+    columns = Columns.of([Plan(dp_shard=4, dp_replicate=2, accumulation=4)], JOB)
+    assert (columns.microbatch[0], columns.num_micro[0]) == (2, 4)
+
+
+def test_rows_are_taken_by_mask_and_joined():
+    columns = Columns.of([Plan(tp=2), Plan(pp=2, microbatches=4), Plan(tp=4)], JOB)
+    assert len(columns[columns.tp > 1]) == 2
+    assert [str(columns[np.array([1])].plan(0))] == ["pp=2 microbatches=4"]
+    joined = Columns.concatenate([columns, columns[:1]])
+    assert [str(joined.plan(row)) for row in range(4)] == ["tp=2", "pp=2 microbatches=4", "tp=4", "tp=2"]
+
+
+def test_no_plans_make_empty_columns():
+    assert len(Columns.of([], JOB)) == 0
+
+
+def test_unknown_columns_are_refused():
+    with pytest.raises(TypeError, match="no such columns: dp"):
+        Columns.make(1, dp=2)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_parameters_are_those_of_the_formula(name):
+    assert Shape.of_decoder(decoder_spec(name)).num_params == ModelSpec.named(name).num_params
+
+
+def mixture(**changes) -> Shape:
+    base = {
+        "vocab": 32_000, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 0,
+        "num_experts": 8, "top_k": 2, "expert_ffn": 14_336,
+    }  # fmt: skip
+    return Shape(**(base | changes))
+
+
+def test_parameters_of_mixtures():
+    """As the model cards say: Mixtral 8x7B 46.7 G, DeepSeek-V3 671 G, Qwen3-235B."""
+    assert mixture().num_params == pytest.approx(46.7e9, rel=1e-3)
+    deepseek = mixture(
+        vocab=129_280, hidden=7168, layers=61, heads=128, kv_heads=128, ffn=18_432, num_experts=256, top_k=8,
+        expert_ffn=2048, shared_ffn=2048, dense_layers=3, q_rank=1536, kv_rank=512, rope_dim=64,
+    )  # fmt: skip
+    assert deepseek.num_params == pytest.approx(671e9, rel=1e-3)
+    qwen = mixture(
+        vocab=151_936, hidden=4096, layers=94, heads=64, kv_heads=4, num_experts=128, top_k=8, expert_ffn=1536
+    )
+    assert qwen.num_params == pytest.approx(235.1e9, rel=1e-3)

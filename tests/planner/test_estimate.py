@@ -1,0 +1,148 @@
+"""Step time: terms sum, rows do not see each other, and better machines are never slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.planner import estimate as module
+from weft.planner.columns import Columns, Job
+from weft.planner.estimate import TERMS, estimate
+from weft.planner.shape import Shape
+from weft.planner.stack import Stack
+from weft.planner.tables import Tables
+from weft.spec.cluster import ClusterSpec
+from weft.spec.model import decoder_spec
+from weft.spec.plan import RECOMPUTES, SCHEDULES
+
+SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
+JOB = Job(shape=SHAPE, seq_len=4096, global_batch=256)
+MIXTURE = replace(SHAPE, ffn=0, num_experts=8, top_k=2, expert_ffn=14_336)
+CLUSTER = ClusterSpec.parse("16x8xh100")
+TABLES = Tables.of(CLUSTER.device)
+
+
+def plans(seed: int, rows: int = 40) -> Columns:
+    rng = np.random.default_rng(seed)
+
+    def pick(*values):
+        return rng.choice(values, rows)
+
+    return Columns.make(
+        rows,
+        **{name: pick(1, 2, 4, 8) for name in ("pp", "dp_replicate", "dp_shard", "tp", "num_micro")},
+        cp=pick(1, 1, 2, 4),
+        cp_mode=pick(0, 1, 2),
+        zero=pick(0, 1, 2, 3),
+        sp=pick(False, True),
+        schedule=rng.integers(0, len(SCHEDULES), rows),
+        virtual_stages=pick(1, 2, 4),
+        microbatch=pick(1, 2, 3),
+        recompute=rng.integers(0, len(RECOMPUTES), rows),
+        recompute_share=pick(0.5, 1.0),
+        offload_optimizer=pick(0.0, 0.5),
+        precision=pick(0, 1, 4, 5),
+        compile=pick(False, True),
+        reshard=pick(0, 1, 2),
+    )
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10_000), st.booleans())
+def test_terms_are_never_negative_and_sum(seed, mixture):
+    job = replace(JOB, shape=MIXTURE) if mixture else JOB
+    found = estimate(job, CLUSTER, plans(seed), TABLES)
+    assert set(found.terms) == set(TERMS)
+    assert all((values >= 0).all() and np.isfinite(values).all() for values in found.terms.values())
+    assert found.step_s == pytest.approx(sum(found.terms.values()))
+    assert found.tokens_per_s * found.step_s == pytest.approx(256.0 * 4096)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 10_000))
+def test_a_row_is_the_same_wherever_it_stands(seed):
+    columns = plans(seed)
+    order = np.random.default_rng(seed).permutation(len(columns))
+    straight, mixed = (estimate(JOB, CLUSTER, each, TABLES) for each in (columns, columns[order]))
+    assert mixed.step_s == pytest.approx(straight.step_s[order])
+    assert mixed.total_bytes == pytest.approx(straight.total_bytes[order])
+    alone = [estimate(JOB, CLUSTER, columns[np.array([row])], TABLES).step_s[0] for row in range(3)]
+    assert alone == pytest.approx(straight.step_s[:3])
+
+
+def test_long_columns_are_worked_on_in_pieces(monkeypatch):
+    columns = plans(7)
+    whole = estimate(JOB, CLUSTER, columns, TABLES)
+    monkeypatch.setattr(module, "_CHUNK", 7)
+    pieces = estimate(JOB, CLUSTER, columns, TABLES)
+    assert pieces.step_s == pytest.approx(whole.step_s)
+    assert pieces.total_bytes == pytest.approx(whole.total_bytes)
+
+
+def test_no_rows_are_no_estimates():
+    assert len(estimate(JOB, CLUSTER, plans(1)[slice(0, 0)], TABLES).step_s) == 0
+
+
+@pytest.mark.parametrize("name", ["memory_rate", "link_rate", "nic_rate", "gemm_ceiling", "memory_eff", "adam_eff"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_better_machines_are_never_slower(name, seed):
+    better = TABLES.changed(**{name: 1.1 * getattr(TABLES, name)})
+    before, after = (estimate(JOB, CLUSTER, plans(seed), tables).step_s for tables in (TABLES, better))
+    assert (after <= before * (1 + 1e-9)).all()
+
+
+def test_time_is_inverse_to_the_devices_speed_where_all_else_is_free():
+    free = {
+        "memory_rate": 1e30, "link_rate": 1e30, "nic_rate": 1e30, "launch_s": 0.0, "host_op_s": 0.0, "step_s": 0.0,
+        "link_alpha_s": 0.0, "nic_alpha_s": 0.0, "straggler": 0.0, "half_bytes": 0.0, "overlap_compute": 1.0,
+    }  # fmt: skip
+    once = TABLES.changed(**free)
+    twice = replace(once, flops={name: 2 * peak for name, peak in once.flops.items()})
+    columns = plans(3)
+    columns = replace(columns, offload_optimizer=np.zeros(len(columns)))
+    slow, fast = (estimate(JOB, CLUSTER, columns, tables).step_s for tables in (once, twice))
+    assert fast == pytest.approx(slow / 2)
+
+
+def test_one_device_does_at_least_the_arithmetic():
+    found = estimate(JOB, CLUSTER, Columns.make(1, num_micro=256), TABLES)
+    flops = 6 * (SHAPE.num_params - SHAPE.vocab * SHAPE.hidden) * 256 * 4096
+    assert found.step_s[0] > flops / (TABLES.flops["bf16"] * TABLES.gemm_ceiling)
+    for name in ("tp", "cp", "ep", "pp_p2p", "bubble", "dp_exposed", "offload", "recompute", "straggler"):
+        assert found.terms[name][0] == 0
+
+
+def test_more_passes_shrink_the_share_of_the_bubble():
+    columns = Columns.make(3, pp=8, num_micro=[8, 16, 64])
+    found = estimate(JOB, CLUSTER, columns, TABLES)
+    assert all(np.diff(found.terms["bubble"] / found.step_s) < 0)
+
+
+def test_what_hides_is_not_seen():
+    columns = Columns.make(1, dp_shard=64, zero=3, num_micro=2)
+    hidden, bare = (
+        estimate(replace(JOB, stack=Stack(overlap_grads=on, overlap_params=on)), CLUSTER, columns, TABLES)
+        for on in (True, False)
+    )
+    assert hidden.terms["dp_exposed"][0] < bare.terms["dp_exposed"][0]
+    assert hidden.terms["contention"][0] > bare.terms["contention"][0] == 0
+
+
+def test_gathering_once_a_step_costs_less_with_many_passes():
+    columns = Columns.make(3, dp_shard=64, zero=3, num_micro=8, reshard=[0, 1, 2])
+    slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))
+    exposed = estimate(slow, CLUSTER, columns, TABLES).terms["dp_exposed"]
+    assert all(np.diff(exposed) < 0)
+
+
+def test_experts_travel():
+    job = replace(JOB, shape=MIXTURE)
+    columns = Columns.make(3, ep=[1, 8, 64], dp_shard=64, num_micro=4)
+    found = estimate(job, CLUSTER, columns, TABLES)
+    assert found.terms["ep"][0] == 0
+    assert all(np.diff(found.terms["ep"]) > 0)
+    assert all(np.diff(found.memory["parameters"]) < 0)
