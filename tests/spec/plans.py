@@ -30,6 +30,7 @@ plans = st.builds(
     reshard=st.sampled_from(RESHARDS),
     microbatches=_sizes,
     virtual_stages=_sizes,
+    split=st.lists(st.integers(1, 99), max_size=8).map(tuple),
     accumulation=_sizes,
     precision=st.sampled_from(PRECISIONS),
     recompute=st.sampled_from(RECOMPUTES) | _budgets,

@@ -37,6 +37,11 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
             _fill(parameter, full_name, owner, name, seed)
 
 
+def initialise_parameter(whole: Tensor, full_name: str, owner: nn.Module, seed: int) -> None:
+    """Fill one parameter of `owner` as `initialise` does, in place: any tensor of the whole parameter's shape."""
+    _fill(whole, full_name, owner, full_name.rpartition(".")[2], seed)
+
+
 @torch.no_grad()
 def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: int) -> None:
     if parameter.is_meta:

@@ -28,8 +28,6 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
     for name, param in model.named_parameters():
         if param.is_complex():
             raise ModelError(f"parameter {name!r}: it is complex. Keep it as torch.view_as_real of it.")
-        if param.is_meta:
-            raise ModelError(f"parameter {name!r}: it is on the meta device. Give the model weights first.")
     if axis.size == 1:
         return
     most = all_reduce(torch.tensor([len(rows)], device=device), axis, op="max").item()

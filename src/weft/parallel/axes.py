@@ -31,7 +31,8 @@ class Axes:
 
     shard: ranks that divide a bucket. replicate: those with equal parts, whose sums add up. over: both joined.
     same: all ranks that hold the same part of the parameter. cut: those that hold its other parts.
-    share: this rank's place among those with equal sums, and their number.
+    extra: those of `replicate` besides dp_replicate. share: this rank's place among those with equal sums, and their
+    number.
     waits: whether its sums must not begin before all stages are at the end of their passes.
     """
 
@@ -40,6 +41,7 @@ class Axes:
     over: Axis
     same: Axis
     cut: Axis
+    extra: Axis
     share: tuple[int, int]
     waits: bool = False
 
@@ -60,6 +62,17 @@ class AxisMap:
         self.stage = self._joined((*_DATA, "cp", "tp"))
         self.stages = mesh["pp"]
         self.world = self.stage if self.stages.size == 1 else mesh.world
+        #: All ranks of one replica of the model.
+        self.replica = self._joined(("pp", "dp_shard", "cp", "tp"))
+
+    @property
+    def plain(self) -> Axes:
+        """The axes of a parameter that nobody cut."""
+        return self.of("", ())
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter is cut over the expert view."""
+        return "ep" in self.placement(name).cut
 
     def check_names(self, model: nn.Module) -> None:
         """ModelError for a placement of a tensor that the module does not have."""
@@ -122,7 +135,7 @@ class AxisMap:
 
     def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
         """ModelError where an optimizer must see whole parameters, and one of these is cut."""
-        for name in names:
+        for name in sorted(names):
             placement = self.placement(name)
             if self._size(placement.cut) > 1:
                 raise ModelError(
@@ -164,10 +177,6 @@ class AxisMap:
         for pairs in groups:
             yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_cut)
 
-    def whole_shapes(self, pairs: Iterable[tuple[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
-        """Of those that are cut, the shape of the whole."""
-        return {name: self.whole_shape(name, shape) for name, shape in pairs if self.placement(name).is_cut}
-
     def _build(self, name: str, placement: Placement, times: int) -> Axes:
         cut, is_expert = placement.cut, "ep" in placement.cut
         if is_expert and (len(cut) > 1 or set(placement.partial) & {"cp", "tp"}):
@@ -188,14 +197,18 @@ class AxisMap:
         sums = self._mesh.ranks_over(self._lasting(equal))
         over = self._joined(("dp_replicate", *shard, *extra))
         return Axes(
-            shard=self._joined(shard) if self._sharded else Axis("dp_shard", 1, 0, (self._mesh.rank,)),
+            shard=self._joined(shard) if self._sharded else self._nobody("dp_shard"),
             replicate=self._joined(("dp_replicate", *extra)) if self._sharded else over,
             over=over,
             same=same,
-            cut=self._mesh[cut] if cut else Axis("tp", 1, 0, (self._mesh.rank,)),
+            cut=self._mesh[cut] if cut else self._nobody("tp"),
+            extra=self._joined(extra) if extra else self._nobody("tp"),
             share=(sums.index(self._mesh.rank), len(sums)),
             waits=ENDS in extra,
         )
+
+    def _nobody(self, name: str) -> Axis:
+        return Axis(name, 1, 0, (self._mesh.rank,))
 
     def _size(self, names: tuple[str, ...]) -> int:
         return len(self._mesh.ranks_over(names)) if names else 1

@@ -30,6 +30,7 @@ from weft.parallel.adopt import Adoption
 from weft.parallel.agree import check_same_model
 from weft.parallel.axes import AxisMap
 from weft.parallel.buckets import BUCKET_BYTES, Bucket, Slot, fill, lay_out, put_in_order
+from weft.parallel.materialise import Materialise
 from weft.parallel.own_loop import OwnLoop
 from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
@@ -41,9 +42,9 @@ from weft.parallel.states import gather_states, load_states
 class FlatModel:
     """The engine of zero=0, 1 and 2; see `weft.parallel.gradients.DataParallel`.
 
-    host: where the plan's share of masters and states goes. each_microbatch: stage 2 reduces after each microbatch,
-    which saves the memory of whole gradients and costs traffic. Raises ModelError for parameters it cannot hold,
-    CommError where ranks built different models.
+    host: where the plan's share of masters and states goes. seed: of parameters on the meta device. each_microbatch:
+    stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs traffic. Raises
+    ModelError for parameters it cannot hold, CommError where ranks built different models.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class FlatModel:
         placements: Mapping[str, Placement] | None = None,
         *,
         host: Host | None = None,
+        seed: int | None = None,
         each_microbatch: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ):
@@ -63,7 +65,9 @@ class FlatModel:
         self.in_step = False  # between begin_step and publish: TrainStep drives
         self.adoptions: list[Adoption] = []
         self._bucket_bytes = bucket_bytes
+        materialise = Materialise(model, self.axes, seed, mesh.device)
         check_same_model(model, self.axes, mesh.device)
+        materialise.make(model.parameters())
         cast_inputs(model, self.precision)
         self._formats = formats(model, self.precision)
         self._slots = [Slot(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
@@ -224,7 +228,7 @@ class FlatModel:
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors for parameters and masters; others of `whole_shapes` where they are among them."""
+        """Take whole tensors for parameters and masters; others that are cut where they are among them."""
         for slot in self._slots:
             part = self.axes.part(slot.name, tensors[self.axes.saved_name(slot.name)])
             slot.param.copy_(part)
@@ -236,11 +240,6 @@ class FlatModel:
     def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer the states that `states` gave under any plan."""
         load_states(self._adoption(optimizer), self.axes.states_here(tensors, self._shapes))
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of parameters and buffers that are cut here, the shape of the whole, by name."""
-        held = [*((slot.name, slot.param) for slot in self._slots), *self._frozen.items(), *self._buffers.items()]
-        return self.axes.whole_shapes((name, tensor.shape) for name, tensor in held)
 
     def check_parameters(self) -> None:
         """Nobody took parameters out of their buckets; where somebody wrote to one, its master follows."""

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
+from weft.parallel.axes import AxisMap
 
 _ATTRIBUTE = "_weft_data_parallel"
 
@@ -37,7 +38,12 @@ class DataParallel(Protocol):
 
     Names are those of `module.named_parameters()`: a tied weight has its first name only. A parameter that no rank
     used in a step has a zero gradient, under every stage and number of ranks.
+
+    axes: where the parts lie that this rank holds, and over whom gradients add up. Whole tensors are those of the model
+    on one process: parts that techniques cut are joined, those of other stages of a pipeline come too.
     """
+
+    axes: AxisMap
 
     def begin_step(self) -> None:
         """Gradients are zero from here. A previous step need not have come to its end."""
@@ -89,7 +95,7 @@ class DataParallel(Protocol):
         ...
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Frozen parameters that are not whole on each rank, by name and whole, in the same manner as `weights`."""
+        """What is not trained and not whole on each rank, by name and whole, in the same manner as `weights`."""
         ...
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,20 +14,24 @@ from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
+from weft.parallel.materialise import move
 from weft.parallel.placement import Placement, merge_placements
 
 
-def parallelize(model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, seed: int | None = None
+) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
+    seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them.
     placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
     Raises ModelError when the model was laid over a mesh before.
     """
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
     placed = cut(model, mesh) if placements is None else dict(placements)
-    hold_back(model)
-    model.to(device=mesh.device)
+    hold_back(model, mesh)
+    move(model, mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
         compile_blocks(model)
@@ -38,7 +42,7 @@ def parallelize(model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placem
         warnings.warn(
             f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}", stacklevel=2
         )
-    attach(model, _engine(model, mesh, host, placed))
+    attach(model, _engine(model, mesh, host, placed, seed))
     return model
 
 
@@ -63,13 +67,20 @@ def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     return build_pipeline(model, mesh)
 
 
-def hold_back(model: nn.Module) -> None:
+def hold_back(model: nn.Module, mesh: Mesh) -> None:
     """Let weight gradients wait where the schedule of the model's pipeline says so."""
     from weft.parallel.pipeline.runtime import pipeline_of
 
     pipeline = pipeline_of(model)
-    if pipeline is not None:
-        pipeline.hold_weight_gradients(model)
+    if pipeline is None:
+        return
+    if not repeated_blocks(model) and (mesh.plan.recompute != "none" or mesh.plan.compile):
+        field = "compile=on" if mesh.plan.recompute == "none" else f"recompute={mesh.plan.recompute}"
+        raise ModelError(
+            f"{field}: under a pipeline it works on repeated blocks, and {type(model).__name__} has none. "
+            f"Put its layers into an nn.ModuleList or composite children of nn.Sequential, or leave it out."
+        )
+    pipeline.hold_weight_gradients(model)
 
 
 def spread_experts(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
@@ -90,13 +101,15 @@ def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     raise PlanError(f"cp={mesh.plan.cp}: context parallelism is not built yet. Use cp=1.")
 
 
-def _engine(model: nn.Module, mesh: Mesh, host: Host | None, placements: Mapping[str, Placement]) -> DataParallel:
+def _engine(
+    model: nn.Module, mesh: Mesh, host: Host | None, placements: Mapping[str, Placement], seed: int | None
+) -> DataParallel:
     """The stage that the plan asks for."""
     if mesh.plan.zero == 3:
         from weft.parallel.zero3 import FullyShardedModel
 
-        return FullyShardedModel(model, mesh, placements)
-    return FlatModel(model, mesh, placements, host=host)
+        return FullyShardedModel(model, mesh, placements, seed)
+    return FlatModel(model, mesh, placements, host=host, seed=seed)
 
 
 def compile_blocks(model: nn.Module) -> None:

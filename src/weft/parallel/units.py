@@ -45,7 +45,10 @@ class _Search:
     def __init__(self, model: nn.Module):
         self.units: list[Unit] = []
         self._owners: dict[int, set[int]] = {}
+        self._parents: dict[int, set[int]] = {}
         for module in model.modules():
+            for child in module.children():
+                self._parents.setdefault(id(child), set()).add(id(module))
             for param in module.parameters(recurse=False):
                 self._owners.setdefault(id(param), set()).add(id(module))
         self._large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
@@ -74,9 +77,12 @@ class _Search:
             self._children(module, path)
 
     def _is_closed(self, module: nn.Module) -> bool:
-        """Whether no parameter in it is also a parameter of a module outside."""
+        """Whether no parameter or module in it is also one of a module outside."""
         inside = {id(child) for child in module.modules()}
-        return all(self._owners[id(param)] <= inside for param in module.parameters())
+        below = [child for child in module.modules() if child is not module and _has_params(child)]
+        return all(self._owners[id(param)] <= inside for param in module.parameters()) and all(
+            self._parents[id(child)] <= inside for child in below
+        )
 
     def _is_large_layer(self, module: nn.Module, parent: nn.Module) -> bool:
         # torch's attention reads the weights of its output projection without calling it.

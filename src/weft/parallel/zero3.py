@@ -19,6 +19,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,14 +31,17 @@ from weft.comm import all_reduce, broadcast
 from weft.errors import LaunchError, ModelError, PlanError
 from weft.memory.offload import choose, shard_offload, step_on_host
 from weft.mesh import Axis, Mesh
-from weft.optim import global_norm
 from weft.parallel.agree import check_same_model
+from weft.parallel.axes import AxisMap
+from weft.parallel.materialise import Materialise
 from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
+from weft.parallel.stages import across_stages
 from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
 from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
 from weft.parallel.zero3_hooks import Calls, ReplicaSum, drop_partial_gradients, find_optimizers, watch_steps
+from weft.parallel.zero3_placed import PartialSums, group_of, kinds_of, own_params, settle, with_experts
 from weft.parallel.zero3_shards import find_shards
 
 #: What fully_shard must be able to do; torch 2.11 has all of it.
@@ -54,25 +58,38 @@ NEEDED = (
 class FullyShardedModel:
     """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, placements: Mapping[str, Placement] | None = None):
-        del placements
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, placements: Mapping[str, Placement] | None = None, seed: int | None = None
+    ):
         _check(mesh)
-        check_same_model(model, mesh.data, mesh.device)
+        axes = self.axes = AxisMap(mesh, placements or {}, sharded=True)
+        axes.check_names(model)
+        materialise = Materialise(model, axes, seed, mesh.device)
+        check_same_model(model, axes, mesh.device)
         plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device
-        self._data, self._axis, self._replicas = mesh.data, mesh["dp_shard"], mesh["dp_replicate"]
+        self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate
         self._defers = plan.reshard == "after_step" and plan.microbatches_per_step > 1
         self._has_host = plan.offload_share("params") > 0
         self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
         self._in_microbatch = self._averages = self._unfinished = False
         self._synchronises = True
-        self.units = (*find_units(model), Unit("", model))
+        self.units = with_experts((*find_units(model), Unit("", model)), model, axes)
+        self._unit_axes = [kind.shard for kind in kinds_of(self.units, axes)]
         cast_inputs(model, self.precision)
         chosen = formats(model, self.precision)
-        self._moving = _settle(model, chosen, self.precision, self._data)
+        self._buffers = settle(model, chosen, self.precision, axes)
+        self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
         originals = dict(model.named_parameters())
+        self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
+        self._shapes = {name: param.shape for name, param in originals.items()}
+        self._partial = PartialSums(axes, self.precision.master, mesh.device)
+        self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
-        members = _shard_units(self.units, mesh, self.precision, set(self.plain.values()))
-        self.shards = find_shards(model, list(originals), self._axis)
+        materialise.make(self.plain.values())
+        members = _shard_units(self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise)
+        self.shards = find_shards(model, list(originals), lambda name: self._kinds[name].shard)
+        kinds = self._kinds
+        self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
         self._adoption = ShardAdoption(self.shards, originals, self._axis)
         self._modules = [unit.module for unit in self.units]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
@@ -83,21 +100,27 @@ class FullyShardedModel:
     def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
         """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
         names, calls = [*map(str, self.units), *self.plain], Calls()
-        self._orders = [Order(axis, names, mesh.device) for axis in (self._axis, self._replicas)]
+        axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
+        orders = {axis.ranks: Order(axis, names, mesh.device) for axis in axes}
+        self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
+        self._undivided: dict[nn.Module, ReplicaSum] = {}
         for index, module in enumerate(self._modules):
-            module.set_custom_all_gather(UnitGather(index, self._axis, self._orders[0]))
-            module.set_custom_reduce_scatter(UnitReduce(index, self._axis, self._orders[0]))
+            axis = self._unit_axes[index]
+            module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
+            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks]))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if self._replicas.size > 1:
-                self._sums.append(ReplicaSum(index, members[index], self._replicas, self._orders[1]))
+            if self._replicas.size > 1 or axis.size == 1:
+                self._sums.append(ReplicaSum(index, members[index], self._replicas, orders[self._replicas.ranks]))
                 module.set_all_reduce_hook(self._sums[-1])
+                if axis.size == 1:
+                    self._undivided[module] = self._sums[-1]
             calls.watch(module, is_root=index == len(self._modules) - 1)
         self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
-        for index, param in enumerate(self.plain.values(), len(self.units)):
+        for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:
-                param.register_hook(functools.partial(self._average_plain, index))
+                param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
 
     def begin_step(self) -> None:
         """Drop all gradients, those of a step that broke off too."""
@@ -125,7 +148,7 @@ class FullyShardedModel:
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Around forward and backward of one microbatch."""
-        self._in_microbatch = self._unfinished = True
+        self._in_microbatch = self._unfinished = self._is_partial = True
         self._average(False)
         self._synchronise(last or not self._defers)
         for replica_sum in self._sums:
@@ -142,13 +165,10 @@ class FullyShardedModel:
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
         self._settle_gradients()
-        parts = [param.grad for param in self.plain.values() if param.grad is not None]
-        if parts:
-            flat = all_reduce(torch.cat([part.reshape(-1).to(self.precision.master) for part in parts]), self._data)
-            for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(total.view_as(part))
+        grads = ((name, param.grad) for name, param in self.plain.items() if param.grad is not None)
+        self._partial.add((self._kinds[name].over, grad) for name, grad in grads)
         if totals is not None:
-            all_reduce(totals, self._data)
+            all_reduce(totals, self.axes.world)
 
     def _settle_gradients(self) -> None:
         for replica_sum in self._sums:
@@ -161,13 +181,22 @@ class FullyShardedModel:
         for param in self.plain.values():
             if param.requires_grad and param.grad is None:
                 param.grad = torch.zeros_like(param)
+        if self._is_partial:
+            self._partial.add((axis, grad) for axis, one in self._late if (grad := one.local.grad) is not None)
+            self._is_partial = False
 
     def norm(self) -> torch.Tensor:
         """Euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
-        shards = [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
-        plain = [param.grad for param in self.plain.values() if param.grad is not None]
-        squares = all_reduce(_square(shards, self._device), self._axis)
-        return (squares + _square(plain, self._device)).sqrt()
+        return all_reduce(self._partial.square(self._counted()), self.axes.replica).sqrt()
+
+    def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Gradients on this rank, each with the number of ranks of this replica that hold the same."""
+        for name, shard in self.shards.items():
+            if shard.local.grad is not None:
+                yield shard.local.grad, self._kinds[name].share[1] // self._replicas.size
+        for name, param in self.plain.items():
+            if param.grad is not None:
+                yield param.grad, self._kinds[name].same.size // self._replicas.size
 
     def check(self) -> None:
         """Nothing: ranks compare what they are about to do before they do it."""
@@ -180,8 +209,8 @@ class FullyShardedModel:
 
     def publish(self) -> None:
         """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""
-        for buffer in self._moving:
-            broadcast(buffer, self._data)
+        for buffer, axis in self._moving:
+            broadcast(buffer, axis)
         self.in_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -209,7 +238,9 @@ class FullyShardedModel:
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Frozen parameters by name, whole: here they are sharded too. A collective."""
-        return self._whole(lambda param: None if param.requires_grad else param.detach())
+        rest = self.axes.named(self.axes.rest(self._buffers.items()))
+        ours = self._whole_here(lambda param: None if param.requires_grad else param.detach())
+        return across_stages(chain(ours, rest), self.axes.stages, self._device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gradients by name, whole. A collective."""
@@ -220,6 +251,10 @@ class FullyShardedModel:
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
+        here = self.axes.named_states(self._states_here(optimizer), self._shapes)
+        return across_stages(here, self.axes.stages, self._device)
+
+    def _states_here(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         self.adopt(optimizer)
         yield from self._adoption.states(optimizer)
         for name, param in self.plain.items():
@@ -234,15 +269,15 @@ class FullyShardedModel:
             module.reshard()
         for name, shard in self.shards.items():
             if shard.param.requires_grad or name in tensors:
-                shard.local.copy_(shard.part(tensors[name]))
-        for name, param in self.plain.items():
+                shard.local.copy_(shard.part(self.axes.part(name, tensors[self.axes.saved_name(name)])))
+        for name, param in (*self.plain.items(), *self._buffers.items()):
             if param.requires_grad or name in tensors:
-                param.copy_(tensors[name])
+                param.copy_(self.axes.part(name, tensors[self.axes.saved_name(name)]))
 
     def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give the optimizer this rank's part of whole states."""
         self.adopt(optimizer)
-        for full_name, saved in tensors.items():
+        for full_name, saved in self.axes.states_here(tensors, self._shapes).items():
             name, _, key = full_name.rpartition("/")
             if name in self.plain:
                 optimizer.state[self.plain[name]][key] = saved.clone().to(self.plain[name].device)
@@ -263,6 +298,12 @@ class FullyShardedModel:
         yield from self.plain.values()
 
     def _whole(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        return across_stages(self._whole_here(of), self.axes.stages, self._device)
+
+    def _whole_here(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.axes.named(self._unsharded(of))
+
+    def _unsharded(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, shard in self.shards.items():
             if (local := of(shard.local)) is not None:
                 yield name, shard.whole(local)
@@ -281,8 +322,12 @@ class FullyShardedModel:
     def _average(self, wanted: bool) -> None:
         """Whether gradients are means over the ranks, which a user's own loop works with, or sums."""
         if wanted != self._averages:
+            number = float(self._data.size) if wanted else 1.0
             for module in self._modules:
-                module.set_gradient_divide_factor(float(self._data.size) if wanted else 1.0)
+                if module in self._undivided:
+                    self._undivided[module].factor = 1.0 / number
+                else:
+                    module.set_gradient_divide_factor(number)
             self._averages = wanted
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
@@ -290,28 +335,20 @@ class FullyShardedModel:
         del module, args
         if not self._in_microbatch and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.in_step = False
+            self._is_partial = True
             self._synchronise(True)
             self._average(True)
 
-    def _average_plain(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+    def _average_plain(self, index: int, over: Axis, grad: torch.Tensor) -> torch.Tensor | None:
         """What is not sharded, in a user's own loop: its mean before it is added to `.grad`."""
         if self._in_microbatch:
             return None
         self._orders[0].meet(Act.SUM, index, grad.numel())
-        return all_reduce(grad.detach().clone(), self._data) / self._data.size
-
-
-def _square(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Square of the norm; with parameters on the host, gradients lie on two devices."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for kind in {grad.device for grad in grads}:
-        norm = global_norm([grad for grad in grads if grad.device == kind])
-        total += norm.double().square().to(device)
-    return total
+        return all_reduce(grad.detach().clone(), over) / self._data.size
 
 
 def _check(mesh: Mesh) -> None:
-    if mesh["dp_shard"].size == 1:
+    if mesh.plan.dp_shard * mesh.plan.cp == 1:
         raise PlanError("zero=3: it shards over dp_shard, and dp_shard is 1. Use dp_shard=2 or more, or zero=0.")
     missing = [name for name in NEEDED if not hasattr(FSDPModule, name)]
     if missing:
@@ -320,46 +357,37 @@ def _check(mesh: Mesh) -> None:
         )
 
 
-def _settle(
-    model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, data: Axis
-) -> list[torch.Tensor]:
-    """Parameters and buffers become the first rank's; what is trained, in the master's format.
-
-    Returns the buffers that training moves.
-    """
-    for param in model.parameters():
-        dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
-        param.data = broadcast(param.data.to(dtype).contiguous(), data)
-    for buffer in model.buffers():
-        settled = broadcast(buffer.detach().contiguous(), data)
-        if settled.data_ptr() != buffer.data_ptr():
-            buffer.copy_(settled)
-    lasting = model.state_dict(keep_vars=True)
-    return [buffer for name, buffer in model.named_buffers() if name in lasting and buffer.is_floating_point()]
-
-
 def _shard_units(
-    units: tuple[Unit, ...], mesh: Mesh, precision: Precision, plain: set[nn.Parameter]
+    units: tuple[Unit, ...],
+    axes: list[Axis],
+    mesh: Mesh,
+    precision: Precision,
+    plain: set[nn.Parameter],
+    materialise: Materialise,
 ) -> list[list[str]]:
-    """Apply fully_shard to each unit, the root last. Returns the names of each unit's parameters."""
-    device_mesh = DeviceMesh.from_group(mesh["dp_shard"].group, mesh.device.type, mesh_dim_names=("dp_shard",))
+    """Apply fully_shard to each unit over its axis, the root last. Returns the names of each unit's parameters."""
+    meshes = {
+        axis.ranks: DeviceMesh.from_group(group_of(axis), mesh.device.type, mesh_dim_names=("dp_shard",))
+        for axis in dict.fromkeys(axes)
+    }
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if precision.is_mixed:
         policy = MixedPrecisionPolicy(precision.compute, precision.master, cast_forward_inputs=False)
     names = {param: name for name, param in units[-1].module.named_parameters() if param not in plain}
     members: list[list[str]] = []
-    sizes = [(str(unit), sum(param.numel() for param in unit.module.parameters() if param in names)) for unit in units]
-    sizes[-1] = (sizes[-1][0], sizes[-1][1] - sum(size for _, size in sizes[:-1]))  # what no other unit has
+    owned = [[param for param in own if param in names] for own in own_params(units)]
+    sizes = [(str(unit), sum(param.numel() for param in own)) for unit, own in zip(units, owned, strict=True)]
     on_host = choose(sizes, mesh.plan.offload_share("params"))
     for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
-        members.append([names.pop(param) for param in module.parameters() if param in names])
+        members.append([names[param] for param in owned[index]])
+        materialise.make(owned[index])  # whole only until its unit is divided
         # The backward of the last unit follows its forward, and the root is in use all along.
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding
         lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
-        fully_shard(module, mesh=device_mesh, reshard_after_forward=lets_go, **settings)
+        fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
         # The gradient of an embedding needs its tokens, not its weights.
         module.set_unshard_in_backward(not embeds)
     return members

@@ -42,9 +42,13 @@ class ReplicaSum:
         self.last = True
         #: True where nobody touches gradients before `wait`.
         self.may_overlap = False
+        #: What a unit that nobody divides multiplies its gradients by: fully_shard would divide them twice.
+        self.factor = 1.0
 
     def __call__(self, sums: torch.Tensor) -> None:
         """Add this call's share; in place."""
+        if self.factor != 1.0:
+            sums *= self.factor
         if not self.last:
             if self._kept is None:
                 self._kept = sums  # fully_shard makes views of it the gradients and adds later sums to them

@@ -6,6 +6,7 @@ none. fully_shard keeps it as a DTensor; everything here works on the plain tens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,7 @@ class Shard:
         self.local.grad = local_part(self.param.grad)
 
 
-def find_shards(model: nn.Module, names: list[str], axis: Axis) -> dict[str, Shard]:
+def find_shards(model: nn.Module, names: list[str], axis_of: Callable[[str], Axis]) -> dict[str, Shard]:
     """Shards by name, of those parameters that fully_shard took."""
     params = dict(model.named_parameters())
     found: dict[str, Shard] = {}
@@ -59,7 +60,7 @@ def find_shards(model: nn.Module, names: list[str], axis: Axis) -> dict[str, Sha
         param = params[name]
         if isinstance(param, DTensor):
             local = nn.Parameter(local_part(param), requires_grad=param.requires_grad)
-            found[name] = Shard(name, param, local, axis)
+            found[name] = Shard(name, param, local, axis_of(name))
     return found
 
 

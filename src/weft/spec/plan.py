@@ -339,7 +339,7 @@ def _split(value: object) -> tuple[int, ...]:
     if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= _LARGEST for count in counts):
         return cast(tuple[int, ...], counts)
     rule = "the blocks of each stage are whole numbers from 1. Use e.g. split=3+4+4+3, or leave it out."
-    raise _error("split", f"split={_shown(value)}: {rule}")
+    raise _error("split", f"split={_shown(cast(object, value))}: {rule}")
 
 
 def _offload_part(part: object) -> tuple[str, str]:

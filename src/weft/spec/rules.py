@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.errors import PlanError, Problem
+from weft.spec.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
 
@@ -43,9 +44,9 @@ def _axis_not_built(axis: str, technique: str) -> Rule:
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = (
     _axis_not_built("tp", "Tensor parallelism"),
-    _axis_not_built("pp", "Pipeline parallelism"),
     _axis_not_built("cp", "Context parallelism"),
     _axis_not_built("ep", "Expert parallelism"),
+    *PIPELINE_NOT_BUILT,
     Rule(
         name="sp-not-built",
         field="sp",
@@ -237,7 +238,9 @@ LASTING: tuple[Rule, ...] = (
             f"{plan.pp} x {plan.virtual_stages} stages are more than the model's {facts.model.num_layers} layers"
         ),
         remedy=lambda plan, facts: f"Use pp * virtual_stages of at most {facts.model.num_layers}",
-        fix=lambda plan, facts: plan.replace(pp=min(plan.pp, facts.model.num_layers), virtual_stages=1),
+        fix=lambda plan, facts: plan.replace(
+            pp=min(plan.pp, facts.model.num_layers), virtual_stages=1, schedule="1f1b", split=()
+        ),
     ),
     Rule(
         name="microbatches-need-pp",
@@ -277,6 +280,7 @@ LASTING: tuple[Rule, ...] = (
         remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
+    *PIPELINE_LASTING,
     Rule(
         name="ep-divides-ranks",
         field="ep",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.comm import all_reduce
-from weft.mesh import Mesh
+from weft.mesh import Axis, Mesh
+from weft.parallel.pipeline.runtime import pipeline_of
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]
@@ -33,18 +35,35 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
     """
     totals = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     model.eval()
-    for batch in batches:
-        local = {name: tensor.to(mesh.device) for name, tensor in batch.items()}
-        loss_sum, num_tokens = token_cross_entropy(model_forward(model, local), local)
+
+    def add(output: Any, local: Batch) -> None:
+        loss_sum, num_tokens = token_cross_entropy(output, local)
         totals[0] += loss_sum
         totals[1] += num_tokens
         if token_bytes is not None:
             labels = local["labels"]
             totals[2] += token_bytes[labels[labels != IGNORE]].sum()
+
+    pipeline = pipeline_of(model)
+    if pipeline is None:
+        for batch in batches:
+            local = _on_device(batch, mesh)
+            add(model_forward(model, local), local)
+    else:
+        pipeline.evaluate((_on_device(batch, mesh) for batch in batches), model_forward, add)
     model.train()
-    loss_sum, num_tokens, num_bytes = all_reduce(totals, mesh.batch).tolist()
+    loss_sum, num_tokens, num_bytes = all_reduce(totals, _counted(mesh)).tolist()
     return Evaluation(
         loss=loss_sum / max(num_tokens, 1.0),
         bits_per_byte=loss_sum / (math.log(2) * num_bytes) if num_bytes else None,
         num_tokens=round(num_tokens),
     )
+
+
+def _on_device(batch: Batch, mesh: Mesh) -> Batch:
+    return {name: tensor.to(mesh.device) for name, tensor in batch.items()}
+
+
+def _counted(mesh: Mesh) -> Axis:
+    """The ranks whose sums add up; of a pipeline, only the last stage has any, and all want to know."""
+    return mesh.batch if mesh.plan.pp == 1 else mesh["pp", "dp_replicate", "dp_shard", "cp"]

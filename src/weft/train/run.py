@@ -83,8 +83,9 @@ class _RankRun:
         )
         self.eval_stream = self._stream(data.eval, shuffle=False)
         spec = folder.decoder()
-        self.model = build_decoder(spec, seed=config.seed)
-        parallelize(self.model, mesh)
+        # No rank of a pipeline ever holds the whole: it is cut as shapes, and each makes the weights of its stages.
+        self.model = build_decoder(spec, device="meta" if mesh.plan.pp > 1 else None, seed=config.seed)
+        parallelize(self.model, mesh, seed=config.seed)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.meter = Meter(mesh.device)
         self.step = TrainStep(

@@ -6,7 +6,7 @@ An optimizer state of parameter `p` is named `p/state`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -29,8 +29,9 @@ def capture(
     weights = _held(chain(engine.weights(), engine.frozen()), keep)
     states = _held(engine.states(optimizer), keep)
     own = model_tensors(model) if keep else {}
-    # What is trained or sharded comes from the engine; the rest is whole on every rank.
-    return {"model": {name: weights.get(name, tensor) for name, tensor in own.items()}, "optimizer": states}
+    # What is trained or divided comes from the engine; the rest is whole on every rank.
+    tensors = {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name}
+    return {"model": tensors | weights, "optimizer": states}
 
 
 def _held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
@@ -46,36 +47,39 @@ def restore(
 ) -> None:
     """Give a parallelized model and its optimizer what `capture` gave under any plan. All ranks call it."""
     engine = data_parallel(model)
-    own = model_tensors(model)
-    _check_names(own, groups["model"])
+    own, saved, axes = model_tensors(model), groups["model"], engine.axes
+    shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
+    # A stage of a pipeline takes its own tensors only.
+    _check_names(shapes, saved if axes.stages.size == 1 else {n: t for n, t in saved.items() if n in shapes})
     # A sharded parameter is a DTensor, a type of its own; the engine takes it, frozen or not.
-    trained = {n for n, p in model.named_parameters() if p.requires_grad or type(p) is not nn.Parameter}
-    engine.load_weights({name: groups["model"][name] for name in own if name in trained})
+    taken = {n for n, p in model.named_parameters() if p.requires_grad or type(p) is not nn.Parameter}
+    taken |= axes.placements.keys()
+    engine.load_weights({axes.saved_name(name): saved[axes.saved_name(name)] for name in own if name in taken})
     with torch.no_grad():
         for name, tensor in own.items():
-            if name not in trained:
-                tensor.copy_(groups["model"][name])
+            if name not in taken:
+                tensor.copy_(saved[name])
     engine.load_states(optimizer, groups["optimizer"])
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy weights and buffers into a plain model. CheckpointError names what is missing, left over or misshapen."""
     own = model_tensors(model)
-    _check_names(own, tensors)
+    _check_names({name: tensor.shape for name, tensor in own.items()}, tensors)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
 
-def _check_names(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    for name in sorted(own.keys() ^ tensors.keys()):
-        where = "the checkpoint lacks it" if name in own else "the model has no such tensor"
+def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> None:
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        where = "the checkpoint lacks it" if name in shapes else "the model has no such tensor"
         raise CheckpointError(f"tensor {name!r}: {where}. Load the checkpoint into the model it was saved from.")
-    for name, tensor in own.items():
+    for name, shape in shapes.items():
         saved = tensors[name]
-        if saved.shape != tensor.shape:
+        if tuple(saved.shape) != tuple(shape):
             raise CheckpointError(
-                f"tensor {name!r}: {tuple(saved.shape)} in the checkpoint, {tuple(tensor.shape)} in the model. "
+                f"tensor {name!r}: {tuple(saved.shape)} in the checkpoint, {tuple(shape)} in the model. "
                 f"Load the checkpoint into the model it was saved from."
             )
 

@@ -7,10 +7,10 @@ from torch import nn
 from weft.memory import recompute_of
 from weft.memory.offload import offload_lines
 from weft.mesh import Mesh
-from weft.models import describe
 from weft.monitor import last_per_step, read_events
 from weft.parallel import Precision
 from weft.spec.config import RunConfig
+from weft.spec.model import ModelSpec
 from weft.train.folder import RunFolder
 from weft.train.loop import Progress
 from weft.units import format_count
@@ -23,7 +23,7 @@ def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Mo
     recompute = recompute_of(model)
     return [
         f"run     {folder.path}",
-        f"model   {config.model.name}: {format_count(describe(model).num_params)} parameters",
+        f"model   {config.model.name}: {format_count(ModelSpec.of_decoder(folder.decoder()).num_params)} parameters",
         *(f"data    {line}" for line in folder.data().summary),
         f"batch   {train.global_batch} sequences of {train.seq_len} tokens: {format_count(tokens)} tokens a step, "
         f"{train.steps} steps, {format_count(tokens * train.steps)} tokens",

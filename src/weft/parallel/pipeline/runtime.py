@@ -7,7 +7,7 @@ of the data-parallel engine, so they are reduced once in a step whatever the ord
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,7 +101,7 @@ class Pipeline:
             raise ModelError(
                 f"microbatches={expected}: this step was given {len(work.microbatches)}. Give as many as the plan says."
             )
-        self._begin(work)
+        self._begin(work.microbatches)
         for step in self.program:
             if isinstance(step, Transfer):
                 self._move(step)
@@ -111,36 +111,33 @@ class Pipeline:
         self._boundary.end()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
-        """Forward alone of batches, one after another; on the last stage `each(output, batch)`."""
-        self._begin(None)
-        last = self.schedule.num_stages - 1
+    def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
+        """Forward alone of batches, one after another; on the rank with the last stage `each(output, batch)`.
+
+        A collective over the axis of stages: all its ranks are given the same batches.
+        """
+        self._begin([])
         for batch in batches:
-            signature = signature_of(batch)
-            self._signatures.append(signature)
-            microbatch = len(self._signatures) - 1
-            for index in range(self.schedule.num_stages):
-                if index not in self.stages:
-                    continue
-                if index and self.schedule.owner(index - 1) != self._axis.rank:
-                    source = self.schedule.owner(index - 1)
-                    self._move(Transfer("receive", "activation", index, microbatch, source))
-                output = self.stages[index].forward(forward, batch, self._incoming(index, microbatch))
-                if index == last:
+            self._signatures = [signature_of(batch)]
+            for index, stage in self.stages.items():
+                before, after = ("activation", index, 0), ("activation", index + 1, 0)
+                if index and (source := self.schedule.owner(index - 1)) != self._axis.rank:
+                    self._move(Transfer("receive", *before, source))
+                output = stage.forward(forward, batch, self._incoming(index, 0))
+                if stage.is_last:
                     each(output, batch)
                     continue
-                self._made["activation", index + 1, microbatch] = output
-                if self.schedule.owner(index + 1) != self._axis.rank:
-                    target = self.schedule.owner(index + 1)
-                    self._move(Transfer("send", "activation", index + 1, microbatch, target))
+                self._made[after] = output
+                if (target := self.schedule.owner(index + 1)) != self._axis.rank:
+                    self._move(Transfer("send", *after, target))
         self._boundary.end()
 
-    def _begin(self, work: Work | None) -> None:
+    def _begin(self, batches: Sequence[Any]) -> None:
         self._boundary.begin()
         self._flights.clear()
         self._weights.clear()
         self._made.clear()
-        self._signatures = [signature_of(batch) for batch in work.microbatches] if work else []
+        self._signatures = [signature_of(batch) for batch in batches]
 
     def _move(self, transfer: Transfer) -> None:
         """Begin one end of a transfer; none where no gradient is needed."""

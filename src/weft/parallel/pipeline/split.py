@@ -121,7 +121,7 @@ def _shared(model: nn.Module, stages: list[Stage], plan: Plan) -> dict[str, str]
                 f"pipeline. Only the first and the last rank may share a weight. Use fewer stages, or a split that "
                 f"keeps them together."
             )
-        found |= {name: names[key][0] for name in names[key]}
+        found |= dict.fromkeys(names[key], names[key][0])
     return found
 
 

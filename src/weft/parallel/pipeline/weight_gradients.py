@@ -90,7 +90,9 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[1]:
-            product = _Product(ctx.param, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]), ctx.is_transposed)
+            product = _Product(
+                ctx.param, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]), ctx.is_transposed
+            )
             if ctx.held.is_open and isinstance(ctx.param, nn.Parameter):
                 ctx.held.hold(product)
             else:

@@ -1,0 +1,115 @@
+"""What ranks run in the tests of the pipeline's runtime."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.parity.pipeline_cases import GPT2, TIED
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.optim import build_optimizer
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.pipeline.runtime import pipeline_of
+from weft.spec.config import OptimizerSection
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase
+from weft.testing.parity import local_microbatches
+from weft.train.evaluate import evaluate
+from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.state import capture, restore
+from weft.train.step import TrainStep
+
+
+def start(plan_text: str, spec: DecoderSpec = TIED, *, device: str | None = None, dtype: torch.dtype | None = None):
+    """Model, optimizer and step of a plan."""
+    mesh = build_mesh(Plan.parse(plan_text))
+    model = build_decoder(spec, device=device, dtype=dtype, seed=0)
+    parallelize(model, mesh, seed=0)
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection(lr=1e-3))
+    step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0)
+    return mesh, model, optimizer, step
+
+
+def losses(plan_text: str, spec: DecoderSpec = TIED, num_steps: int = 3) -> list[float]:
+    """Losses of some steps in the plan's precision."""
+    mesh, _, _, step = start(plan_text, spec)
+    case = DecoderCase(spec, global_batch=16, seq_len=8)
+    return [step(local_microbatches(case.batch(index), mesh.plan, mesh.data.rank)).loss for index in range(num_steps)]
+
+
+def losses_of_lengths(plan_text: str, rounds: list[list[int]]) -> list[float]:
+    """Losses where microbatches have different lengths, which change from step to step."""
+    _mesh, _, _, step = start(plan_text, dtype=torch.float64)
+    found = []
+    for index, lengths in enumerate(rounds):
+        batches = [DecoderCase(TIED, global_batch=2, seq_len=length, seed=index).batch(0) for length in lengths]
+        found.append(step(batches).loss)
+    return found
+
+
+def save_and_load(first: str, second: str) -> tuple[list[float], list[float]]:
+    """Losses of four steps under one plan; and of two, saved, and two more under another plan."""
+    case = DecoderCase(TIED, global_batch=16, seq_len=8)
+
+    def train(mesh, step, numbers):
+        return [step(local_microbatches(case.batch(n), mesh.plan, mesh.data.rank)).loss for n in numbers]
+
+    mesh, model, optimizer, step = start(first, dtype=torch.float64)
+    found = train(mesh, step, (0, 1))
+    groups = {kind: {k: v.clone() for k, v in part.items()} for kind, part in capture(model, optimizer).items()}
+    onward = train(mesh, step, (2, 3))
+    mesh, model, optimizer, step = start(second, dtype=torch.float64)
+    restore(model, optimizer, groups)
+    return found + onward, found + train(mesh, step, (2, 3))
+
+
+def evaluation(plan_text: str) -> tuple[float, int]:
+    """Loss and tokens of an evaluation of two batches of different lengths."""
+    mesh, model, _, _ = start(plan_text, dtype=torch.float64)
+    batches = [DecoderCase(TIED, global_batch=2, seq_len=length).batch(0) for length in (8, 5, 8)]
+    result = evaluate(model, batches, mesh, None)
+    return result.loss, result.num_tokens
+
+
+def held_on_ranks(plan_text: str) -> tuple[list[str], int, tuple[int, ...]]:
+    """This rank's parameters, and elements of all of them; blocks of each stage."""
+    _, model, _, _ = start(plan_text, GPT2)
+    pipeline = pipeline_of(model)
+    assert pipeline is not None
+    names = [name for name, _ in model.named_parameters()]
+    return names, sum(param.numel() for param in model.parameters()), pipeline.counts
+
+
+def weights_by_name(plan_text: str, device: str | None) -> dict[str, torch.Tensor]:
+    """Initial weights of a model that is cut as shapes, or as it is."""
+    _, model, _, _ = start(plan_text, device=device)
+    return {name: tensor.clone() for name, tensor in data_parallel(model).weights()}
+
+
+def peak_growth(plan_text: str, spec: DecoderSpec) -> int:
+    """By how many bytes this process's peak memory grows when the model is built and laid over the ranks."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak starts anew
+    before = resource_bytes("VmRSS")
+    mesh = build_mesh(Plan.parse(plan_text))
+    model = build_decoder(spec, device="meta")
+    parallelize(model, mesh, seed=0)
+    return resource_bytes("VmHWM") - before
+
+
+def resource_bytes(key: str) -> int:
+    """A line of this process's status, in bytes."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def wrong_number(plan_text: str) -> str:
+    """What is said where a step is given too few microbatches."""
+    _, _, _, step = start(plan_text)
+    try:
+        step([DecoderCase(TIED, global_batch=2).batch(0)])
+    except Exception as error:
+        return str(error)
+    return ""

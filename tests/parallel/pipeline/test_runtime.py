@@ -1,0 +1,87 @@
+"""What a pipeline must bear: other lengths, formats, recompute, compile, saving, evaluation; and little memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel.pipeline import cases
+from tests.parity.pipeline_cases import GPT2
+from weft.spec.model import DecoderSpec, ModelSpec
+
+SPLIT = ["schedule=zb_h1", "schedule=zb_v virtual_stages=2"]
+SCHEDULES = ["schedule=1f1b", *SPLIT, "schedule=dualpipe_v virtual_stages=2"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sequences_of_other_lengths(schedule, ranks2):
+    rounds = [[8, 5, 3, 8], [8, 5, 3, 8], [4, 8, 8, 2]]
+    (expected,) = [cases.losses_of_lengths("accumulation=4 precision=fp64", rounds)]
+    for found in ranks2.run(cases.losses_of_lengths, f"pp=2 microbatches=4 precision=fp64 {schedule}", rounds):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("extra", ["precision=bf16", "precision=fp16", "recompute=selective", "recompute=attention"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_formats_and_recompute(schedule, extra, ranks2):
+    bound = {"precision=bf16": 2**-6, "precision=fp16": 2**-9}.get(extra, 1e-6)
+    expected = cases.losses(f"accumulation=4 {extra}")
+    for found in ranks2.run(cases.losses, f"pp=2 microbatches=4 {extra} {schedule}"):
+        assert found == pytest.approx(expected, rel=bound)
+
+
+@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_h1"])
+def test_compiled_blocks(schedule, ranks2):
+    expected = cases.losses("accumulation=4")
+    for found in ranks2.run(cases.losses, f"pp=2 microbatches=4 compile=on {schedule}"):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("plans", [
+    ("pp=2 microbatches=4 precision=fp64", "dp_shard=2 zero=2 precision=fp64"),
+    ("dp_replicate=2 precision=fp64", "pp=2 microbatches=4 schedule=zb_v virtual_stages=2 precision=fp64"),
+])  # fmt: skip
+def test_what_one_plan_saves_another_goes_on_with(plans, ranks2):
+    for straight, resumed in ranks2.run(cases.save_and_load, *plans):
+        assert resumed == pytest.approx(straight, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=interleaved virtual_stages=2", SPLIT[1]])
+def test_evaluation(schedule, ranks2):
+    loss, num_tokens = cases.evaluation("precision=fp64")
+    for found in ranks2.run(cases.evaluation, f"pp=2 microbatches=4 precision=fp64 {schedule}"):
+        assert found == (pytest.approx(loss, rel=1e-12), num_tokens)
+
+
+def test_a_rank_holds_its_stages_only(ranks4):
+    found = ranks4.run(cases.held_on_ranks, "pp=4 microbatches=4")
+    names = [name for part, _, _ in found for name in part]
+    assert len(set(names)) == len(names)
+    assert [part[0].split(".")[0] for part, _, _ in found] == ["embed", "blocks", "blocks", "blocks"]
+    assert found[3][0][-1] == "head.weight"
+    assert sum(count for _, count, _ in found) == ModelSpec.of_decoder(GPT2).num_params
+    assert {counts for _, _, counts in found} == {(2, 2, 2, 2)}
+
+
+@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_v virtual_stages=2"])
+def test_weights_do_not_depend_on_the_stages(schedule, ranks2):
+    expected = cases.weights_by_name("", None)
+    for found in ranks2.run(cases.weights_by_name, f"pp=2 microbatches=4 {schedule}", "meta"):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_no_rank_ever_holds_the_whole_model(ranks4):
+    """A stage is a quarter; while buckets are made its parameters are there twice."""
+    spec = DecoderSpec(
+        vocab_size=512, dim=512, num_layers=16, num_heads=8, num_kv_heads=8, ffn_dim=2048, max_seq_len=32
+    )
+    whole = 4 * ModelSpec.of_decoder(spec).num_params
+    growths = ranks4.run(cases.peak_growth, "pp=4 microbatches=4", spec)
+    assert max(growths) < 0.7 * whole, [round(growth / whole, 2) for growth in growths]
+
+
+def test_too_few_microbatches(ranks2):
+    assert set(ranks2.run(cases.wrong_number, "pp=2 microbatches=4")) == {
+        "microbatches=4: this step was given 1. Give as many as the plan says."
+    }

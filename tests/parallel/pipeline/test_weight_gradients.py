@@ -1,0 +1,106 @@
+"""Weight gradients that wait are those that did not, and only they wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from weft.parallel.pipeline.weight_gradients import HeldGradients, deliver, hold_weight_gradients
+
+
+class Conv1D(nn.Module):
+    """The layer of transformers' GPT-2: a linear layer whose weight is (in, out)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, self.nx), self.weight).view(*x.shape[:-1], self.nf)
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6), Conv1D(5, 6), nn.Tanh(), nn.Linear(5, 3, bias=False), nn.Linear(3, 3)
+    ).double()
+
+
+def grads(model):
+    return {name: None if param.grad is None else param.grad.clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_split_backward_gives_the_same_gradients(recompute):
+    plain, split = build(), build()
+    held = HeldGradients()
+    assert hold_weight_gradients(split, held) == 4
+    x = torch.randn(2, 7, 4, dtype=torch.float64)
+    plain_x, split_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plain(plain_x).square().sum().backward()
+    output = checkpoint(split, split_x, use_reentrant=False) if recompute else split(split_x)
+    waiting = held.during(lambda: output.square().sum().backward())
+    torch.testing.assert_close(split_x.grad, plain_x.grad)
+    early = {name for name, grad in grads(split).items() if grad is not None}
+    assert early == {"0.bias", "1.weight", "1.bias", "2.bias", "5.bias"}
+    deliver(waiting)
+    for name, grad in grads(plain).items():
+        torch.testing.assert_close(grads(split)[name], grad)
+
+
+def test_a_whole_backward_holds_nothing():
+    plain, split = build(), build()
+    hold_weight_gradients(split, HeldGradients())
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for model in (plain, split):
+        model(x).square().sum().backward()
+    for name, grad in grads(plain).items():
+        torch.testing.assert_close(grads(split)[name], grad)
+
+
+def test_gradients_are_delivered_as_autograd_delivers_them():
+    """Hooks that count gradients see them, and what was there before is added to.
+
+    autograd calls them in the first half too, with the gradient as it was.
+    """
+    layer, held = nn.Linear(2, 2, bias=False), HeldGradients()
+    hold_weight_gradients(nn.Sequential(layer), held)
+    seen = []
+    layer.weight.register_post_accumulate_grad_hook(
+        lambda param: seen.append(0.0 if param.grad is None else param.grad.sum().item())
+    )
+    for _ in range(2):
+        waiting = held.during(lambda: layer(torch.ones(1, 2)).sum().backward())
+        assert len(waiting) == 1
+        deliver(waiting)
+    assert seen == [0.0, 4.0, 4.0, 8.0]
+
+
+def test_frozen_weights_hold_nothing():
+    model, held = build().requires_grad_(False), HeldGradients()
+    hold_weight_gradients(model, held)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert held.during(lambda: model(x).sum().backward()) == []
+    assert x.grad is not None
+
+
+def test_layers_with_a_forward_of_their_own_stay_as_they_are():
+    class Doubled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: x
+    model = nn.Sequential(Doubled(2, 2), patched)
+    assert hold_weight_gradients(model, HeldGradients()) == 0
+
+
+def test_names_and_states_stay():
+    model = build()
+    before = list(model.state_dict())
+    hold_weight_gradients(model, HeldGradients())
+    assert list(model.state_dict()) == before
+    assert isinstance(model[0], nn.Linear)

@@ -1,0 +1,157 @@
+"""Models whose parameters are cut, and those whose gradients are partial sums, train as on one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parallel.placed import (
+    Settings,
+    disagree,
+    own_loop,
+    own_loops,
+    train,
+    train_and_capture,
+    train_plans,
+    two_kinds_of_experts,
+)
+from weft.errors import CommError
+
+RTOL = 1e-10
+ADAMW, SGD = Settings(), Settings(optimizer="sgd")
+TWO = ["tp=2", "cp=2", "cp=2 zero=1", "cp=2 zero=2 accumulation=2"] + [
+    f"dp_shard=2 ep=2 zero={zero} accumulation={1 + zero % 2}" for zero in range(4)
+]
+FOUR = [
+    "tp=4",
+    "tp=4 ep=2 accumulation=2",
+    "dp_replicate=2 tp=2",
+    "dp_shard=2 tp=2 zero=1",
+    "dp_shard=2 tp=2 zero=2 ep=2 accumulation=2",
+    "dp_shard=2 tp=2 zero=2 ep=4 accumulation=2",
+    "dp_shard=2 cp=2 zero=1 ep=2",
+    "dp_replicate=2 dp_shard=2 ep=2 zero=2 accumulation=2",
+    "cp=2 tp=2 ep=2 zero=1",
+    "dp_shard=4 ep=2 zero=0",
+    "dp_shard=4 ep=4 zero=2",
+    "dp_shard=2 tp=2 zero=3",
+    "dp_shard=2 tp=2 zero=3 ep=2 accumulation=2",
+    "dp_shard=2 tp=2 zero=3 ep=4 accumulation=2 reshard=after_step",
+    "cp=2 tp=2 ep=2 zero=3 reshard=after_backward",
+    "dp_replicate=2 dp_shard=2 ep=2 zero=3 accumulation=2",
+    "dp_shard=4 ep=2 zero=3",
+]
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {settings: train("precision=fp64", settings) for settings in (ADAMW, SGD)}
+
+
+@pytest.mark.parametrize("settings", [ADAMW, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("plans, ranks", [(TWO, "ranks2"), (FOUR, "ranks4")], ids=["2 ranks", "4 ranks"])
+def test_cut_models_equal_one_process(plans, ranks, settings, references, request):
+    reference = references[settings]
+    plans = [f"{plan} precision=fp64" for plan in plans]
+    for results in request.getfixturevalue(ranks).run(train_plans, plans, settings):
+        for plan, result in results.items():
+            assert result.largest_difference(reference) < RTOL, plan
+
+
+CAPTURES = [
+    "dp_shard=2 tp=2 zero=2 ep=2",
+    "tp=4",
+    "dp_shard=4 ep=4 zero=1",
+    "dp_replicate=2 cp=2 zero=2",
+    "dp_shard=2 tp=2 zero=3 ep=2",
+]
+
+
+@pytest.mark.parametrize("plan", CAPTURES)
+def test_what_one_plan_saves_any_other_takes(plan, ranks4):
+    two, four = replace(ADAMW, num_steps=2), replace(ADAMW, num_steps=2)
+    saved = train_and_capture("precision=fp64", two)
+    ours = ranks4.run(train_and_capture, f"{plan} precision=fp64", two)[0]
+    _assert_equal(ours, saved)
+    _assert_equal(train_and_capture("precision=fp64", four, ours), train_and_capture("precision=fp64", four, saved))
+    other = CAPTURES[CAPTURES.index(plan) - 1]
+    again = ranks4.run(train_and_capture, f"{other} precision=fp64", four, ours)[3]
+    _assert_equal(again, train_and_capture("precision=fp64", four, saved))
+
+
+def _assert_equal(ours, theirs):
+    for group, tensors in theirs.items():
+        assert ours[group].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(ours[group][name], tensor, rtol=RTOL, atol=1e-12, check_dtype=True)
+
+
+def test_an_optimizer_that_needs_whole_matrices_refuses_cut_ones(ranks2):
+    with pytest.raises(
+        CommError, match=r"Muon: it must see the whole of parameter 'blocks\.0\.0\.down', which is cut over tp"
+    ):
+        ranks2.run(train, "tp=2 precision=fp64", replace(ADAMW, optimizer="muon"))
+
+
+OWN = [
+    "tp=4",
+    "dp_shard=2 tp=2 zero=1",
+    "dp_shard=4 ep=2 zero=2",
+    "dp_shard=2 tp=2 zero=3 ep=2",
+    "cp=2 dp_shard=2 ep=4 zero=3",
+]
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+def test_users_own_loops(num_backwards, ranks4):
+    want = own_loop("precision=fp64", num_backwards)
+    for found in ranks4.run(own_loops, [f"{plan} precision=fp64" for plan in OWN], num_backwards):
+        for plan, weights in found.items():
+            far = [name for name in want if not torch.allclose(weights[name], want[name], rtol=RTOL, atol=1e-12)]
+            assert not far, plan
+
+
+HALF = [
+    "dp_shard=2 tp=2 zero=0 ep=2",
+    "dp_shard=2 tp=2 zero=1 ep=2",
+    "dp_shard=2 tp=2 zero=2 ep=4",
+    "dp_shard=2 tp=2 zero=3 ep=4",
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_stays_near_one_process(precision, ranks4):
+    """Sums are made in another order, so bounds of a few roundings."""
+    one = train(f"precision={precision}", ADAMW)
+    for found in ranks4.run(train_plans, [f"{plan} precision={precision}" for plan in HALF], ADAMW):
+        for plan, result in found.items():
+            assert result.losses == pytest.approx(one.losses, rel=2**-5), plan
+            assert result.grad_norms[0] == pytest.approx(one.grad_norms[0], rel=2**-5), plan
+            for name, weight in one.weights.items():
+                assert float((result.weights[name] - weight).abs().mean()) < 5e-3, (plan, name)
+
+
+OFFLOADED = [
+    "dp_shard=2 tp=2 zero=1 ep=2 offload=optimizer",
+    "dp_shard=2 tp=2 zero=2 ep=4 offload=optimizer:0.5 accumulation=2",
+    "dp_shard=2 tp=2 zero=3 ep=2 offload=params",
+]
+
+
+@pytest.mark.filterwarnings("ignore:offload=")
+def test_offload_changes_no_number(ranks4, references):
+    for found in ranks4.run(train_plans, [f"{plan} precision=fp64" for plan in OFFLOADED], ADAMW):
+        for plan, result in found.items():
+            assert result.largest_difference(references[ADAMW]) < RTOL, plan
+
+
+def test_zero_3_refuses_experts_that_share_a_module(ranks2):
+    with pytest.raises(CommError, match=r"module blocks\.0\.2\.experts: it holds parameters that are cut over ep and"):
+        ranks2.run(two_kinds_of_experts, "dp_shard=2 ep=2 zero=3 precision=fp64")
+
+
+def test_ranks_must_agree_on_placements(ranks2):
+    with pytest.raises(CommError, match=r"rank 1 built another model than rank 0"):
+        ranks2.run(disagree, "tp=2 precision=fp64")

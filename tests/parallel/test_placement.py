@@ -1,0 +1,98 @@
+"""Parts of whole tensors: cut and joined, for any shape and number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ModelError
+from weft.mesh import build_mesh
+from weft.parallel.axes import AxisMap
+from weft.parallel.placement import WHOLE, Placement, merge_placements
+from weft.spec.plan import Plan
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    rows=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    dim=st.integers(0, 2),
+    pad=st.integers(0, 4),
+)
+def test_parts_join_to_the_whole(size, rows, dim, pad):
+    shape = [3, 2, 4]
+    fused = len(rows) > 1
+    shape[dim] = size * sum(rows) - (0 if fused else min(pad, size * sum(rows) - 1))
+    placement = Placement(
+        cut=("tp",),
+        dim=dim,
+        parts=tuple(size * number for number in rows) if fused else (),
+        pad=size * sum(rows) - shape[dim],
+    )
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    parts = [placement.local(whole, rank, size) for rank in range(size)]
+    assert {tuple(part.shape) for part in parts} == {(*shape[:dim], sum(rows), *shape[dim + 1 :])}
+    assert torch.equal(placement.join(parts), whole)
+    assert placement.shape_of_whole(parts[0].shape, size) == tuple(shape)
+
+
+@settings(max_examples=30, deadline=None)
+@given(heads=st.integers(1, 3), times=st.integers(1, 3), width=st.integers(1, 3))
+def test_rows_that_several_ranks_hold(heads, times, width):
+    whole = torch.arange(float(heads * width * 2)).view(heads * width, 2)
+    placements = [
+        Placement(
+            cut=("tp",),
+            index=tuple(range(rank // times * width, (rank // times + 1) * width)),
+            whole_shape=(heads * width, 2),
+            partial=("tp",),
+        )
+        for rank in range(heads * times)
+    ]
+    parts = [placement.local(whole, rank, heads * times) for rank, placement in enumerate(placements)]
+    indexes = [placement.index for placement in placements]
+    assert torch.equal(placements[-1].join(parts, indexes), whole)
+    assert {placement.num_equal((width, 2), heads * times) for placement in placements} == {times}
+
+
+def test_fused_segments_are_cut_each_by_itself():
+    placement = Placement(cut=("tp",), parts=(4, 2))
+    assert placement.local(torch.arange(6), 1, 2).tolist() == [2, 3, 5]
+
+
+def test_rows_that_do_not_come_out_even_are_refused():
+    with pytest.raises(ModelError) as caught:
+        Placement(cut=("tp",)).local(torch.zeros(7, 2), 0, 4)
+    assert str(caught.value) == (
+        "placement: 7 rows of dim 0 are no multiple of the 4 ranks of tp. "
+        "Give pad=1, or the rows of each rank by index=."
+    )
+    with pytest.raises(ModelError, match="index= needs the shape of the whole"):
+        Placement(cut=("tp",), index=(0, 1))
+
+
+def test_techniques_add_to_each_other_but_one_alone_cuts():
+    cut, partial = Placement(cut=("tp",), dim=1), Placement(partial=("cp",))
+    merged = merge_placements({"a": cut, "b": partial}, {"a": partial}, {"b": cut})
+    assert merged == dict.fromkeys(("a", "b"), Placement(cut=("tp",), dim=1, partial=("cp",)))
+    with pytest.raises(ModelError, match="parameter 'a': it was cut over tp and then over ep"):
+        merge_placements({"a": cut}, {"a": Placement(cut=("ep",))})
+
+
+def test_experts_are_cut_over_ep_alone():
+    axes = AxisMap(build_mesh(Plan()), {"w": Placement(cut=("ep",), partial=("tp",))}, sharded=True)
+    with pytest.raises(ModelError) as caught:
+        axes.of("w", (2, 3))
+    assert str(caught.value) == (
+        "placement of 'w': cut=ep partial=tp: experts are cut over ep alone, and their gradients add up over all ranks "
+        "beside it. Use cut=('ep',) without partial."
+    )
+
+
+def test_a_placement_of_nothing_is_refused():
+    axes = AxisMap(build_mesh(Plan()), {"weigth": WHOLE}, sharded=True)
+    with pytest.raises(ModelError) as caught:
+        axes.check_names(torch.nn.Linear(2, 2))
+    assert str(caught.value) == "placement of 'weigth': the model has no such parameter. Name it as it is now."
