@@ -58,8 +58,13 @@ def plan(
     price: options.Price = None,
     tier: options.Tier = "tables",
     refine: options.Refine = 0.0,
+    score: options.Score = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
+    if score is not None:
+        from weft.cli.plan_score import score_runs
+
+        return score_runs(score, json)
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
     from weft.planner.question import Question

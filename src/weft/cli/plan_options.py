@@ -55,6 +55,10 @@ Price = Annotated[
     float | None, typer.Option("--price", min=0.0, help="Dollars of one device for one hour.", show_default=False)
 ]
 Tier = Annotated[str, typer.Option("--tier", help="datasheet, or tables: constants measured elsewhere too.")]
+Score = Annotated[
+    Path | None,
+    typer.Option("--score", metavar="RUNS.csv", help="Lay predictions beside measured runs instead of planning."),
+]
 Refine = Annotated[
     float, typer.Option("--refine", min=0.0, max=3600.0, metavar="SECONDS", help="Time for annealing after the search.")
 ]
