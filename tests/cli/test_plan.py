@@ -81,7 +81,8 @@ def test_a_config_is_kept_but_for_its_plan(capsys, tmp_path):
 
 def test_a_hugging_face_model_that_weft_builds_is_written_field_by_field(capsys, tmp_path):
     table = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-             "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 5000, "max_position_embeddings": 512}  # fmt: skip
+             "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 5000,
+             "max_position_embeddings": 512}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(table))
     path = tmp_path / "plan.toml"
     assert run(["plan", str(tmp_path), "2xa100", "--out", str(path)]) == 0

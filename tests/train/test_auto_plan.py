@@ -102,7 +102,8 @@ def test_init_chooses(capsys):
 
 def test_a_run_from_the_command_line_records_its_choice(tmp_path, capsys):
     words = [f"run.dir={tmp_path}", "run.name=auto", "plan=auto", "train.steps=1", "eval.every=0", "sample.prompt=",
-             "tokenizer.kind=bytes", "data.holdout=0", "train.seq_len=32", "launch.device=cpu", "launch.ranks=1"]  # fmt: skip
+             "tokenizer.kind=bytes", "data.holdout=0", "train.seq_len=32", "launch.device=cpu",
+             "launch.ranks=1"]  # fmt: skip
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven eight nine ten\n" * 200)
     assert run(["train", f"data.train={text}", *words]) == 0

@@ -64,7 +64,8 @@ def plan(
     if score is not None:
         from weft.cli.plan_score import score_runs
 
-        return score_runs(score, json)
+        score_runs(score, json)
+        return
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
     from weft.planner.question import Question
