@@ -21,6 +21,8 @@ _FAMILIES = {
     "llama": True, "mistral": True, "mixtral": True, "qwen2": True, "qwen2_moe": True, "qwen3": True,
     "qwen3_moe": True, "gemma": True, "olmo": True, "olmo2": True, "phi3": True, "granite": True, "olmoe": True,
     "gpt_oss": True, "gpt2": False, "gpt_neox": False, "gpt_bigcode": False, "opt": False, "bloom": False,
+    "deepseek_v2": True,
+    "deepseek_v3": True,
 }  # fmt: skip
 #: Numbers of a shape, under the names that configs have for them.
 _NAMES = {
@@ -29,7 +31,10 @@ _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
+    "head_dim": ("qk_nope_head_dim", "head_dim"),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
     "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
     "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
@@ -166,6 +171,7 @@ def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> S
         gated=_FAMILIES[family],
         tied=bool(table.get("tie_word_embeddings", family in ("gpt2", "gemma", "opt", "bloom", "gpt_bigcode"))),
         biases=not _FAMILIES[family],
+        layer_norm=not _FAMILIES[family],
         learned_positions=found.get("positions", 0) if family in ("gpt2", "opt", "gpt_bigcode") else 0,
         num_experts=experts,
         top_k=found["top_k"] if experts else 0,
@@ -174,6 +180,7 @@ def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> S
         dense_layers=found.get("dense_layers", 0) if experts else 0,
         window=window,
         windowed_layers=windowed if window else 0,
+        **{name: found.get(name, 0) for name in ("q_rank", "kv_rank", "rope_dim") if found.get("kv_rank")},
     )
 
 

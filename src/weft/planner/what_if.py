@@ -136,7 +136,8 @@ def change(question: Question, text: str) -> Question:
 
 def _number(name: str, text: str, lever: Lever, now: float) -> float:
     try:
-        value = now * float(text[:-1]) if text.endswith("x") else float(units.parse_count(text))
+        plain = text.replace(".", "", 1).isdigit()
+        value = now * float(text[:-1]) if text.endswith("x") else float(text) if plain else units.parse_count(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e12 or (lever.whole and value != int(value)):

@@ -50,6 +50,7 @@ def _model_table(one: Candidate) -> dict[str, object]:
         for word, there in (
             ("experts", shape.num_experts > 0),
             ("a sliding window", shape.window > 0),
+            ("latent attention", shape.kv_rank > 0),
             ("heads whose width is not dim / heads", shape.head_dim * shape.heads != shape.hidden),
         )
         if there
