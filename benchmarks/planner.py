@@ -79,8 +79,8 @@ def main() -> None:
         wall, processor = (statistics.median(side) for side in zip(*runs, strict=True))
         best = min(run[0] for run in runs)
         print(
-            f"weft plan {model} {cluster} --all-plans: {wall:.2f} s wall (best {best:.2f}), {processor:.2f} s processor; "
-            f"wanted: at most {most:g} s"
+            f"weft plan {model} {cluster} --all-plans: {wall:.2f} s wall (best {best:.2f}), {processor:.2f} s of "
+            f"processor; wanted: at most {most:g} s"
         )
     for model, cluster, _ in CASES:
         rates(model, cluster)

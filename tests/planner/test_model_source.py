@@ -20,7 +20,8 @@ QWEN_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 128, "num_experts
 DEEPSEEK = {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
             "num_hidden_layers": 61, "num_key_value_heads": 128, "vocab_size": 129280, "n_routed_experts": 256,
             "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "q_lora_rank": 1536,
-            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "first_k_dense_replace": 3}  # fmt: skip
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+            "first_k_dense_replace": 3}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 
 

@@ -46,7 +46,8 @@ def clocked(one: Candidate) -> Candidate:
     if one.plan.split or "split" in one.question.fixed:
         return plain
     layers = best_split(one, parts)
-    if layers == stage_layers(one):
+    shorter = _longest(one, durations(one, layers, parts)) / _longest(one, durations(one, stage_layers(one), parts))
+    if shorter > 1 - _WORTH:
         return plain
     even = _timed(replace(one, plan=one.plan.replace(split=tuple(layers))), parts, layers)
     return even if even.step_s < plain.step_s * (1 - _WORTH) and even.fits >= one.question.fits else plain
@@ -86,11 +87,17 @@ def _makespan(one: Candidate, seconds: Durations) -> tuple[float, float]:
     plan = one.plan
     schedule = schedule_of(one, 2 * plan.pp)
     timeline = simulate(schedule, seconds)
-    longest = max(
+    longest = _longest(one, seconds)
+    return timeline.makespan_s + (plan.microbatches - schedule.num_microbatches) * longest, longest
+
+
+def _longest(one: Candidate, seconds: Durations) -> float:
+    """Seconds of one microbatch on the rank that takes longest."""
+    plan = one.plan
+    return max(
         sum(_stage_s(seconds, stage) for stage in stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank))
         for rank in range(plan.pp)
     )
-    return timeline.makespan_s + (plan.microbatches - schedule.num_microbatches) * longest, longest
 
 
 def _stage_s(seconds: Durations, stage: int) -> float:

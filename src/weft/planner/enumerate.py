@@ -78,6 +78,16 @@ class Block:
         """Plans in it, those that open rules refuse included."""
         return len(self.meshes) * len(self.flags)
 
+    def num_kept(self) -> int:
+        """Plans in it that no rule refuses."""
+        step = max(1, 2**18 // len(self.flags))
+        starts = range(0, len(self.meshes), step) if self.open_rules else ()
+        refused = 0
+        for start in starts:
+            rows = slice(start, min(start + step, len(self.meshes)))
+            refused += int(np.logical_or.reduce([found.rows(rows) for _, found in self.open_rules]).sum())
+        return self.num_rows - refused
+
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
         """The plans that the rules allow, in pieces."""
         left, right = _mesh_columns(self.meshes), _flag_columns(self.flags, job)

@@ -30,6 +30,8 @@ Floats = NDArray[np.float64]
 _CHUNK = 2**17
 #: Rows that are kept of each chunk: the fastest, and the fastest of each (tp, pp, cp).
 _KEPT, _KEPT_OF_CELL = 256, 4
+#: A space of so many times the limit is too large even to count what its rules leave.
+_COUNTED = 8
 #: Layouts whose pipelines are run on a clock.
 _CLOCKED = 12
 
@@ -122,9 +124,15 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Bloc
         tally.refused.clear()
         blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)
         smaller = space.narrower()
-        if sum(block.num_rows for block in blocks) <= question.limit or smaller is None:
+        rows = sum(block.num_rows for block in blocks)
+        if question.limit < rows <= _COUNTED * question.limit:
+            rows = sum(block.num_kept() for block in blocks)
+        if rows <= question.limit or smaller is None:
             return space, blocks
         space = smaller
+        if rows > 2 * _COUNTED * question.limit:  # far off: two steps more, without counting between them
+            space = space.narrower() or space
+            space = space.narrower() or space
 
 
 @dataclass(slots=True)
