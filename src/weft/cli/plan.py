@@ -81,6 +81,7 @@ def plan(
         refine_s=refine,
     )
     found = _find(asked, why_not, compare, what_if or [])
+    _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
     if json:
         from weft.cli.plan_json import print_json
 
@@ -89,7 +90,6 @@ def plan(
         from weft.cli.plan_view import print_findings
 
         print_findings(found, top=top, reasons=reasons, hour_price=price)
-    _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
     if found.answer.best is None and not found.only_judges:
         raise typer.Exit(NOTHING_FITS)
 
@@ -142,4 +142,6 @@ def _write_files(
         if path is not None and found.answer.best is not None:
             write(found.answer.best, path)
         elif path is not None:
-            raise ConfigError(f"{path}: no plan fits, so there is nothing to write. Look at what would fit above.")
+            raise ConfigError(
+                f"{path}: no plan fits, so there is nothing to write. Leave it out to see what would fit."
+            )

@@ -21,7 +21,7 @@ from weft.spec.rules import check
 #: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
 BUDGETS = ("75%", "50%", "25%")
 SHARES = ("optimizer:0.5", "activations:0.5")
-FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 0, -5))
+FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 5, -5))
 FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 

@@ -70,8 +70,8 @@ def _round_up(value: float) -> float:
 def waterfall(one: Candidate) -> Drawing:
     """The parts of a step, each beginning where the one before ends."""
     rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
-    left, height = 260.0, 24.0
-    drawing = Drawing(left + 700, _TOP + height * (len(rows) + 1) + 30)
+    left, height = 280.0, 24.0
+    drawing = Drawing(left + 710, _TOP + height * (len(rows) + 1) + 30)
     drawing.add(Text(20, 26, f"{one.question.model.name}: a step of {format_seconds(one.step_s)}", 16))
     drawing.add(Text(20, 44, one.text, 11))
     done = 0.0
@@ -82,9 +82,7 @@ def waterfall(one: Candidate) -> Drawing:
         drawing.add(
             Rect(x, y, max(width, 1.0), height - 6, PALETTE[row % len(PALETTE)], f"{name}: {words}"),
             Text(left - 10, y + 13, TERMS.get(name, name), 12, "end"),
-            Text(x + max(width, 1.0) + 6, y + 13, words, 11)
-            if x + width < left + 560
-            else Text(x + width - 6, y + 13, words, 11, "end", "#ffffff"),
+            Text(x + max(width, 1.0) + 6, y + 13, words, 11),
         )
         done += value
     return drawing

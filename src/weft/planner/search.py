@@ -75,7 +75,7 @@ def answer(question: Question) -> Answer:
     return Answer(
         question=question,
         ranked=tuple(ranked),
-        pareto=tuple(pareto),
+        pareto=tuple(_best_border([*ranked, *pareto])),
         refused=tuple(sorted(refused, key=lambda each: -each.count)),
         num_plans=keep.num_plans + sum(each.count for each in tally.refused.values()),
         num_estimated=keep.num_plans,
@@ -215,6 +215,14 @@ def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
     order = np.lexsort((speed, memory))
     best = np.minimum.accumulate(speed[order])
     return order[np.r_[True, best[1:] < best[:-1]]]
+
+
+def _best_border(found: list[Candidate]) -> list[Candidate]:
+    """The candidates that no other one beats in both memory and time."""
+    if not found:
+        return []
+    memory, speed = (np.array([getattr(one, name) for one in found]) for name in ("total_bytes", "step_s"))
+    return [found[row] for row in _border(memory, speed)]
 
 
 def _order(memory: Floats, speed: Floats) -> NDArray[Any]:
