@@ -172,7 +172,8 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     weight = np.where(full32, 4.0, stack.weight_bytes)
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
     master = np.minimum(4.0, main)
-    for count, size in ((shares.dense + shares.ends, group), (shares.experts, expert_group)):
+    parts = ((shares.dense + shares.ends, group), (shares.experts, expert_group))
+    for count, size in parts[: 2 if job.shape.moe_layers else 1]:
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
         gradients += count * stack.grad_bytes / np.where(zero >= 2, size, 1.0)
         kept = np.where((zero == 3) & ~full32, main - master, main)

@@ -80,7 +80,7 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
     )
     gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
-    for params, group, stride, most in parts:
+    for params, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
         buckets = (
             np.ceil(params / np.maximum(_BUCKET, _BUCKET_PER_RANK * group)) if stack.overlap_grads else np.ones_like(t)

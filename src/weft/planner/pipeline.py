@@ -14,6 +14,11 @@ from weft.spec.plan import SCHEDULES
 Array = NDArray[np.float64]
 
 _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
+#: By code of schedule: whether it works in rounds over several chunks of each rank; whether it has the form of a V.
+_LOOPED = np.array([name in ("interleaved", "zb_interleaved") for name in SCHEDULES])
+_V_SHAPED = np.array([name in ("zb_v", "dualpipe_v") for name in SCHEDULES])
+#: By code: which count of passes in flight it has, of those in `in_flight`.
+_HELD = np.array([{"gpipe": 0, "zb_v": 3, "dualpipe_v": 4}.get(name, 1) for name in SCHEDULES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +32,7 @@ class Stages:
 
 def chunks_per_rank(columns: Columns) -> Array:
     """Parts of the model that each rank holds: the virtual stages, and two where the schedule has the form of a V."""
-    v_shape = np.isin(columns.schedule, (_CODE["zb_v"], _CODE["dualpipe_v"]))
-    several = np.isin(columns.schedule, (_CODE["interleaved"], _CODE["zb_interleaved"]))
-    chunks = np.where(v_shape, 2, np.where(several, columns.virtual_stages, 1))
+    chunks = np.where(_looped(columns), columns.virtual_stages, 1 + _V_SHAPED.take(columns.schedule))
     return np.where(columns.pp > 1, chunks, 1).astype(np.float64)
 
 
@@ -92,7 +95,7 @@ def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: A
 
 
 def _looped(columns: Columns) -> NDArray[np.bool_]:
-    return np.isin(columns.schedule, (_CODE["interleaved"], _CODE["zb_interleaved"]))
+    return _LOOPED.take(columns.schedule)
 
 
 def in_flight(columns: Columns, rank: Any) -> Array:
@@ -102,16 +105,8 @@ def in_flight(columns: Columns, rank: Any) -> Array:
     rank = np.asarray(rank, dtype=np.float64)
     warm = p - rank
     looped = (2 * (p - rank - 1) + (v - 1) * p + 1) / v
-    cases = {
-        "gpipe": m,
-        "1f1b": warm,
-        "interleaved": np.where(v > 1, looped, warm),
-        "zb_h1": warm,
-        "zb_interleaved": np.where(v > 1, looped, warm),
-        "zb_v": p,
-        "dualpipe_v": p + 0.5,
-    }
-    held = np.select([columns.schedule == _CODE[name] for name in cases], list(cases.values()))
+    kind = np.where(_looped(columns) & (v > 1), 2, _HELD.take(columns.schedule))
+    held = np.choose(kind, [m, warm, looped, p, p + 0.5])
     return np.where(p > 1, np.minimum(m, held), 1.0)
 
 

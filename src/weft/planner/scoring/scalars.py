@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from weft.planner.scoring.prediction import Prediction
 
 #: What another source with the same stack counts as a whole, against one table of the same source.
-_OTHER_SOURCE = 0.15
+_OTHER_SOURCE = 0.05
 #: What "no scalar" counts, in tables: little evidence moves the scalar little.
 _PRIOR = 0.3
 #: A table speaks for a scalar of at most this much, as a logarithm: beyond, something else is wrong with it.

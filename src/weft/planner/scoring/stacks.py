@@ -20,8 +20,15 @@ class StackRule:
     """One rule of stacks.toml."""
 
     words: re.Pattern[str]
+    unless: re.Pattern[str] | None
     gpu: re.Pattern[str]
     values: tuple[tuple[str, Any], ...]
+
+    def holds(self, text: str, gpu: str) -> bool:
+        """Whether the rule speaks of a row."""
+        if self.unless is not None and self.unless.search(text):
+            return False
+        return bool(self.words.search(text) and self.gpu.search(gpu))
 
 
 @functools.cache
@@ -34,7 +41,12 @@ def _file() -> dict[str, Any]:
 def stack_rules() -> tuple[StackRule, ...]:
     """The rules, in the order in which they apply."""
     return tuple(
-        StackRule(re.compile(rule["words"]), re.compile(rule.get("gpu", "")), tuple(rule["set"].items()))
+        StackRule(
+            words=re.compile(rule["words"]),
+            unless=re.compile(rule["unless"]) if "unless" in rule else None,
+            gpu=re.compile(rule.get("gpu", "")),
+            values=tuple(rule["set"].items()),
+        )
         for rule in _file()["rule"]
     )
 
@@ -65,7 +77,7 @@ def stack_of(text: str, gpu: str, rules: tuple[StackRule, ...] | None = None) ->
     """
     values: dict[str, Any] = {}
     for rule in stack_rules() if rules is None else rules:
-        if rule.words.search(text) and rule.gpu.search(gpu):
+        if rule.holds(text, gpu):
             values |= dict(rule.values)
     selective = str(values.pop("selective", "attention"))
     return Stack(**{name: value for name, value in values.items() if name in _FEATURES}), selective
