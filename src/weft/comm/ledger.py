@@ -36,6 +36,13 @@ class Ledger:
         rows = [(axis, operation, entry) for (axis, operation), entry in self._entries.items()]
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))
 
+    def seconds_by_axis(self) -> dict[str, float]:
+        """Host seconds of all operations of each axis."""
+        found: dict[str, float] = {}
+        for (axis, _), entry in self._entries.items():
+            found[axis] = found.get(axis, 0.0) + entry.seconds
+        return found
+
     def clear(self) -> None:
         """Start counting anew."""
         self._entries.clear()

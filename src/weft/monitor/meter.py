@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -60,8 +60,17 @@ class CudaClock:
 class StepTimes:
     """One step's times. total_s: by the host's clock, all included. tokens_per_s: of this step alone."""
 
-    def __init__(self, total_s: float, num_tokens: int, spans: list[tuple[str, Any, Any]], clock: Clock):
+    def __init__(
+        self,
+        total_s: float,
+        num_tokens: int,
+        spans: list[tuple[str, Any, Any]],
+        clock: Clock,
+        exposed: Mapping[str, Mapping[str, float]] | None = None,
+    ):
         self.total_s = total_s
+        #: Host seconds of communication inside each phase, by axis.
+        self.exposed = exposed or {}
         self.tokens_per_s = num_tokens / total_s if total_s > 0 else 0.0
         self._spans = spans
         self._clock = clock
@@ -75,18 +84,33 @@ class StepTimes:
         seconds: dict[str, float] = {}
         for name, start, end in self._spans:
             seconds[name] = seconds.get(name, 0.0) + self._clock.seconds_between(start, end)
-        self._spans = []
         return seconds
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """(phase, start, end) of each, in seconds from the start of the first."""
+        if not self._spans:
+            return []
+        zero, between = self._spans[0][1], self._clock.seconds_between
+        return [(name, between(zero, start), between(zero, end)) for name, start, end in self._spans]
 
 
 class Meter:
     """Times the steps of one rank.
 
-    device: "cpu", "cuda:0" or a torch.device. clock: for tests. A step lasts from `begin_step` (or, without that,
+    device: "cpu", "cuda:0" or a torch.device. clock: for tests. communication: host seconds by axis so far; what of
+    them falls into each phase is kept apart. A step lasts from `begin_step` (or, without that,
     from the last `end_step`) to `end_step`, so that evaluation and saving between the two count as no step's time.
     """
 
-    def __init__(self, device: object = "cpu", *, clock: Clock | None = None):
+    def __init__(
+        self,
+        device: object = "cpu",
+        *,
+        clock: Clock | None = None,
+        communication: Callable[[], Mapping[str, float]] | None = None,
+    ):
+        self._communication = communication
+        self._exposed: dict[str, dict[str, float]] = {}
         self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
         # Bounded, because a step used without a loop has nobody to call end_step.
         self._spans: deque[tuple[str, Any, Any]] = deque(maxlen=_MAX_SPANS)
@@ -96,21 +120,28 @@ class Meter:
     def begin_step(self) -> None:
         """Start the step's time now, and forget phases timed since the last step."""
         self._spans.clear()
+        self._exposed = {}
         self._began = time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the step. Phases may repeat within a step, and may lie inside each other."""
+        before = self._communication() if self._communication else {}
         start = self._clock.mark()
         try:
             yield
         finally:
             self._spans.append((name, start, self._clock.mark()))
+            if self._communication:
+                inside = self._exposed.setdefault(name, {})
+                for axis, seconds in self._communication().items():
+                    inside[axis] = inside.get(axis, 0.0) + seconds - before.get(axis, 0.0)
 
     def end_step(self, num_tokens: int) -> StepTimes:
         """End the step. num_tokens: trained in it over all ranks; 0 for a step that trained nothing."""
         now = time.perf_counter()
-        times = StepTimes(now - self._began, num_tokens, list(self._spans), self._clock)
+        times = StepTimes(now - self._began, num_tokens, list(self._spans), self._clock, self._exposed)
+        self._exposed = {}
         self._recent.append((num_tokens, times.total_s))
         self._spans.clear()
         self._began = now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +14,7 @@ from torch import nn
 from weft.errors import TrainingHalted
 from weft.mesh import Mesh
 from weft.monitor import Meter, NonFiniteGuard, StepRecord, memory_bytes, mfu
+from weft.monitor.time_book import TimeBook
 from weft.optim import lr_factor
 from weft.spec.config import RunConfig
 from weft.train.evaluate import Batch, evaluate
@@ -69,16 +70,20 @@ class Trainer:
     flops_per_token: float = 0.0
     peak_flops: float | None = None
     progress: Progress = field(default_factory=Progress)
+    book: TimeBook = field(default_factory=TimeBook)
 
     def fit(self) -> str:
         """Train until the last step or a reason to stop; returns "finished" or the reason."""
         num_steps = self.config.train.steps
         guard = NonFiniteGuard(self.config.train.max_bad_steps)
         self._saved_step = self.progress.step
+        self.book.start()
         for hook in self.hooks:
             hook.on_start(self.progress.step)
         with self.loader.iterate(self.progress.step, num_steps) as steps:
-            reason = next((stop for batches in steps if (stop := self._advance(batches, guard))), "finished")
+            reason = next(
+                (stop for batches in self._awaited(steps) if (stop := self._advance(batches, guard))), "finished"
+            )
         if self._saved_step != self.progress.step:
             self._save()
         self._end(reason)
@@ -100,11 +105,23 @@ class Trainer:
             self._save()
         return stop
 
+    def _awaited(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
+        """The steps' batches; waiting for them is counted."""
+        batches = iter(steps)
+        while True:
+            with self.book.spend("data"):
+                found = next(batches, None)
+            if found is None:
+                return
+            yield found
+
     def _save(self) -> None:
-        self.save(self.progress)
+        with self.book.spend("checkpoint"):
+            self.save(self.progress)
         self._saved_step = self.progress.step
 
     def _end(self, reason: str) -> None:
+        self.book.stop()
         for hook in self.hooks:
             hook.on_end(self.progress.step, reason)
 
@@ -121,6 +138,7 @@ class Trainer:
             ]
         metrics = self.step(local, self._seeds(step))
         times = self.meter.end_step(metrics.num_tokens)
+        self.book.add_step(times)
         speed = self.meter.tokens_per_s
         record = StepRecord(
             step=step + 1,
@@ -165,7 +183,8 @@ class Trainer:
             self._due(self.config.eval.every) or self.progress.step == self.config.train.steps
         ):
             return None
-        evaluation = evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
+        with self.book.spend("evaluation"):
+            evaluation = evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
         rule = self.config.train.early_stop
         self.progress.note_evaluation(self.progress.step, evaluation.loss, rule.min_delta)
         for hook in self.hooks:

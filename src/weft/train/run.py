@@ -35,6 +35,7 @@ from weft.train.sample import write_sample
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 from weft.train.summary import already_done, closing_lines, opening_lines
+from weft.train.time_report import report_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def run_rank(run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO |
     ledger = Ledger()
     mesh = build_mesh(folder.plan(), device, ledger.record)
     with folder.lock() if mesh.rank == 0 else contextlib.nullcontext():
-        result = _RankRun(folder, config, mesh, terminal or sys.stdout).train()
+        result = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout).train()
     # Not after an error: the others may be in a collective and would never come; the launcher ends them.
     leave_ranks()
     return result
@@ -67,7 +68,7 @@ def run_rank(run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO |
 class _RankRun:
     """Builds the pieces of one rank's run and joins them."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, mesh: Mesh, terminal: TextIO):
+    def __init__(self, folder: RunFolder, config: RunConfig, mesh: Mesh, ledger: Ledger, terminal: TextIO):
         self.folder, self.config, self.mesh = folder, config, mesh
         self.terminal = terminal
         self.tokenizer = Tokenizer.load(folder.tokenizer)
@@ -87,7 +88,7 @@ class _RankRun:
         self.model = build_decoder(spec, device="meta" if mesh.plan.pp > 1 else None, seed=config.seed)
         parallelize(self.model, mesh, seed=config.seed)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
-        self.meter = Meter(mesh.device)
+        self.meter = Meter(mesh.device, communication=ledger.seconds_by_axis)
         self.step = TrainStep(
             self.model,
             self.optimizer,
@@ -129,11 +130,12 @@ class _RankRun:
         finally:
             if recorder:
                 recorder.close()
+        times = report_times(self.folder, self.mesh, self.model, trainer.book)
         if self.mesh.rank == 0:
             # Who stops a run wants it to end: writing a sample takes seconds.
             wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
             sample = write_sample(self.folder, wanted, progress.step)
-            lines = closing_lines(self.folder, self.config, progress, reason, sample)
+            lines = closing_lines(self.folder, self.config, progress, reason, sample, times)
             print("\n".join(lines), file=self.terminal, flush=True)
         return RunResult(progress.step, reason)
 

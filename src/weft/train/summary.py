@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from weft.memory import recompute_of
@@ -43,8 +45,10 @@ def already_done(folder: RunFolder, step: int) -> list[str]:
     ]
 
 
-def closing_lines(folder: RunFolder, config: RunConfig, progress: Progress, reason: str, sample: str) -> list[str]:
-    """How it ended, how the loss fell, a sample, and what to type next."""
+def closing_lines(
+    folder: RunFolder, config: RunConfig, progress: Progress, reason: str, sample: str, times: Sequence[str] = ()
+) -> list[str]:
+    """How it ended, how the loss fell, a sample, where the time went, and what to type next."""
     evaluations = last_per_step(read_events(folder.events), kind="eval")
     lines = [""]
     if sample:
@@ -54,6 +58,7 @@ def closing_lines(folder: RunFolder, config: RunConfig, progress: Progress, reas
         first, last = evaluations[0], evaluations[-1]
         lines.append(f"eval    {_evaluation(first)}  ->  {_evaluation(last)}")
     lines += [
+        *times,
         f"folder  {folder.path}: events.jsonl, loss.png, samples/, checkpoints/, logs/",
         f'next    weft generate {folder.path} --prompt "def "',
     ]

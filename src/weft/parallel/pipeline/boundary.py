@@ -6,7 +6,6 @@ activation what shape and format it has; from then on both know, and nothing but
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ _Form = tuple[torch.Size, torch.dtype]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 #: Numbers in what is said of an activation: format, number of dimensions, sizes.
 _MAX_DIMS = 8
-#: Sends that may be under way before the oldest is waited for.
-_MOST_SENDS = 8
+#: Sends that may be under way before the oldest is waited for: a sender seldom is so far ahead.
+_MOST_SENDS = 64
 
 
 class Boundary:
@@ -37,7 +36,7 @@ class Boundary:
         self._device = device
         self._forms: dict[tuple[int, Signature], _Form] = {}
         self._arriving: dict[tuple[str, int, int], Message] = {}
-        self._sent: deque[Message] = deque()
+        self._sent: dict[tuple[str, int, int], Message] = {}
 
     def begin(self) -> None:
         """A step begins; what a broken one left is forgotten."""
@@ -56,7 +55,13 @@ class Boundary:
 
     def take(self, content: str, stage: int, microbatch: int) -> torch.Tensor:
         """Wait for a tensor that is on its way."""
-        return self._arriving.pop((content, stage, microbatch)).wait()
+        tensor = self._arriving.pop((content, stage, microbatch)).wait()
+        if content == "gradient":
+            # Who sent it had our activation: that is let go without waiting.
+            sent = self._sent.pop(("activation", stage + 1, microbatch), None)
+            if sent is not None:
+                sent.wait()
+        return tensor
 
     def send(self, transfer: Transfer, tensor: torch.Tensor, signature: Signature) -> None:
         """Begin to send. The tensor must not change before the step ends."""
@@ -73,17 +78,22 @@ class Boundary:
                 f"format {form[1]}, and before it had {tuple(known[0])} and {known[1]} for a microbatch of the same "
                 f"shapes. Between stages, shapes must follow from those of the microbatch."
             )
-        self._post(tensor, transfer.peer)
+        self._post(transfer, tensor)
 
     def end(self) -> None:
         """Wait until everything was sent."""
-        while self._sent:
-            self._sent.popleft().wait()
+        for message in self._sent.values():
+            message.wait()
+        self._sent.clear()
 
-    def _post(self, tensor: torch.Tensor, peer: int) -> None:
+    def _post(self, transfer: Transfer, tensor: torch.Tensor, content: str = "") -> None:
         if len(self._sent) >= _MOST_SENDS:
-            self._sent.popleft().wait()
-        self._sent.append(start_send(tensor, self._axis, peer))
+            self._sent.pop(next(iter(self._sent))).wait()
+        key = (content or transfer.content, transfer.stage, transfer.microbatch)
+        before = self._sent.pop(key, None)  # of an evaluation, whose batches all have one number
+        if before is not None:
+            before.wait()
+        self._sent[key] = start_send(tensor, self._axis, transfer.peer)
 
     def _tell(self, transfer: Transfer, form: _Form) -> None:
         shape, dtype = form
@@ -93,7 +103,7 @@ class Boundary:
                 f"tensor of at most {_MAX_DIMS} dimensions and a usual format."
             )
         numbers = [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]
-        self._post(torch.tensor(numbers, device=self._device), transfer.peer)
+        self._post(transfer, torch.tensor(numbers, device=self._device), "form")
 
     def _be_told(self, transfer: Transfer) -> _Form:
         numbers = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self._device)

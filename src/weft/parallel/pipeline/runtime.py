@@ -7,6 +7,7 @@ of the data-parallel engine, so they are reduced once in a step whatever the ord
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -79,6 +80,9 @@ class Pipeline:
         #: What stays on this rank between two of its stages, and what waits to be sent.
         self._made: dict[tuple[str, int, int], torch.Tensor] = {}
         self._signatures: list[Signature] = []
+        self._computed = 0.0  # when the action under way had all it waited for
+        #: (action, start, end) of the last step's computing, in seconds from its begin, by the host's clock.
+        self.events: list[tuple[Action, float, float]] = []
 
     @property
     def has_loss(self) -> bool:
@@ -102,13 +106,18 @@ class Pipeline:
                 f"microbatches={expected}: this step was given {len(work.microbatches)}. Give as many as the plan says."
             )
         self._begin(work.microbatches)
+        began = self._computed = time.perf_counter()
+        self.events = []
         for step in self.program:
             if isinstance(step, Transfer):
-                self._move(step)
+                with phases.phase("wait"):
+                    self._move(step)
                 continue
-            for action in parts(step):
-                self._act(action, work, phases)
-        self._boundary.end()
+            self._computed = time.perf_counter()
+            self._act(step, work, phases)
+            self.events.append((step, self._computed - began, time.perf_counter() - began))
+        with phases.phase("wait"):
+            self._boundary.end()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
@@ -179,6 +188,7 @@ class Pipeline:
         batch = work.microbatches[microbatch]
         with phases.phase("wait"):
             incoming = self._incoming(stage.index, microbatch)
+        self._computed = time.perf_counter()
         if incoming is not None and stage.takes_gradient:
             incoming.requires_grad_()
         if work.seeds is not None:
@@ -198,6 +208,7 @@ class Pipeline:
     def _backward(self, stage: Stage, microbatch: int, phases: Phases, *, holds: bool) -> None:
         with phases.phase("wait"):
             grad = self._gradient(stage, microbatch)
+        self._computed = time.perf_counter()
         flight = self._flights.pop((stage.index, microbatch))
 
         def backward() -> None:

@@ -29,12 +29,12 @@ class Transfer(NamedTuple):
         return f"{arrow}{'x' if self.content == 'activation' else 'g'}{self.stage}.{self.microbatch}@{self.peer}"
 
 
-#: A rank's list with its transfers.
-Program = list[Step | Transfer]
+#: A rank's list with its transfers; of a pair, the forward and then the backward.
+Program = list[Action | Transfer]
 
 
 def with_transfers(schedule: Schedule) -> list[Program]:
-    """The ranks' lists with a receive before each use of what another rank made, and a send after its making.
+    """The ranks' lists, action by action, with receives before and sends after what needs and makes them.
 
     The receive is placed among the receiver's steps at the moment at which the sender sends, when all steps take
     one unit of time. Raises ValueError where the lists wait for each other in a circle.
@@ -54,12 +54,15 @@ def with_transfers(schedule: Schedule) -> list[Program]:
                 str(steps[at]) for steps, at in zip(schedule.ranks, place, strict=True) if at < len(steps)
             )
             raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {waiting}")
-        for rank, step in ready:
-            programs[rank].append(step)
+        for rank, _ in ready:
             place[rank] += 1
-        for rank, step in ready:
-            for action in parts(step):
+        # A pair's forward is sent before its backward begins.
+        for half in range(2):
+            acting = [(rank, parts(step)[half]) for rank, step in ready if half < len(parts(step))]
+            for rank, action in acting:
+                programs[rank].append(action)
                 done.update(makes(action))
+            for rank, action in acting:
                 _send(schedule, programs, rank, action)
         remaining -= len(ready)
     return programs

@@ -1,0 +1,339 @@
+"""Pipelines: the bubble of each schedule with blocks that sleep, and step times beside torch.distributed.pipelining's.
+
+    python benchmarks/pipeline.py bubble                       p=4, m=4, 8, 16: measured beside the formula
+    python benchmarks/pipeline.py bubble --pass-ms 60 --schedules zb_h1 zb_v
+    python benchmarks/pipeline.py steps --ranks 2 4            a small decoder, both runtimes in turn on the same ranks
+
+`bubble` needs no idle machine: a sleeping rank takes no CPU. `steps` prints the median of each and their ratio; on a
+busy machine read the ratio, since the two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.monitor import Meter
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.pipeline.runtime import Pipeline, Work, pipeline_of
+from weft.planner.pipeline_sim import Durations, simulate
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import SCHEDULES, Plan
+from weft.spec.schedule import build_schedule
+from weft.testing import RankPool
+
+#: torch's class of the same schedule.
+THEIRS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb_interleaved": "ScheduleInterleavedZeroBubble",
+    "zb_v": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+
+
+def virtual_stages(name: str) -> int:
+    return 1 if name in ("gpipe", "1f1b", "zb_h1") else 2
+
+
+def least_microbatches(name: str, num_ranks: int, wanted: int) -> int:
+    return max(wanted, 2 * num_ranks) if name == "dualpipe_v" else wanted
+
+
+class _Sleeps(torch.autograd.Function):
+    """Sleeps in forward, for the input's gradient, and for the weight's, which may wait."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Any) -> torch.Tensor:
+        ctx.block = block
+        block.clock.sleep()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        block = ctx.block
+        block.clock.sleep()
+        product = _SleepingProduct(block.weight, block.clock)
+        if block.held.is_open:
+            block.held.hold(product)
+            return grads[0], None, None
+        return grads[0], product.multiply(), None
+
+
+class _SleepingProduct:
+    def __init__(self, weight: nn.Parameter, clock: Clock):
+        self.weight, self._clock = weight, clock
+
+    def multiply(self) -> torch.Tensor:
+        self._clock.sleep()
+        return torch.zeros_like(self.weight)
+
+
+class Clock:
+    """Sleeps for one pass, and keeps how long that really took."""
+
+    def __init__(self, pass_s: float):
+        self.pass_s, self.busy_s = pass_s, 0.0
+
+    def sleep(self) -> None:
+        start = time.perf_counter()
+        time.sleep(self.pass_s)
+        self.busy_s += time.perf_counter() - start
+
+
+class SleepingBlock(nn.Module):
+    """A layer whose three passes take the same, known time and no CPU."""
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self.weight, self.clock, self.held = nn.Parameter(torch.ones(2)), clock, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleeps.apply(x, self.weight, self)  # pyright: ignore[reportReturnType]
+
+
+class SleepingModel(nn.Module):
+    def __init__(self, num_blocks: int, clock: Clock):
+        super().__init__()
+        self.blocks = nn.ModuleList(SleepingBlock(clock) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def sum_of(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return output.sum(), len(batch)
+
+
+def sleeping_step(plan_text: str, pass_s: float, repeats: int) -> list[tuple[float, float]]:
+    """Seconds of each step of a pipeline that sleeps, and of this rank's waiting in it; pass_s: of a whole rank."""
+    mesh = build_mesh(Plan.parse(plan_text))
+    clock = Clock(0.001)
+    model = SleepingModel(mesh.plan.pp * mesh.plan.virtual_stages, clock)
+    parallelize(model, mesh)
+    pipeline = pipeline_of(model)
+    assert pipeline is not None
+    for block in model.modules():
+        if isinstance(block, SleepingBlock):
+            block.held = pipeline._held
+    batches = [torch.ones(1, 2) for _ in range(mesh.plan.microbatches)]
+
+    def step() -> None:
+        one_step(model, pipeline, batches, lambda model, x: model(x), sum_of)
+
+    timed(step, 0)  # shapes are told in the first
+    clock.pass_s = pass_s / mesh.plan.virtual_stages
+    found = []
+    for _ in range(repeats):
+        clock.busy_s = 0.0
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        dist.barrier()
+        took = time.perf_counter() - start
+        found.append((took, took - clock.busy_s))
+    return found
+
+
+def one_step(model: nn.Module, pipeline: Pipeline, batches: list[Any], forward: Any, loss: Any) -> None:
+    engine = data_parallel(model)
+    engine.begin_step()
+    totals = torch.zeros(3, dtype=torch.float64)
+    with engine.microbatch(last=True):
+        pipeline.step(Work(batches, forward, loss, 1.0, totals), Meter())
+
+
+def timed(step: Callable[[], None], repeats: int) -> list[float]:
+    """Seconds of each repeat, begun together and ended by the slowest; the first is left out."""
+    found = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        dist.barrier()
+        found.append(time.perf_counter() - start)
+    return found[1:]
+
+
+def bubbles(options: argparse.Namespace) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    pass_s, p = options.pass_ms / 1000, options.ranks[0]
+    print(f"p={p}, F = B = W = {options.pass_ms} ms on a rank; seconds")
+    print(f"{'schedule':16} {'m':>3} {'step':>8} {'formula':>8} {'off':>7} {'bubble':>8} {'formula':>8} {'off':>7}")
+    with RankPool(p, timeout_s=300) as pool:
+        for name in options.schedules:
+            for wanted in options.microbatches:
+                m, v = least_microbatches(name, p, wanted), virtual_stages(name)
+                plan = f"pp={p} microbatches={m} virtual_stages={v} schedule={name}"
+                per_rank = pool.run(sleeping_step, plan, pass_s, options.repeats)
+                one = pass_s / v
+                timeline = simulate(build_schedule(name, p, m, v), Durations(one, one, one))
+                # The best of the repeats; the bubble is what the rank that waits least waits.
+                found = min(max(took for took, _ in ranks) for ranks in zip(*per_rank, strict=True))
+                bubble = min(min(waited for _, waited in ranks) for ranks in zip(*per_rank, strict=True))
+                off, bubble_off = found / timeline.makespan_s - 1, bubble / timeline.bubble_s - 1
+                print(
+                    f"{name:16} {m:3} {found:8.3f} {timeline.makespan_s:8.3f} {off:+7.1%} "
+                    f"{bubble:8.3f} {timeline.bubble_s:8.3f} {bubble_off:+7.1%}",
+                    flush=True,
+                )
+                rows.append({"schedule": name, "m": m, "step_s": found, "formula_s": timeline.makespan_s})
+    return rows
+
+
+SPEC = DecoderSpec(vocab_size=512, dim=128, num_layers=8, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=128)
+
+
+class _Part(nn.Module):
+    """torch's stage: blocks of the same decoder, with the embedding before or the head after them."""
+
+    def __init__(self, model: Any, first: int, stop: int):
+        super().__init__()
+        self.embed = model.embed if first == 0 else None
+        self.blocks = nn.ModuleList(model.blocks[first:stop])
+        self.norm, self.head = (model.norm, model.head) if stop == len(model.blocks) else (None, None)
+        self.spec = model.spec
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from weft.models.attention import see_causally
+        from weft.models.rotary import rotation
+
+        positions = torch.arange(x.shape[1])[None]
+        x = self.embed(x) if self.embed is not None else x
+        turn = rotation(positions, self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scale, torch.float32)
+        visible = see_causally(positions, None, 0, x.dtype)
+        for block in self.blocks:
+            x = block(x, visible, turn, None)
+        return self.head(self.norm(x)) if self.head is not None else x
+
+
+def theirs(name: str, num_ranks: int, microbatches: int, batch: torch.Tensor) -> Callable[[], None] | None:
+    """A step of torch's runtime; None where it has no such schedule."""
+    if name not in THEIRS:
+        return None
+    import torch.distributed.pipelining as pipelining
+    from torch.distributed.pipelining import schedules
+
+    v, rank = virtual_stages(name), dist.get_rank()
+    num_stages = num_ranks * v
+    size = SPEC.num_layers // num_stages
+    own = [rank, 2 * num_ranks - 1 - rank] if name.endswith("_v") else list(range(rank, num_stages, num_ranks))
+    model = build_decoder(SPEC)
+    parts = [_Part(model, index * size, (index + 1) * size) for index in own]
+    stages = [
+        pipelining.PipelineStage(part, index, num_stages, torch.device("cpu"))
+        for part, index in zip(parts, own, strict=True)
+    ]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+    kind = getattr(schedules, THEIRS[name])
+    schedule = kind(stages if v > 1 else stages[0], microbatches, loss_fn=loss, scale_grads=False)
+
+    def step() -> None:
+        for part in parts:
+            part.zero_grad(set_to_none=True)
+        if 0 in own and num_stages - 1 in own:
+            schedule.step(batch, target=batch, losses=[])
+        elif 0 in own:
+            schedule.step(batch)
+        elif num_stages - 1 in own:
+            schedule.step(target=batch, losses=[])
+        else:
+            schedule.step()
+
+    return step
+
+
+def ours(name: str, num_ranks: int, microbatches: int, batch: torch.Tensor) -> Callable[[], None]:
+    """The same step here."""
+    v = virtual_stages(name)
+    size = SPEC.num_layers // (num_ranks * v)
+    split = "+".join([str(size)] * num_ranks * v)
+    plan = f"pp={num_ranks} microbatches={microbatches} virtual_stages={v} schedule={name} split={split}"
+    mesh = build_mesh(Plan.parse(plan))
+    model = build_decoder(SPEC)
+    parallelize(model, mesh)
+    pipeline = pipeline_of(model)
+    assert pipeline is not None
+    batches = list(batch.chunk(microbatches))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
+
+    return lambda: one_step(model, pipeline, batches, lambda model, x: model(x), loss)
+
+
+def measure_steps(name: str, num_ranks: int, microbatches: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of both runtimes, in turn."""
+    batch = torch.randint(512, (2 * microbatches, 64), generator=torch.Generator().manual_seed(0))
+    steps = {"weft": ours(name, num_ranks, microbatches, batch)}
+    other = theirs(name, num_ranks, microbatches, batch)
+    if other is not None:
+        steps["torch"] = other
+    times: dict[str, list[float]] = {who: [] for who in steps}
+    for who in steps:
+        timed(steps[who], 1)
+    for turn in range(repeats):
+        for who in list(steps)[:: 1 if turn % 2 else -1]:
+            times[who] += timed(steps[who], 1)[-1:]
+    return times
+
+
+def compare_steps(options: argparse.Namespace) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for num_ranks in options.ranks:
+        print(f"{num_ranks} ranks, decoder {SPEC.num_layers} x {SPEC.dim}; median milliseconds of a step")
+        print(f"{'schedule':16} {'m':>3} {'weft':>8} {'torch':>8} {'weft/torch':>10}")
+        with RankPool(num_ranks, timeout_s=300) as pool:
+            for name in options.schedules:
+                m = least_microbatches(name, num_ranks, options.microbatches[-1])
+                per_rank = pool.run(measure_steps, name, num_ranks, m, options.repeats)
+                medians = {
+                    who: 1000
+                    * statistics.median(max(times) for times in zip(*(one[who] for one in per_rank), strict=True))
+                    for who in per_rank[0]
+                }
+                other = medians.get("torch")
+                beside = f"{other:8.1f} {medians['weft'] / other:10.2f}" if other else f"{'-':>8} {'-':>10}"
+                print(f"{name:16} {m:3} {medians['weft']:8.1f} {beside}", flush=True)
+                rows.append({"schedule": name, "ranks": num_ranks, "m": m, **medians})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["bubble", "steps"])
+    parser.add_argument("--ranks", type=int, nargs="+")
+    parser.add_argument("--microbatches", type=int, nargs="+")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    parser.add_argument("--pass-ms", type=float, default=60.0)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    is_bubble = options.what == "bubble"
+    options.ranks = options.ranks or ([4] if is_bubble else [2, 4])
+    options.microbatches = options.microbatches or ([4, 8, 16] if is_bubble else [8])
+    options.repeats = options.repeats or (1 if is_bubble else 9)
+    rows = bubbles(options) if is_bubble else compare_steps(options)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

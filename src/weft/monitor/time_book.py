@@ -1,0 +1,157 @@
+"""Where a run's time went: seconds of each rank by kind, in words, as a picture, and as a trace.
+
+compute        forward, backward, weight gradients
+stages         waiting for another stage of the pipeline: its bubble, and messages that nothing hid
+over AXIS      communication on that axis that the host waited for
+data, optimizer, checkpoint, evaluation
+host           what is left: Python between the parts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from weft.monitor.meter import StepTimes
+from weft.planner.drawing import Bar, draw_bars
+
+#: The kind of each phase of a step, for what of it is not communication.
+_KINDS = {
+    "forward": "compute", "backward": "compute", "weight gradients": "compute", "wait": "stages",
+    "data": "data", "reduce": "optimizer", "optimizer": "optimizer",
+}  # fmt: skip
+_WORDS = {"stages": "waiting for other stages", "host": "host"}
+_COLOURS = {
+    "compute": "#3f74c7", "stages": "#d9d9d9", "data": "#d1495b", "optimizer": "#3a9d6f",
+    "checkpoint": "#8a6fb0", "evaluation": "#7aa6e8", "host": "#7a7a7a",
+}  # fmt: skip
+_COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
+#: What may help, by kind, from this share of the time on.
+_ADVICE = {
+    "stages": (0.1, "more microbatches, or a zero-bubble schedule (schedule=zb_h1, zb_v) shortens it"),
+    "data": (0.05, "data comes too slowly: look at the storage of the token cache"),
+    "checkpoint": (0.1, "checkpoint.every saves more often than this step time bears"),
+    "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),
+}
+
+
+class TimeBook:
+    """Adds up one rank's seconds by kind, from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self._total: float | None = None
+        self.num_steps = 0
+        self.last: StepTimes | None = None
+
+    def start(self) -> None:
+        """The run begins now."""
+        self._seconds, self.num_steps, self._total = {}, 0, None
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """The run ends now."""
+        self._total = time.perf_counter() - self._began
+
+    @contextlib.contextmanager
+    def spend(self, kind: str) -> Iterator[None]:
+        """Count what happens inside under this kind."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(kind, time.perf_counter() - start)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Count seconds under a kind."""
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+
+    def add_step(self, times: StepTimes) -> None:
+        """Count a step's phases, communication apart."""
+        self.num_steps += 1
+        self.last = times
+        for phase, seconds in times.phases.items():
+            kind = _KINDS.get(phase, "host")
+            # Waiting for a stage is waiting for its message: one of the two is counted.
+            inside = {axis: s for axis, s in times.exposed.get(phase, {}).items() if kind != "stages" and s > 0}
+            for axis, spent in inside.items():
+                self.add(f"over {axis}", spent)
+            self.add(kind, max(0.0, seconds - sum(inside.values())))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by kind; "host" is what no kind has; "total" is all."""
+        total = self._total if self._total is not None else time.perf_counter() - self._began
+        known = sum(seconds for kind, seconds in self._seconds.items() if kind != "host")
+        return {**self._seconds, "host": max(0.0, total - known), "total": total}
+
+
+def time_lines(ranks: Sequence[Mapping[str, float]], num_steps: int) -> list[str]:
+    """The report in words. ranks: `TimeBook.seconds()` of each rank."""
+    total = max(one["total"] for one in ranks)
+    means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in _kinds(ranks)}
+    shares = sorted(((seconds / total, kind) for kind, seconds in means.items()), reverse=True)
+    told = ", ".join(f"{_word(kind)} {share:.0%}" for share, kind in shares if share >= 0.005)
+    of = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
+    lines = [f"time    {num_steps} steps in {total:.1f} s{of}: {told}"]
+    if len(ranks) > 1:
+        busy = [one.get("compute", 0.0) for one in ranks]
+        slowest = busy.index(max(busy))
+        more = busy[slowest] / max(sum(busy) / len(busy), 1e-9) - 1
+        lines.append(f"        slowest: rank {slowest}, {more:.0%} more compute than the mean")
+    for share, kind in shares:
+        least, advice = _ADVICE.get(kind, (2.0, ""))
+        if share >= least:
+            lines.append(f"        {_word(kind)}: {advice}")
+    return lines
+
+
+def draw_times(ranks: Sequence[Mapping[str, float]], num_steps: int) -> str:
+    """The report as a picture: SVG text, one row for each rank (at most 64, evenly chosen)."""
+    kinds = _kinds(ranks)
+    axes = [kind for kind in kinds if kind.startswith("over ")]
+    colour = _COLOURS | {kind: _COMMUNICATION[place % len(_COMMUNICATION)] for place, kind in enumerate(axes)}
+    chosen = [rank * len(ranks) // min(len(ranks), 64) for rank in range(min(len(ranks), 64))]
+    rows: list[tuple[str, list[Bar]]] = []
+    for rank in chosen:
+        at, bars = 0.0, list[Bar]()
+        for kind in kinds:
+            seconds = ranks[rank].get(kind, 0.0)
+            bars.append(Bar(at, at + seconds, colour[kind], title=f"rank {rank}: {_word(kind)} {seconds:.2f} s"))
+            at += seconds
+        rows.append((f"rank {rank}", bars))
+    longest = max(one["total"] for one in ranks)
+    title = f"Where the time of {num_steps} steps went: {longest:.1f} s"
+    return draw_bars(rows, title, [(_word(kind), colour[kind]) for kind in kinds])
+
+
+def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]]) -> str:
+    """Spans as a trace for chrome://tracing or Perfetto: JSON text.
+
+    tracks: (process, thread, spans), where a span is (name, start, end) in seconds.
+    """
+    events: list[dict[str, object]] = []
+    processes = list(dict.fromkeys(process for process, _, _ in tracks))
+    for number, (process, thread, spans) in enumerate(tracks):
+        place = {"pid": processes.index(process), "tid": number}
+        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": process}})
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": thread}})
+        events += [
+            {"ph": "X", "name": name, **place, "ts": round(start * 1e6, 1), "dur": round((end - start) * 1e6, 1)}
+            for name, start, end in spans
+        ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
+    """Those that any rank has, compute first and host last."""
+    found = {kind for one in ranks for kind in one if kind != "total"}
+    axes = sorted(kind for kind in found if kind.startswith("over "))
+    order = ["compute", "stages", *axes, "data", "optimizer", "checkpoint", "evaluation", "host"]
+    return [kind for kind in order if kind in found]
+
+
+def _word(kind: str) -> str:
+    return _WORDS.get(kind, f"communication {kind}" if kind.startswith("over ") else kind)

@@ -1,0 +1,79 @@
+"""After training: every rank's times come to the first, which writes them in words, as a picture and as a trace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather, all_reduce
+from weft.mesh import Mesh
+from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
+from weft.parallel.pipeline.runtime import Pipeline, pipeline_of
+from weft.planner.pipeline_sim import Durations, simulate
+from weft.train.folder import RunFolder
+
+#: A trace has the last step of so many ranks at most.
+_MOST_TRACED = 64
+
+
+def report_times(folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook) -> list[str]:
+    """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
+
+    Lines are empty where no step was done.
+    """
+    if not book.num_steps:
+        return []
+    pipeline = pipeline_of(model)
+    is_traced = mesh.rank < _MOST_TRACED
+    ranks = _gathered(
+        {
+            "seconds": book.seconds(),
+            "spans": book.last.spans() if book.last and is_traced else [],
+            "actions": [(str(a), start, end) for a, start, end in pipeline.events] if pipeline and is_traced else [],
+        },
+        mesh,
+    )
+    if mesh.rank:
+        return []
+    seconds = [one["seconds"] for one in ranks]
+    (folder.path / "times.svg").write_text(draw_times(seconds, book.num_steps))
+    tracks = [("phases", f"rank {rank}", one["spans"]) for rank, one in enumerate(ranks) if one["spans"]]
+    tracks += [("pipeline", f"rank {rank}", one["actions"]) for rank, one in enumerate(ranks) if one["actions"]]
+    if pipeline:
+        tracks += _planned(pipeline, [action for one in ranks for action in one["actions"]])
+    (folder.path / "trace.json").write_text(chrome_trace(tracks))
+    return [*time_lines(seconds, book.num_steps), "        times.svg: by rank; trace.json: the last step, for Perfetto"]
+
+
+def _planned(pipeline: Pipeline, actions: list[tuple[str, float, float]]) -> list[Any]:
+    """The schedule as it would run if each action took its kind's mean of what was measured and messages no time."""
+    took: dict[str, list[float]] = {}
+    for name, start, end in actions:
+        took.setdefault(name.rstrip("0123456789.") or name, []).append(end - start)
+    mean = {kind: sum(found) / len(found) for kind, found in took.items()}
+    weight = mean.get("W", 0.0)
+    durations = Durations(mean.get("F", 0.0), mean.get("B", max(0.0, mean.get("BW", 0.0) - weight)), weight)
+    timeline = simulate(pipeline.schedule, durations)
+    return [
+        (
+            "schedule",
+            f"rank {rank}",
+            [
+                (str(step), start, end)
+                for step, start, end in zip(steps, timeline.starts_s[rank], timeline.ends_s[rank], strict=True)
+            ],
+        )
+        for rank, steps in enumerate(pipeline.schedule.ranks)
+    ]
+
+
+def _gathered(mine: dict[str, Any], mesh: Mesh) -> list[dict[str, Any]]:
+    """What each rank says, in order of ranks; only the first rank needs it, and only once in a run."""
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(mesh.device)
+    longest = int(all_reduce(torch.tensor([text.numel()], device=mesh.device), mesh.world, op="max"))
+    padded = torch.nn.functional.pad(text, (0, longest - text.numel()), value=ord(" "))
+    rows = all_gather(padded, mesh.world).view(mesh.world.size, -1).cpu()
+    return [json.loads(bytes(row.tolist())) for row in rows] if mesh.rank == 0 else []

@@ -1,0 +1,86 @@
+"""Seconds are counted once, under the kind they belong to, and said in words that fit them."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from weft.monitor import Meter
+from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
+
+RANKS = [
+    {"compute": 6.0, "stages": 2.0, "over dp_shard": 1.0, "data": 0.1, "optimizer": 0.4, "host": 0.5, "total": 10.0},
+    {"compute": 8.0, "stages": 0.5, "over dp_shard": 1.0, "data": 0.1, "optimizer": 0.4, "host": 0.0, "total": 10.0},
+]
+
+
+class Ticks:
+    """A clock that is told the time."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+def test_a_phase_and_the_communication_in_it_are_counted_once():
+    clock, spent = Ticks(), {"tp": 0.0, "pp": 0.0}
+    meter, book = Meter(clock=clock, communication=lambda: dict(spent)), TimeBook()
+    for phase, seconds, axis, inside in (
+        ("forward", 3.0, "tp", 1.0), ("wait", 2.0, "pp", 1.9),
+        ("backward", 4.0, "tp", 0.5), ("optimizer", 1.0, "tp", 0.0),
+    ):  # fmt: skip
+        with meter.phase(phase):
+            clock.now += seconds
+            spent[axis] += inside
+    times = meter.end_step(10)
+    book.add_step(times)
+    found = book.seconds()
+    assert {kind: found[kind] for kind in ("compute", "stages", "over tp", "optimizer")} == pytest.approx(
+        {"compute": 5.5, "stages": 2.0, "over tp": 1.5, "optimizer": 1.0}
+    )
+    assert times.spans() == [
+        ("forward", 0.0, 3.0), ("wait", 3.0, 5.0), ("backward", 5.0, 9.0), ("optimizer", 9.0, 10.0)
+    ]  # fmt: skip
+    assert book.num_steps == 1
+
+
+def test_what_no_kind_has_is_the_hosts():
+    book = TimeBook()
+    book.start()
+    with book.spend("checkpoint"):
+        pass
+    book.stop()
+    found = book.seconds()
+    assert found["host"] + found["checkpoint"] == pytest.approx(found["total"])
+
+
+def test_the_report_in_words():
+    assert time_lines(RANKS, 5) == [
+        "time    5 steps in 10.0 s on 2 ranks: compute 70%, waiting for other stages 12%, "
+        "communication over dp_shard 10%, optimizer 4%, host 2%, data 1%",
+        "        slowest: rank 1, 14% more compute than the mean",
+        "        waiting for other stages: more microbatches, or a zero-bubble schedule (schedule=zb_h1, zb_v) "
+        "shortens it",
+    ]
+    assert time_lines(RANKS[:1], 5)[0].startswith("time    5 steps in 10.0 s: compute 60%")
+
+
+def test_the_report_as_a_picture():
+    picture = ElementTree.fromstring(draw_times(RANKS * 100, 5))
+    titles = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles[0] == "rank 0: compute 6.00 s"
+    assert len({title.split(":")[0] for title in titles}) == 64
+
+
+def test_a_trace_has_a_line_for_each_track():
+    events = json.loads(chrome_trace([("a", "rank 0", [("F0.0", 0.0, 0.5)]), ("b", "rank 0", [])]))["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["a", "rank 0", "b", "rank 0"]
+    assert [event for event in events if event["ph"] == "X"] == [
+        {"ph": "X", "name": "F0.0", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500000.0}
+    ]
