@@ -19,6 +19,7 @@ _HOMES = {
     "RunConfig": "weft.spec.config",
     "WeftError": "weft.errors",
     "describe": "weft.models",
+    "search": "weft.planner.search",
     "build_mesh": "weft.mesh",
     "Mesh": "weft.mesh",
     "init": "weft.api",
@@ -39,6 +40,7 @@ __all__ = [
     "build_mesh",
     "describe",
     "init",
+    "search",
 ]
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from weft.errors import WeftError
     from weft.mesh import Mesh, build_mesh
     from weft.models import describe
+    from weft.planner.search import search
     from weft.spec.cluster import ClusterSpec
     from weft.spec.config import RunConfig
     from weft.spec.layout import Layout

@@ -25,7 +25,8 @@ from weft.errors import PlanError
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.parallel import parallelize
 from weft.spec.layout import Layout
-from weft.spec.plan import Plan
+from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
 from weft.train.step import ForwardFn, LossFn, TrainStep
 
@@ -99,14 +100,26 @@ class Run:
             self.close()
 
 
-def init(plan: str | Plan = "dp_replicate=*", *, device: str = "auto", seed: int = 0) -> Run:
+def init(
+    plan: str | Plan = "dp_replicate=*",
+    *,
+    device: str = "auto",
+    seed: int = 0,
+    model: str | DecoderSpec | ModelSpec | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+) -> Run:
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
-    plan: text such as "dp_replicate=4 accumulation=2", or a Plan. device: "auto", "cpu" or "cuda".
+    plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it needs
+    the model (a size, a Hugging Face config folder, or a spec), tokens of a sequence and sequences of a step.
+    device: "auto", "cpu" or "cuda".
     Raises PlanError when the plan breaks a rule or needs another number of ranks than were started.
     """
     place = env.rank_env()
     world_size = place.world_size if place else 1
+    if isinstance(plan, str) and is_auto(plan):
+        plan = _chosen(plan, model, seq_len, global_batch, device, place)
     plan = Plan.parse(plan, world_size) if isinstance(plan, str) else plan
     violations = check(plan, Facts(world_size=world_size))
     if violations:
@@ -116,3 +129,26 @@ def init(plan: str | Plan = "dp_replicate=*", *, device: str = "auto", seed: int
         join_ranks(place, chosen)
     ledger = Ledger()
     return Run(plan, build_mesh(plan, chosen, ledger.record), ledger, seed)
+
+
+def _chosen(
+    plan: str,
+    model: str | DecoderSpec | ModelSpec | None,
+    seq_len: int | None,
+    global_batch: int | None,
+    device: str,
+    place: env.RankEnv | None,
+) -> Plan:
+    """The planner's plan for these ranks; the first of them says which."""
+    from weft.planner.model_source import read_model
+    from weft.train.auto_plan import choose_plan, chosen_line, this_cluster
+
+    if model is None or seq_len is None or global_batch is None:
+        call = "weft.init('auto', model='llama3-8b', seq_len=4096, global_batch=64)"
+        raise PlanError(f"plan=auto: the planner must know model, seq_len and global_batch. Write e.g. {call}.")
+    sizes = (place.world_size, place.local_world_size) if place else (1, 1)
+    machines = this_cluster(*sizes, device)
+    best = choose_plan(read_model(model), machines, auto_fields(plan), seq_len=seq_len, global_batch=global_batch)
+    if place is None or place.rank == 0:
+        print(chosen_line(best), flush=True)
+    return best.plan

@@ -87,7 +87,8 @@ GOLDEN = {
     "zero=4": "zero=4: ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3.",
     "tp=2 tp=4": "plan field 'tp' is given twice in 'tp=2 tp=4'. Keep one.",
     "tp": "plan word 'tp': a plan is made of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'.",
-    "auto": "plan=auto: the planner that would choose a plan is not built yet. Use plan='dp_replicate=*'.",
+    "auto": "plan=auto: the planner chooses for a whole run, and here a plan itself is needed. "
+    "Use e.g. 'dp_replicate=*'.",
     "dp_shard=* tp=*": (
         "dp_shard and tp have '*': '*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate."
     ),

@@ -62,9 +62,16 @@ def train_here(config: RunConfig) -> None:
     cores = usable_cores()
     num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
     from weft.train import prepare_run
+    from weft.train.auto_plan import chosen_line, record_choice, settle_plan
 
+    asked = config.plan
+    config, chosen = settle_plan(config, num_ranks, num_ranks)
+    if chosen is not None:
+        say(chosen_line(chosen))
     with progress_report(sys.stdout) as report:
         folder = prepare_run(config, num_ranks, report)
+    if chosen is not None:
+        record_choice(folder.path, asked, chosen)
     command = [sys.executable, "-m", "weft.cli.rank", str(folder.path)]
     variables = threads_variables(num_ranks, cores)
     launch_ranks(command, num_ranks, folder.logs, variables=variables, notice=say)
@@ -74,11 +81,17 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
     from weft.cli.rank import run_as_rank
     from weft.train import prepare_run, run_rank
+    from weft.train.auto_plan import chosen_line, record_choice, settle_plan
 
     env.export_rank(place)
+    asked = config.plan
+    config, chosen = settle_plan(config, place.world_size, place.local_world_size)
     if place.rank == 0:
         with progress_report(sys.stdout) as report:
             folder = prepare_run(config, place.world_size, report)
+        if chosen is not None:
+            say(chosen_line(chosen))
+            record_choice(folder.path, asked, chosen)
     else:
         folder = prepare_run(config, place.world_size, None)
     run_as_rank(folder.logs, place, lambda terminal: run_rank(folder.path, place, terminal))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from weft import env
 from weft.errors import LaunchError
-from weft.spec.plan import Plan
+from weft.spec.plan import Plan, is_auto
 
 if TYPE_CHECKING:
     from weft.spec.config import RunConfig
@@ -28,7 +28,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
     on_gpus = device != "cpu" and gpus > 0
     room = gpus if on_gpus else min(2, cores)
     stands_for = room if wanted == "all" else wanted
-    num_ranks = Plan.parse(config.plan, stands_for).world_size
+    num_ranks = stands_for if is_auto(config.plan) else Plan.parse(config.plan, stands_for).world_size
     if wanted not in ("all", num_ranks):
         raise LaunchError(
             f"launch.ranks={wanted}: the plan {config.plan!r} is made for {num_ranks} ranks. "

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import Columns, Job
+from weft.planner.host_cost import Work, budget_s, offload_s
 from weft.planner.kernels import bytes_s
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
@@ -121,6 +122,8 @@ def _chunk(
     costs = layer_costs(job, columns, tables, fabric)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
     layer = _layer_terms(columns, costs)
+    again = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
+    layer["recompute"] = layer["recompute"] + budget_s(job, columns, again, costs.gemm_f / 2 + costs.memory_f)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
     lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
@@ -229,8 +232,9 @@ def _step_terms(
     own = (shares.dense + shares.ends) / group + shares.experts / expert_group
     terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, shares)
     terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + tables.step_s
-    moved = own * 16.0 * columns.offload_optimizer
-    terms["offload"] = moved / tables.host_rate
+    each = np.maximum(1.0, layers)
+    work = Work(forward=forward / each, backward=backward / each, layers=layers, own=own)
+    terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
     nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
     busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
     terms["straggler"] = busy * tables.straggler * np.sqrt(2 * np.log(nodes))

@@ -242,7 +242,8 @@ class RunConfig(Section):
     """One training run."""
 
     plan: str = "dp_replicate=*"
-    """How the model is laid over the ranks, as text or as a table; '*' takes the ranks that the other axes leave."""
+    """How the model is laid over the ranks, as text or as a table; '*' takes the ranks that the other axes leave.
+    "auto" lets the planner choose; words after it, as in "auto zero=3", are decided."""
     seed: Count = 0
     """Decides initial weights, order of data and sampling."""
     run: RunSection = RunSection()

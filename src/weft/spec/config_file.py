@@ -21,7 +21,7 @@ from weft.spec.expect import missing_key, node_at, shown, unknown_key, wrong_val
 from weft.spec.loaded import LoadedConfig, by_place, leaves, show_origins
 from weft.spec.origins import COMMAND_LINE, DEFAULT, origin_of
 from weft.spec.overrides import apply_override
-from weft.spec.plan import Plan
+from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.toml_lines import KeyPath, dotted, error_place, key_lines
 
 __all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "show_origins"]
@@ -119,6 +119,9 @@ def _read_plan(tables: dict[str, object]) -> list[Problem]:
         return []  # absent, or of a type that validation refuses
     source = plan if isinstance(plan, str) else cast(dict[str, object], plan)
     try:
+        if isinstance(source, str) and is_auto(source):
+            auto_fields(source)
+            return []
         read, open_axis = Plan.read_open(source)
     except PlanError as error:
         del tables["plan"]

@@ -13,7 +13,7 @@ from weft.spec.cluster import DeviceSpec
 from weft.spec.config import RunConfig
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.origins import origin_of
-from weft.spec.plan import Plan, plan_fields
+from weft.spec.plan import Plan, is_auto, plan_fields
 from weft.spec.rule import Facts
 from weft.spec.rules import check
 
@@ -186,7 +186,7 @@ def _plan_problems(
 ) -> list[Problem]:
     open_axis = None
     try:
-        if _touches("plan", broken):
+        if _touches("plan", broken) or is_auto(config.plan):
             plan, world_size = Plan(), None  # one rank keeps all rules of plans; the other rules are still asked
         elif world_size is None:
             plan, open_axis = Plan.read_open(config.plan)

@@ -212,6 +212,20 @@ def plan_fields() -> tuple[str, ...]:
     return tuple(field.name for field in fields(Plan))
 
 
+def is_auto(text: str) -> bool:
+    """Whether the planner is to choose: "auto", or "auto" and fields that are decided ("auto zero=3")."""
+    return text.split()[:1] == ["auto"]
+
+
+def auto_fields(text: str) -> dict[str, object]:
+    """The fields that an auto plan decides, with their values. Raises PlanError where they cannot be read."""
+    words, problems = split_plan(text.partition("auto")[2])
+    if problems:
+        raise PlanError(problems)
+    plan = Plan.from_mapping(words)
+    return {name: getattr(plan, name) for name in words}
+
+
 def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
     """The words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
 
@@ -219,8 +233,8 @@ def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
     """
     table: dict[str, object] = {}
     problems: list[Problem] = []
-    if text.strip() == "auto":
-        rule = "the planner that would choose a plan is not built yet. Use plan='dp_replicate=*'."
+    if is_auto(text):
+        rule = "the planner chooses for a whole run, and here a plan itself is needed. Use e.g. 'dp_replicate=*'."
         return table, [Problem("", f"plan=auto: {rule}")]
     for word in text.split():
         name, equals, value = word.partition("=")

@@ -11,9 +11,9 @@ import itertools
 import random
 from collections.abc import Hashable, Mapping, Sequence
 
+from weft.spec.context import CP_MODES
 from weft.spec.legal import legal_plans
 from weft.spec.model import DecoderSpec
-from weft.spec.context import CP_MODES
 from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rule import Facts, Rule, common_divisors
 from weft.spec.rules import RULES

@@ -1,0 +1,64 @@
+"""Words and options of `weft plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A size (`weft models`), a Hugging Face config folder, or a config of Weft (.toml).",
+        show_default=False,
+    ),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CLUSTER",
+        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), or a .toml file.",
+        show_default=False,
+    ),
+]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens of a sequence.", show_default=False)]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Sequences of a step.", show_default=False)]
+Fix = Annotated[
+    str, typer.Option("--fix", metavar="WORDS", help="Fields that are decided: 'tp=8 zero=1'.", show_default=False)
+]
+BuiltOnly = Annotated[
+    bool, typer.Option("--built-only/--all-plans", help="Only plans that the runtime runs today, or all.")
+]
+Top = Annotated[int, typer.Option("--top", min=1, max=200, help="How many layouts to list.")]
+WhyNotPlan = Annotated[str | None, typer.Option("--why-not", metavar="PLAN", help="Why this plan is not the answer.")]
+Compare = Annotated[
+    tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Two plans beside each other.")
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option("--what-if", metavar="gpus=16,nic=2x", help="Answer under other conditions; may be repeated."),
+]
+Reasons = Annotated[bool, typer.Option("--reasons", help="Count the refused plans by reason, with an example each.")]
+Draw = Annotated[
+    Path | None, typer.Option("--draw", metavar="FILE.svg", help="Draw the best plan's pipeline schedule.")
+]
+Pareto = Annotated[Path | None, typer.Option("--pareto", metavar="FILE", help="Draw memory against speed: .svg, .png.")]
+Waterfall = Annotated[Path | None, typer.Option("--waterfall", metavar="FILE.svg", help="Draw the best plan's step.")]
+Memory = Annotated[
+    Path | None, typer.Option("--memory", metavar="FILE.svg", help="Draw the best plan's memory, rank by rank.")
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE.toml", help="Write a config that `weft train` runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Price = Annotated[
+    float | None, typer.Option("--price", min=0.0, help="Dollars of one device for one hour.", show_default=False)
+]
+Tier = Annotated[str, typer.Option("--tier", help="datasheet, or tables: constants measured elsewhere too.")]
+Score = Annotated[
+    Path | None,
+    typer.Option("--score", metavar="RUNS.csv", help="Lay predictions beside measured runs instead of planning."),
+]
+Refine = Annotated[
+    float, typer.Option("--refine", min=0.0, max=3600.0, metavar="SECONDS", help="Time for annealing after the search.")
+]

@@ -1,0 +1,166 @@
+"""One step from a plan to its neighbours in the space: what why-not proposes and what annealing tries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from weft.errors import PlanError
+from weft.planner.answer import Candidate, candidates
+from weft.planner.columns import CP_MODES, Columns
+from weft.planner.estimate import estimate
+from weft.planner.question import Question
+from weft.planner.space import Space
+from weft.spec.plan import AXES, Plan, plan_fields
+from weft.spec.rule import common_divisors
+from weft.spec.rules import check
+
+#: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
+BUDGETS = ("75%", "50%", "25%")
+SHARES = ("optimizer:0.5", "activations:0.5")
+FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 5, -5))
+FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
+_ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan with what it does not say yet: how context parallelism works."""
+
+    plan: Plan
+    cp_mode: str = CP_MODES[0]
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """Every field with its value."""
+        return {name: getattr(self.plan, name) for name in plan_fields()} | {"cp_mode": self.cp_mode}
+
+
+def neighbours(one: Choice, question: Question, *, fine: bool = False) -> Iterator[Choice]:
+    """Legal plans that are one change away, each once; decided fields stay as they are. fine: in small steps."""
+    space = Space.whole(question.job, question.cluster, question.fixed)
+    seen = {one}
+    for change in _changes(one.plan, space, question, fine):
+        values = one.words | change
+        if any(values.get(name) != value for name, value in question.fixed.items()):
+            continue
+        try:
+            found = _settled(values)
+        except PlanError:
+            continue
+        if found not in seen:
+            seen.add(found)
+            if not check(found.plan, question.facts, question.rules):
+                yield found
+
+
+def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
+    for zero, reshard in (*space.shardings, (0, "after_forward")):
+        yield {"zero": zero, "reshard": reshard}
+    for recompute in (*space.recomputes, *(FINE_BUDGETS if fine else BUDGETS)):
+        yield {"recompute": recompute}
+    for offload in (*space.offloads, *((share,) for share in (FINE_SHARES if fine else SHARES))):
+        yield {"offload": offload}
+    for name, values in (("precision", space.precisions), ("compile", space.compiles),
+                         ("sp", space.sequence_parallel), ("cp_mode", space.cp_modes)):  # fmt: skip
+        for value in values:
+            yield {name: value}
+    if plan.pp > 1:
+        for schedule, stages in space.schedules:
+            yield {"schedule": schedule, "virtual_stages": stages}
+    yield from _batches(plan, question)
+    yield from _meshes(plan, question)
+
+
+def _batches(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
+    """Other numbers of passes: the next ones up and down."""
+    if question.job.global_batch % plan.dp_size:
+        return
+    legal = common_divisors(question.job.global_batch // plan.dp_size)
+    now = plan.microbatches_per_step
+    for passes in [*[each for each in legal if each < now][-2:], *[each for each in legal if each > now][:2]]:
+        yield _passes(plan, passes)
+
+
+def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
+    """A prime factor of one axis goes to another; sequences in a pass stay as many as they can."""
+    sizes = plan.axis_sizes()
+    for source in AXES:
+        for factor in _primes(sizes[source]):
+            for target in AXES:
+                if target == source:
+                    continue
+                moved = sizes | {source: sizes[source] // factor, target: sizes[target] * factor}
+                yield moved | _kept_microbatch(plan, moved, question)
+    for experts in common_divisors(question.job.shape.num_experts) if question.job.shape.num_experts else ():
+        yield {"ep": experts}
+
+
+def _kept_microbatch(plan: Plan, moved: Mapping[str, int], question: Question) -> dict[str, Any]:
+    batch, data = question.job.global_batch, moved["dp_replicate"] * moved["dp_shard"]
+    sequences = max(1, batch // data)
+    wanted = max(1, batch // (plan.dp_size * plan.microbatches_per_step))
+    fits = [each for each in common_divisors(sequences) if each <= wanted]
+    return _passes(plan.replace(pp=moved["pp"]), sequences // fits[-1])
+
+
+def _passes(plan: Plan, count: int) -> dict[str, Any]:
+    return {"microbatches": count, "accumulation": 1} if plan.pp > 1 else {"microbatches": 1, "accumulation": count}
+
+
+def _primes(number: int) -> list[int]:
+    return [each for each in common_divisors(number) if each > 1 and all(each % low for low in range(2, each))]
+
+
+def _settled(values: Mapping[str, Any]) -> Choice:
+    """A plan of these values; what belongs to an axis that is not in use goes back to its default."""
+    found = dict(values)
+    default = Plan()
+    if found["pp"] == 1:
+        found |= {"schedule": default.schedule, "virtual_stages": 1}
+    if found["schedule"] in _ONE_STAGE:
+        found["virtual_stages"] = 1
+    if found["tp"] == 1:
+        found["sp"] = False
+    if found["dp_shard"] == found["cp"] == 1:
+        found["zero"] = 0
+    if found["dp_shard"] > 1 and found["ep"] == 1:
+        found["zero"] = max(1, found["zero"])
+    if found["zero"] != 3:
+        found["reshard"] = default.reshard
+    if found["cp"] == 1:
+        found["cp_mode"] = CP_MODES[0]
+    return Choice(Plan(**{name: found[name] for name in plan_fields()}), found["cp_mode"])
+
+
+def columns_of(choices: Sequence[Choice], question: Question) -> Columns:
+    """The columns of choices."""
+    columns = Columns.of([one.plan for one in choices], question.job)
+    modes = np.array([CP_MODES.index(one.cp_mode) for one in choices], dtype=np.uint8)
+    return replace(columns, cp_mode=modes)
+
+
+def estimated(choices: Iterable[Choice], question: Question) -> list[Candidate]:
+    """Choices with their estimates, in their order."""
+    listed = list(choices)
+    if not listed:
+        return []
+    columns = columns_of(listed, question)
+    found = estimate(question.job, question.cluster, columns, question.tables)
+    return candidates(question, columns, found, [one.plan for one in listed])
+
+
+def changed_words(before: Candidate, after: Candidate) -> str:
+    """What differs, as it is typed: "tp=4 accumulation=8"."""
+    old, new = Choice(before.plan, before.cp_mode).words, Choice(after.plan, after.cp_mode).words
+    words = [name for name, value in new.items() if value != old[name] and (name != "cp_mode" or after.plan.cp > 1)]
+    return " ".join(f"{name}={_shown(new[name])}" for name in words)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)

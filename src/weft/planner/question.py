@@ -1,0 +1,142 @@
+"""What the planner is asked: a model, machines, a batch, and what the user has decided already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, PlanError, Problem
+from weft.planner.columns import CP_MODES, Job
+from weft.planner.model_source import PlannedModel, default_batch, default_seq_len, read_model
+from weft.planner.shape import Shape
+from weft.planner.tables import Tables
+from weft.spec.cluster import ClusterSpec
+from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.plan import Plan, split_plan
+from weft.spec.rule import Facts, Rule
+from weft.spec.rules import LASTING, RULES
+
+#: Probability of fitting into memory from which on a plan is listed.
+FITS = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked. fixed: plan fields whose values are decided. built_only: plans that the runtime runs today.
+
+    tier: "datasheet" or "tables". fits: least probability of fitting into memory. most_plans: a space with more is
+    made narrower before it is looked at, and the answer says how; by default a million, and a sixth
+    of that for up to 64 devices. refine_s: seconds for annealing after enumeration.
+    assumed: what nobody said and was filled in, in words.
+    """
+
+    model: PlannedModel
+    cluster: ClusterSpec
+    job: Job
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    built_only: bool = True
+    tier: str = "tables"
+    fits: float = FITS
+    most_plans: int | None = None
+    refine_s: float = 0.0
+    assumed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: str | ModelSpec | DecoderSpec | Shape | PlannedModel,
+        cluster: str | ClusterSpec,
+        *,
+        seq_len: int | None = None,
+        global_batch: int | None = None,
+        fixed: str | Mapping[str, Any] = "",
+        **options: Any,
+    ) -> Question:
+        """A question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
+
+        Raises ModelError, ConfigError or PlanError for what cannot be read.
+        """
+        planned = read_model(model)
+        machines = read_cluster(cluster)
+        assumed = [] if planned.config else [
+            name for name, value in (("seq_len", seq_len), ("global_batch", global_batch)) if value is None
+        ]  # fmt: skip
+        seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
+        if global_batch is None:
+            global_batch = default_batch(planned, seq_len, machines.num_devices)
+        if seq_len > planned.spec.max_seq_len:
+            rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
+            raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
+        words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
+        return cls(
+            model=planned,
+            cluster=machines,
+            job=Job(
+                shape=planned.shape,
+                seq_len=seq_len,
+                global_batch=_positive("global-batch", global_batch),
+                optimizer=planned.config.optimizer.name if planned.config else "adamw",
+            ),
+            fixed=read_fixed(fixed) if isinstance(fixed, str) else dict(fixed),
+            assumed=tuple(words[name] for name in assumed),
+            **options,
+        )
+
+    @property
+    def facts(self) -> Facts:
+        """What rules of plans may look at."""
+        return Facts(
+            model=self.model.spec,
+            world_size=self.cluster.num_devices,
+            global_batch=self.job.global_batch,
+            seq_len=self.job.seq_len,
+            device=self.cluster.device,
+        )
+
+    @property
+    def limit(self) -> int:
+        """Plans that are looked at."""
+        return self.most_plans or (160_000 if self.cluster.num_devices <= 64 else 1_000_000)
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The rules that prune."""
+        return list(RULES if self.built_only else LASTING)
+
+    @property
+    def tables(self) -> Tables:
+        """The cost model's constants for the device."""
+        return Tables.of(self.cluster.device, self.tier)
+
+
+def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
+    """Machines from a shorthand ("2x8xh100") or a .toml file. Raises ConfigError."""
+    if isinstance(source, ClusterSpec):
+        return source
+    return ClusterSpec.load(source) if Path(source).suffix == ".toml" else ClusterSpec.parse(source)
+
+
+def read_fixed(text: str) -> dict[str, Any]:
+    """Decided fields from a plan's text: only those that are named, with their values. Raises PlanError."""
+    words, problems = split_plan(text)
+    cp_mode = words.pop("cp_mode", None)
+    if problems:
+        raise PlanError(problems)
+    if cp_mode is not None and cp_mode not in CP_MODES:
+        rule = f"not one of {', '.join(CP_MODES)}. Use cp_mode={CP_MODES[0]}."
+        raise PlanError([Problem("cp_mode", f"cp_mode={cp_mode}: {rule}")])
+    plan = Plan.from_mapping(words)
+    fixed = {name: getattr(plan, name) for name in words}
+    return fixed | ({"cp_mode": cp_mode} if cp_mode else {})
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not 1 <= value <= 10**9:
+        raise _error(name, f"{name}={value}: a whole number from 1 to 10**9 is needed. Use e.g. --{name} 8192.")
+    return value
+
+
+def _error(field: str, message: str) -> ConfigError:
+    return ConfigError([Problem(field, message)])

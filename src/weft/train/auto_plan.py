@@ -1,0 +1,141 @@
+"""plan = "auto": this machine in the planner's words, and the plan that it chooses for a run.
+
+Every rank asks by itself, before there is a process group, and all get the same answer: the search has no chance in
+it, and figures that differ in their last digits do not change a ranking.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weft.errors import PlanError, Problem
+from weft.planner.answer import Candidate
+from weft.planner.model_source import PlannedModel, of_decoder
+from weft.planner.question import Question
+from weft.planner.report import candidate_table
+from weft.planner.search import answer
+from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
+from weft.spec.config import RunConfig
+from weft.spec.config_rules import least_vocab
+from weft.spec.model import resolve_decoder
+from weft.spec.plan import Plan, auto_fields, is_auto
+from weft.units import format_bytes, format_seconds
+
+#: Operations that one core of a CPU does in a second: fp32, vectors of eight, multiply and add.
+_CORE_FLOPS = 2.5e9 * 16
+#: The file of a run folder that says what was expected of the chosen plan.
+CHOSEN = "planned.json"
+
+
+def settle_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
+    """The config with a plan in the place of "auto", and what is expected of it; any other config as it is.
+
+    A run that was begun keeps the plan that was chosen then, as long as it has the same ranks.
+    Raises PlanError where no plan fits this machine.
+    """
+    if not is_auto(config.plan):
+        return config, None
+    begun = _begun(Path(config.run.dir) / config.run.name, config.plan, world_size)
+    if begun is not None:
+        return config.model_copy(update={"plan": begun}), None
+    spec = resolve_decoder(config.model, least_vocab(config))
+    on_cpu = config.launch.device == "cpu"
+    machines = this_cluster(world_size, local_size, "cpu" if on_cpu else "auto")
+    best = choose_plan(of_decoder(config.model.name, spec, config), machines, auto_fields(config.plan))
+    return config.model_copy(update={"plan": best.plan.format()}), best
+
+
+def choose_plan(
+    model: PlannedModel,
+    machines: ClusterSpec,
+    decided: dict[str, Any],
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+) -> Candidate:
+    """The fastest plan that the runtime runs today. Raises PlanError where none fits."""
+    if machines.device.name == "cpu":
+        decided = {"compile": False, "offload": ()} | decided  # the host is the device, and compilers may be missing
+    found = answer(Question.of(model, machines, seq_len=seq_len, global_batch=global_batch, fixed=decided))
+    if found.best is not None:
+        return found.best
+    rule = f"no plan fits {model.name} on {machines}"
+    if found.nearest is not None:
+        need, most = found.nearest.total_bytes, found.nearest.usable_bytes
+        rule += f"; the least that one needs is {format_bytes(need)} of {format_bytes(most)} on a rank"
+    elif found.refused:
+        rule += f"; {found.refused[0].message.rstrip('.')}"
+    remedy = "Use more ranks or a smaller model; `weft plan` shows what would do."
+    raise PlanError([Problem("plan", f"plan=auto: {rule}. {remedy}")])
+
+
+def chosen_line(best: Candidate) -> str:
+    """What was chosen and what is expected of it, in one line."""
+    return (
+        f"plan auto chose {best.plan or 'one rank'}: {format_seconds(best.step_s)} a step and "
+        f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on a rank are expected."
+    )
+
+
+def record_choice(folder: Path, asked: str, best: Candidate) -> None:
+    """Write what was chosen and expected into the run's folder."""
+    table = {"asked": asked, "world_size": best.plan.world_size, **candidate_table(best)}
+    draft = folder / f".{CHOSEN}.{os.getpid()}"
+    draft.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, folder / CHOSEN)
+
+
+def _begun(folder: Path, asked: str, world_size: int) -> str | None:
+    """The plan that was chosen when this run began, for the same words and ranks."""
+    try:
+        table = json.loads((folder / CHOSEN).read_text(encoding="utf-8"))
+        if table["asked"] == asked and table["world_size"] == world_size:
+            return Plan.parse(table["plan"] if table["plan"] != str(Plan()) else "").format()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None
+
+
+def this_cluster(world_size: int, local_size: int, device: str = "auto") -> ClusterSpec:
+    """The machines of this run: `local_size` ranks on each. device: "cpu", or "auto" for GPUs where there are any.
+
+    Raises PlanError for a GPU that is not in the device table, and for ranks that do not fill whole machines.
+    """
+    import torch
+
+    if world_size % local_size:
+        rule = f"{world_size} ranks do not fill whole machines of {local_size}"
+        raise PlanError([Problem("plan", f"plan=auto: {rule}. Write the plan itself.")])
+    if device == "cpu" or not torch.cuda.is_available():
+        spec = _this_cpu(local_size)
+    else:
+        name = torch.cuda.get_device_name()
+        found = device_by_torch_name(name)
+        if found is None:
+            remedy = "Describe it in a file for `weft plan`, or write the plan itself"
+            raise PlanError([Problem("plan", f"plan=auto: the planner does not know the device {name!r}. {remedy}.")])
+        spec = replace(found, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
+    return ClusterSpec(nodes=world_size // local_size, devices_per_node=local_size, device=spec)
+
+
+def _this_cpu(num_ranks: int) -> DeviceSpec:
+    """One rank's share of this machine's cores and memory."""
+    import psutil
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // num_ranks)
+    return DeviceSpec(
+        name="cpu",
+        title="CPU",
+        peaks=(("fp32", _CORE_FLOPS * share),),
+        memory_bytes=psutil.virtual_memory().available // num_ranks,
+        memory_bytes_per_s=5e9 * share,
+        scale_up_bytes_per_s=2e9,
+        scale_up_domain=num_ranks,
+        host_bytes_per_s=5e9,
+        note="rough figures for any CPU",
+    )

@@ -1,0 +1,138 @@
+"""What stands for a model: sizes, Hugging Face configs, configs of Weft; and what is said of everything else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.errors import ConfigError, WeftError
+from weft.planner.model_source import default_batch, default_seq_len, read_model
+from weft.planner.question import Question
+from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+         "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+         "tie_word_embeddings": False}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}
+QWEN_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128,
+            "moe_intermediate_size": 768, "hidden_size": 2048, "num_hidden_layers": 48}  # fmt: skip
+DEEPSEEK = {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
+            "num_hidden_layers": 61, "num_key_value_heads": 128, "vocab_size": 129280, "n_routed_experts": 256,
+            "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "q_lora_rank": 1536,
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+            "first_k_dense_replace": 3}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+
+
+def folder(tmp_path, table):
+    (tmp_path / "config.json").write_text(table if isinstance(table, str) else json.dumps(table))
+    return str(tmp_path)
+
+
+def test_a_size_a_spec_and_its_hugging_face_config_are_one(tmp_path):
+    named = read_model("llama3-8b")
+    assert named.shape.num_params == ModelSpec.named("llama3-8b").num_params
+    assert read_model(decoder_spec("llama3-8b")).shape == named.shape
+    assert read_model(ModelSpec.named("llama3-8b")).shape == named.shape
+    found = read_model(folder(tmp_path, LLAMA))
+    assert found.shape == named.shape
+    assert found.spec.max_seq_len == 8192
+    assert read_model(str(tmp_path / "config.json")).shape == named.shape
+
+
+def test_gpt2_has_its_124_million_parameters(tmp_path):
+    found = read_model(folder(tmp_path, GPT2))
+    assert found.shape == read_model("gpt2").shape
+    assert found.shape.num_params == pytest.approx(124.4e6, rel=0.001)
+
+
+@pytest.mark.parametrize(("table", "billions"), [(MIXTRAL, 46.7), (QWEN_MOE, 30.5), (DEEPSEEK, 671)])
+def test_mixtures(tmp_path, table, billions):
+    shape = read_model(folder(tmp_path, table)).shape
+    assert shape.num_experts in (8, 128, 256)
+    assert shape.num_params / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_windows_are_counted_by_layer(tmp_path):
+    kinds = ["sliding_attention", "full_attention"] * 16
+    table = {**LLAMA, "model_type": "mistral", "sliding_window": 4096, "layer_types": kinds}
+    shape = read_model(folder(tmp_path, table)).shape
+    assert (shape.window, shape.windowed_layers) == (4096, 16)
+    off = {**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}
+    assert read_model(folder(tmp_path, off)).shape.window == 0
+
+
+def test_a_config_brings_its_batch_and_optimizer(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nname = "small"\n[train]\nseq_len = 512\nglobal_batch = 24\n[optimizer]\nname = "sgd"\n')
+    question = Question.of(str(path), "8xh100")
+    assert (question.job.seq_len, question.job.global_batch, question.job.optimizer) == (512, 24, "sgd")
+    assert question.assumed == ()
+    assert question.model.spec.vocab_size == 4096
+    assert Question.of(str(path), "8xh100", seq_len=256).job.seq_len == 256
+
+
+def test_what_nobody_says_is_assumed_and_told():
+    question = Question.of("llama3-405b", "2048x8xh100")
+    assert (question.job.seq_len, question.job.global_batch) == (8192, 2048)
+    assert question.assumed == ("--seq-len 8192", "--global-batch 2048")
+    small = read_model("tiny")
+    assert default_seq_len(small) == 1024
+    assert default_batch(small, 1024, 48) == 512
+    assert default_batch(read_model("llama3-70b"), 8192, 8) == 512
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("{", "config.json is not JSON"),
+        ("[]", "holds no table"),
+        ({"model_type": "mamba"}, "model_type=mamba is not a family that the planner reads. Known: llama"),
+        ({**LLAMA, "hidden_size": "big"}, "hidden_size='big' in its config.json: a whole number is needed."),
+        ({"model_type": "llama", "hidden_size": 64}, "lacks vocab_size, num_hidden_layers, num_attention_heads."),
+        ({**LLAMA, "num_attention_heads": 3}, "num_attention_heads=3: heads share hidden_size=4096 evenly."),
+    ],
+)
+def test_bad_hugging_face_configs(tmp_path, table, message):
+    with pytest.raises(WeftError) as caught:
+        read_model(folder(tmp_path, table))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "message"),
+    [
+        (
+            "lama3-8b",
+            "8xh100",
+            "model=lama3-8b: neither a size that Weft knows, nor a folder with a config.json, nor a",
+        ),
+        ("lama3-8b", "8xh100", "Did you mean 'llama3-8b'?"),
+        ("my.models:build", "8xh100", "planning a model by tracing its code is not built yet."),
+        ("nothing.toml", "8xh100", "there is no such file"),
+        ("tiny", "8xh10", "device=h10: not a device that Weft knows."),
+        ("tiny", "0xh100", "a cluster has at least one device."),
+        ("tiny", "machines.toml", "the file cannot be read"),
+    ],
+)
+def test_bad_models_and_clusters(model, cluster, message):
+    with pytest.raises(WeftError) as caught:
+        Question.of(model, cluster)
+    assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_bad_sizes_of_a_job():
+    with pytest.raises(ConfigError, match="seq-len=0: a whole number from 1"):
+        Question.of("tiny", "8xh100", seq_len=0)
+    with pytest.raises(ConfigError, match="seq-len=2048: tiny reads at most 1024 tokens"):
+        Question.of("tiny", "8xh100", seq_len=2048)
+    with pytest.raises(ConfigError, match="global-batch=-1: a whole number from 1"):
+        Question.of("tiny", "8xh100", global_batch=-1)
+
+
+def test_a_description_without_a_shape_is_refused():
+    with pytest.raises(WeftError, match="its shape is not known"):
+        read_model(ModelSpec(name="mine", layers=()))
+    assert isinstance(read_model("tiny").spec, DecoderSpec)
