@@ -29,6 +29,10 @@ _SIZES = {
 _GROUPED = {**_SIZES, "num_key_value_heads": KV_HEADS}
 _NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
+#: Context parallelism has no sliding windows and no attention to later tokens; five tokens cannot be cut in two.
+WINDOW = BOTH_WAYS = frozenset({"cp"})
+FIVE_TOKENS = frozenset({"cp", "sp"})
+
 
 @dataclass(frozen=True)
 class Family:
@@ -46,7 +50,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "tie_word_embeddings": True}),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {**_GROUPED, "tie_word_embeddings": False}),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 8, "tie_word_embeddings": True}),
-    "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 6}),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 6}, without=WINDOW),
     "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 8}),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -80,6 +84,7 @@ FAMILIES: dict[str, Family] = {
         "BertConfig",
         {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         kv_heads=HEADS,
+        without=BOTH_WAYS,
     ),
     "vit": Family(
         "ViTForImageClassification",
@@ -97,6 +102,7 @@ FAMILIES: dict[str, Family] = {
             "num_labels": 5,
         },
         kv_heads=HEADS,
+        without=FIVE_TOKENS,
         kind="images",
     ),
 }

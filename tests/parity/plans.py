@@ -42,7 +42,11 @@ class Subject:
             "global_batch": getattr(self.case, "global_batch", None),
             "seq_len": getattr(self.case, "seq_len", None),
         }
-        return legal(num_ranks, model=self.shape, **size, **{**dict.fromkeys(self.without, (1,)), **only})
+        return legal(num_ranks, model=self.shape, **size, **{**self.left_out(), **only})
+
+    def left_out(self) -> dict[str, tuple[object, ...]]:
+        """The one value of each axis that it cannot be laid over."""
+        return {name: (False,) if name == "sp" else (1,) for name in self.without}
 
 
 class Cell(NamedTuple):
