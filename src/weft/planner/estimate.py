@@ -202,7 +202,7 @@ def _pipeline_terms(
 def _sums_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
     """Seconds to add each pass's gradients to those of the passes before. Under ZeRO 3 a rank adds its shard alone."""
     stack = job.stack
-    each = 2 * stack.grad_bytes - stack.weight_bytes if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes
+    each = 0.0 if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes  # fused: hidden under the arithmetic
     params = np.where(columns.zero == 3, 0.0, shares.dense + shares.ends + shares.experts)
     return (columns.num_micro - 1) * bytes_s(tables, params * each)
 
