@@ -16,7 +16,6 @@ from weft.spec.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
 
-
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = (
     *PIPELINE_NOT_BUILT,
