@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from weft.spec.legal import legal_plans
 from weft.spec.model import DecoderSpec
+from weft.spec.context import CP_MODES
 from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rule import Facts, Rule, common_divisors
 from weft.spec.rules import RULES
@@ -36,6 +37,7 @@ def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Se
         "zero": (0, 1, 2, 3),
         "reshard": RESHARDS,
         "sp": (False, True),
+        "cp_mode": CP_MODES,
         "schedule": SCHEDULES,
         "microbatches": sorted({*passes, num_ranks, 2 * num_ranks}),  # some schedules want two for each stage
         "virtual_stages": (1, 2),
