@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -151,6 +152,13 @@ def make_accelerate(options: argparse.Namespace) -> StepFn:
 
 
 def make_deepspeed(options: argparse.Namespace, variant: str) -> StepFn:
+    # DeepSpeed asks for its launcher's variables, also where the process group is there.
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": str(dist.get_rank()),
+        "RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+    }
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)

@@ -154,7 +154,7 @@ def one_step(model: nn.Module, pipeline: Pipeline, batches: list[Any], forward: 
     engine.begin_step()
     totals = torch.zeros(3, dtype=torch.float64)
     with engine.microbatch(last=True):
-        pipeline.step(Work(batches, forward, loss, 1.0, totals), Meter())
+        pipeline.step(Work(batches, forward, forward, loss, 1.0, totals), Meter())
 
 
 def timed(step: Callable[[], None], repeats: int) -> list[float]:

@@ -10,6 +10,10 @@ from weft.testing import RankPool
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-plans", action="store_true", help="parity: every legal plan, not a choice with all pairs")
+
+
 @pytest.fixture(scope="session")
 def ranks2():
     with RankPool(2) as pool:

@@ -24,8 +24,13 @@ from weft.data import ShardedLoader
 from weft.errors import PlanError
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.parallel import parallelize
+<<<<<<< HEAD
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
+=======
+from weft.spec.layout import Layout
+from weft.spec.plan import Plan
+>>>>>>> c-pipe
 from weft.spec.rules import Facts, check
 from weft.train.step import ForwardFn, LossFn, TrainStep
 
@@ -49,9 +54,12 @@ class Run:
         """True on one rank only: the one to print and write."""
         return self.mesh.rank == 0
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
-        """Lay the model over the mesh, in place. Call it before the optimizer is built."""
-        return parallelize(model, self.mesh)
+    def parallelize(self, model: nn.Module, layout: Layout | str | None = None) -> nn.Module:
+        """Lay the model over the mesh, in place. Call it before the optimizer is built.
+
+        layout: what tensor parallelism cuts how, as `weft layout` prints it; None: found from the model.
+        """
+        return parallelize(model, self.mesh, layout=Layout.parse(layout) if isinstance(layout, str) else layout)
 
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
         """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`."""

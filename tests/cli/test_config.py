@@ -43,7 +43,7 @@ def test_schema(capsys):
     ("words", "expected"),
     [
         (["optimizer.lerning_rate=3"], "unknown key 'optimizer.lerning_rate'. Did you mean 'optimizer.lr'?"),
-        (["plan=tp=2", "train.steps=0"], "plan.tp=2: tensor parallelism is not built yet."),
+        (["plan=sp=on", "train.steps=0"], "plan.sp=on: sequence parallelism needs tp of at least 2"),
         (["none.toml"], "there is no such file"),
     ],
 )

@@ -47,13 +47,14 @@ def test_signatures_tell_operations_apart(kind, op, dtype, root, numel):
         def numel(self) -> int:
             return numel
 
-    operation = Operation(kind, "tp", Sized(), tensor, op, root)
+    operation = Operation(kind, "tp", Sized(), tensor, op, root, most=numel)
     signature = sign(operation)
     assert 0 <= signature < 2**63
     words = explain_signature(signature)
     assert words.startswith(kind)
     if kind != "barrier":
-        assert f"of {numel} {str(dtype).removeprefix('torch.')}" in words
+        amount = f"at most {numel}" if kind == "all_to_all" else numel
+        assert f"of {amount} {str(dtype).removeprefix('torch.')}" in words
     if "reduce" in kind:
         assert f"({op})" in words
     if kind == "broadcast":

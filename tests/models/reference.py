@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 import pytest
@@ -52,8 +53,8 @@ def _rms_norm_in_float64(norm: torch.nn.Module, x: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
 
 
-def llama_weights(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Their names to ours; the tensors themselves are unchanged."""
+def llama_weights(theirs: dict[str, Tensor], num_layers: int, kept: Collection[str] = ()) -> dict[str, Tensor]:
+    """Their names to ours; the tensors themselves are unchanged. kept: leave out parts that start otherwise."""
     ours = {
         "embed.weight": theirs["model.embed_tokens.weight"],
         "norm.weight": theirs["model.norm.weight"],
@@ -61,6 +62,8 @@ def llama_weights(theirs: dict[str, Tensor], num_layers: int) -> dict[str, Tenso
     }
     for layer in range(num_layers):
         for part, name in _LLAMA_PARTS.items():
+            if kept and part.partition(".")[0] not in kept:
+                continue
             ours[f"blocks.{layer}.{name}.weight"] = theirs[f"model.layers.{layer}.{part}.weight"]
     return ours
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.models import build_decoder, describe
+from weft.models.moe import Experts
 from weft.spec.model import DecoderSpec, LayerSpec, ModelSpec
 
 
@@ -47,6 +48,28 @@ def test_a_tied_transformers_model_counts_its_embedding_once():
     paths = [layer.path for layer in describe(model).layers]
     assert paths == ["transformer.wte", "transformer.wpe", "transformer.h.*", "transformer.ln_f"]
     assert describe(model).num_params == count(model)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 6), st.integers(2, 5), st.integers(1, 2), st.integers(0, 5), st.integers(0, 2), st.integers(0, 5),
+    st.integers(1, 4), st.sampled_from(["bias", "aux_loss"]),
+)  # fmt: skip
+def test_so_they_do_with_experts(layers, experts, top_k, width, shared, first, every, balance):
+    spec = DecoderSpec(
+        vocab_size=7, dim=4, num_layers=layers, num_heads=2, num_kv_heads=2, ffn_dim=3, max_seq_len=5,
+        num_experts=experts, top_k=top_k, expert_ffn_dim=width, num_shared_experts=shared, balance=balance,
+        first_moe_layer=min(first, layers - 1), moe_every=every,
+    )  # fmt: skip
+    model = build_decoder(spec, device="meta")
+    assert describe(model) == ModelSpec.of_decoder(spec)
+    assert describe(model).num_params == count(model)
+    idle = sum(experts.gate_up[top_k:].numel() + experts.down[top_k:].numel() for experts in stacked(model))
+    assert ModelSpec.of_decoder(spec).num_active_params == count(model) - idle
+
+
+def stacked(model):
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def test_children_that_differ_are_told_apart():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from weft.comm import Ledger
 from weft.comm.autograd import copy_to, gather_from, gather_slice, scatter_sum, slice_to, sum_over
 from weft.mesh import Axis, Mesh, build_mesh
 from weft.optim import Muon
@@ -83,10 +84,15 @@ class Experts(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 5) / 3)
         self.down = nn.Parameter(torch.randn(EXPERTS, 5, WIDTH) / 3)
+        self.overflows = False
 
     def forward(self, x_BD: torch.Tensor, gates_BE: torch.Tensor) -> torch.Tensor:
         hidden = torch.einsum("bd,edh->beh", x_BD, self.up).tanh()
-        return torch.einsum("beh,ehd,be->bd", hidden, self.down, gates_BE)
+        down = self.down
+        if self.overflows:
+            down = down * 1.0
+            down.register_hook(lambda grad: grad * torch.inf)
+        return torch.einsum("beh,ehd,be->bd", hidden, down, gates_BE)
 
 
 class Router(nn.Module):
@@ -206,9 +212,9 @@ def loss(output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(logits, batch["labels"], reduction="sum"), len(output)
 
 
-def start(plan: str, settings: Settings) -> tuple[Net, torch.optim.Optimizer, TrainStep]:
+def start(plan: str, settings: Settings, ledger: Ledger | None = None) -> tuple[Net, torch.optim.Optimizer, TrainStep]:
     """A model laid over the mesh, its optimizer and its step."""
-    mesh = build_mesh(Plan.parse(plan))
+    mesh = build_mesh(Plan.parse(plan), record=(ledger or Ledger()).record)
     model = build()
     parallelize(model, mesh, placements=cut_by_hand(model, mesh))
     optimizer = optimizer_of(model, settings.optimizer)
@@ -292,3 +298,34 @@ def disagree(plan: str) -> None:
     if mesh.rank == 1:
         placements["blocks.0.0.scale"] = Placement()
     parallelize(model, mesh, placements=placements)
+
+
+def overflow(plan: str) -> tuple[str | None, str | None]:
+    """Why two steps were skipped; in the first, one part of one parameter on the last rank has an infinite gradient."""
+    settings = Settings()
+    model, _, step = start(f"{plan} precision=fp16", settings)
+    model.blocks[1][2].experts.overflows = step.mesh.rank == step.mesh.world_size - 1
+    first = step(microbatches(batch_of(0, settings), step.mesh))
+    model.blocks[1][2].experts.overflows = False
+    before = {name: tensor.clone() for name, tensor in data_parallel(model).weights()}
+    second = step(microbatches(batch_of(0, settings), step.mesh))
+    assert second.skipped or any(not torch.equal(before[n], w) for n, w in data_parallel(model).weights())
+    return first.skipped, second.skipped
+
+
+def overflows(plans: list[str]) -> list[tuple[str | None, str | None]]:
+    return [overflow(plan) for plan in plans]
+
+
+def partial_calls(plan: str) -> dict[str, int]:
+    """Calls of all_reduce in one step by axis."""
+    ledger = Ledger()
+    model, _, step = start(plan, Settings(), ledger)
+    before = _all_reduces(ledger)
+    step(microbatches(batch_of(0, Settings()), step.mesh))
+    del model
+    return {axis: calls - before.get(axis, 0) for axis, calls in _all_reduces(ledger).items()}
+
+
+def _all_reduces(ledger: Ledger) -> dict[str, int]:
+    return {axis: entry.calls for axis, operation, entry in ledger.rows() if operation == "all_reduce"}

@@ -26,7 +26,7 @@ def measured(ranks2, ranks4):
 
 
 def test_live_tensors_are_the_formula(measured):
-    assert len(measured) == 20
+    assert len(measured) == 22
     for plan, live in measured.items():
         want = formula(Plan.parse(plan))
         for part in ("params", "grads", "optimizer", "total"):
@@ -39,6 +39,7 @@ def test_the_page_is_current(measured):
 
 
 def test_the_formula_at_its_corners():
-    assert formula(Plan.parse("dp_shard=4 zero=1 precision=bf16")).total == 2 + 4 + 12 / 4
+    assert formula(Plan.parse("dp_shard=4 zero=1 precision=bf16")).total == 2 + 4 / 4 + 12 / 4
+    assert formula(Plan.parse("dp_shard=4 zero=1 precision=bf16 accumulation=2")).total == 2 + 4 + 12 / 4
     assert formula(Plan.parse("dp_shard=8 zero=3 precision=bf16")).total == 16 / 8
     assert formula(Plan.parse("dp_replicate=8")).total == 16

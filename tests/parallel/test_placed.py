@@ -10,8 +10,10 @@ import torch
 from tests.parallel.placed import (
     Settings,
     disagree,
+    overflows,
     own_loop,
     own_loops,
+    partial_calls,
     train,
     train_and_capture,
     train_plans,
@@ -155,3 +157,17 @@ def test_zero_3_refuses_experts_that_share_a_module(ranks2):
 def test_ranks_must_agree_on_placements(ranks2):
     with pytest.raises(CommError, match=r"rank 1 built another model than rank 0"):
         ranks2.run(disagree, "tp=2 precision=fp64")
+
+
+def test_an_overflow_on_one_rank_is_one_on_all(ranks4):
+    plans = ["tp=4", "dp_shard=2 tp=2 zero=2", "dp_shard=4 ep=4 zero=1", "dp_shard=2 tp=2 zero=3 ep=2"]
+    for found in ranks4.run(overflows, plans):
+        for plan, (first, second) in zip(plans, found, strict=True):
+            assert (first or "").startswith("gradient norm is "), plan
+            assert second is None, plan
+
+
+def test_partial_sums_travel_together(ranks4):
+    """Two scales and two routers, in one bucket, not each by itself."""
+    for calls in ranks4.run(partial_calls, "dp_shard=2 tp=2 zero=1 precision=fp64"):
+        assert calls["dp_replicate*tp"] == 1

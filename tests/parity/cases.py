@@ -98,7 +98,7 @@ class SmallConvNet(nn.Module):
 
 @dataclass(frozen=True)
 class TreeCase:
-    """A random tree of modules: shared modules, shared weights, frozen and unused parts, odd sizes."""
+    """A random tree of modules: shared modules, shared weights, frozen and unused parts, buffers, odd sizes."""
 
     seed: int
     num_steps: int = 3
@@ -108,7 +108,9 @@ class TreeCase:
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
         tree = _grow(random.Random(self.seed), depth=3, width=self.width, known=[])
-        return nn.Sequential(nn.Linear(self.width, self.width), tree, nn.Linear(self.width, self.width)).double()
+        ends = [nn.Linear(self.width, self.width) for _ in range(2)]
+        middle = [Buffered(self.width)] if self.seed % 2 else []
+        return nn.Sequential(ends[0], *middle, tree, ends[1]).double()
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -135,6 +137,20 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum((branch(x) for branch in self.branches[:-1]), x)
+
+
+class Buffered(nn.Module):
+    """Buffers that forward reads: one that is saved, one that is not, and one of whole numbers; a scalar parameter."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
+        self.register_buffer("shift", torch.linspace(-1.0, 1.0, width), persistent=False)
+        self.register_buffer("order", torch.arange(width - 1, -1, -1))
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., self.order] * self.scale * self.gain + self.shift
 
 
 def _grow(draw: random.Random, depth: int, width: int, known: list[nn.Module]) -> nn.Module:

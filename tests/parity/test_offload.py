@@ -72,7 +72,19 @@ def test_replicas_of_shards(zero, references, ranks4):
 
 @pytest.mark.parametrize("reshard", ["after_forward", "after_step"])
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("offloads", ["params", "params:0.5", "activations", "params+activations"])
+@pytest.mark.parametrize(
+    "offloads",
+    [
+        "params",
+        "params:0.5",
+        "activations",
+        "params+activations",
+        "optimizer",
+        "optimizer:0.4",
+        "params:0.4+optimizer:0.8",
+        "params+optimizer",
+    ],
+)
 def test_zero_3(offloads, accumulation, reshard, references, ranks2):
     plan = f"dp_shard=2 zero=3 reshard={reshard} accumulation={accumulation} precision=fp64 offload={offloads}"
     for result in ranks2.run(train_late, plan, chosen_cases()):
@@ -140,3 +152,22 @@ def test_the_matrix_sees_a_wait_that_is_missing(monkeypatch):
     monkeypatch.setattr(offload.HostPart, "arrive", lambda self: None)
     with pytest.raises(AssertionError, match="nan"):
         train_late("precision=fp64 offload=optimizer", {"cnn": ImageCase()})
+
+
+def optimizer_refused(plan: str) -> str:
+    from weft.errors import ModelError
+    from weft.optim import Muon
+
+    case = chosen_cases()["decoder"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = parallelize(case.model(), mesh := build_mesh(Plan.parse(plan)))
+    with pytest.raises(ModelError) as caught:
+        TrainStep(model, Muon([p for p in model.parameters() if p.ndim == 2]), case.loss, mesh)
+    return str(caught.value)
+
+
+def test_an_optimizer_of_whole_weights_is_not_taken_to_the_host_from_zero_3(ranks2):
+    for text in ranks2.run(optimizer_refused, "dp_shard=2 zero=3 offload=optimizer"):
+        assert text.startswith("offload=optimizer: under zero=3 an optimizer that sees whole weights, as for 'embed.")
+        assert text.endswith("Use zero=2, or leave optimizer out of offload.")

@@ -100,14 +100,18 @@ RELATED = [
     (("eval", "every"), 0, ["eval", "train"]),
 ]
 BAD_PLANS = {
+<<<<<<< HEAD
     "dp_shrad=4": "dp_shrad", "tp=0": "tp", "tp=two": "tp", "zero=4": "zero", "auto tp=0": "tp", "auto tp": "tp", "tp": "tp", "tp=2": "tp",
+=======
+    "dp_shrad=4": "dp_shrad", "tp=0": "tp", "tp=two": "tp", "zero=4": "zero", "auto": "plan", "tp": "tp", "sp=on": "sp",
+>>>>>>> c-pipe
     "dp_replicate=* tp=*": "tp", "dp_shard=2 zero=0": "dp_shard",
-    "dp_shard=2 tp=2 zero=3": "tp", "precision=bf61": "precision", "sp=maybe": "sp",
+    "zero=0 reshard=after_step": "reshard", "precision=bf61": "precision", "sp=maybe": "sp",
     "offload=disk": "offload", "recompute=most": "recompute", "dp_replicate=99999999999999": "dp_replicate",
     "dp_replicate=3": "global_batch", "compile=on compile=off": "compile", "microbatches=2": "microbatches", "=": "=",
 }  # fmt: skip
 BAD_PLAN_TABLES = [
-    {"dp_shrad": 4}, {"tp": 0}, {"tp": 2}, {"tp": [2]}, {"zero": {}}, {"precision": 3}, {"offload": [3]},
+    {"dp_shrad": 4}, {"tp": 0}, {"sp": True}, {"tp": [2]}, {"zero": {}}, {"precision": 3}, {"offload": [3]},
     {"compile": 3}, {"recompute": 10**30}, {"dp_replicate": 10**50}, {"tp": -1}, {"sp": "maybe"}, {"schedule": []},
     {"pp": float("nan")},
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from weft.spec.context import CP_MODES
 from weft.spec.plan import OFFLOADS, PRECISIONS, RECOMPUTES, RESHARDS, SCHEDULES, Plan
 
 _sizes = st.integers(1, 64) | st.integers(1, 999_999_999)
@@ -26,6 +27,7 @@ plans = st.builds(
     ep=_sizes,
     zero=st.integers(0, 3),
     sp=st.booleans(),
+    cp_mode=st.sampled_from(CP_MODES),
     schedule=st.sampled_from(SCHEDULES),
     reshard=st.sampled_from(RESHARDS),
     microbatches=_sizes,

@@ -107,8 +107,8 @@ def test_a_plan_table_becomes_text(write):
     assert problems_of(write("[plan]\ntp = 2\n\nzero = 9\n")) == (
         "FILE:4: plan.zero=9: ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3."
     )
-    assert problems_of(write("[plan]\ndp_replicate = 2\n\ntp = 2\n")) == (
-        "FILE:4: plan.tp=2: tensor parallelism is not built yet. Use dp_replicate=4 in its place."
+    assert problems_of(write("[plan]\ndp_replicate = 2\n\nsp = true\n")) == (
+        "FILE:4: plan.sp=on: sequence parallelism needs tp of at least 2, and tp is 1. Use sp=off, or tp=2 or more."
     )
 
 

@@ -49,7 +49,8 @@ OTHERS = [
     (["model.name=tinny"], "model.name=tinny: no size has this name. Did you mean 'tiny'?"),
     (["model.num_heads=7", "model.num_kv_heads=7"],
      "model.num_heads=7: the heads share dim=256 evenly, and 256 is not a multiple of 7. Use 4 or 8."),
-    (["plan.tp=2"], "plan.tp=2: tensor parallelism is not built yet. Use dp_replicate=* in its place."),
+    (["plan.sp=on"],
+     "plan.sp=on: sequence parallelism needs tp of at least 2, and tp is 1. Use sp=off, or tp=2 or more."),
 ]  # fmt: skip
 
 

@@ -27,6 +27,17 @@ def test_the_named_layouts_cover_their_models():
     assert Layout.named("gpt2").unused(LLAMA_PATHS) == ("pos_embed",)
 
 
+def test_experts_have_a_layout_of_their_own():
+    mlp = {"router": "replicate", "experts": "expert", "shared.gate": "colwise", "shared.down": "rowwise"}
+    layout = Layout.named("moe")
+    assert {path: layout.match(f"blocks.3.mlp.{path}") for path in mlp} == mlp
+    all_moe = layout.fitted([path for path in LLAMA_PATHS if "mlp" not in path] + ["blocks.0.mlp.experts"])
+    assert {pattern for pattern, _ in layout.pairs} - {pattern for pattern, _ in all_moe.pairs} == {
+        "blocks.*.mlp.{gate,up}", "blocks.*.mlp.down", "blocks.*.mlp.router", "blocks.*.mlp.shared.{gate,up}",
+        "blocks.*.mlp.shared.down",
+    }  # fmt: skip
+
+
 def test_the_first_pattern_that_fits_decides():
     layout = Layout.parse("blocks.0.attn.q=replicate blocks.*.attn.{q,k}=colwise")
     assert layout.match("blocks.0.attn.q") == "replicate"
@@ -53,7 +64,7 @@ def test_a_toml_table_is_read():
 
 
 GOLDEN = {
-    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, expert. Did you mean 'vocab'?",
+    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert. Did you mean 'vocab'?",
     "embed": "layout word 'embed': a layout is made of pattern=style words. Use e.g. embed=vocab.",
     "a..b=vocab": (
         "layout pattern 'a..b': a module path with '*' or {a,b} for a part is needed. Use e.g. 'blocks.*.attn.q'."

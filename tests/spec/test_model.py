@@ -29,6 +29,9 @@ PUBLISHED = {
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "deepseek-moe-16b": 16_375_728_128,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
@@ -59,8 +62,32 @@ def test_every_named_size_keeps_the_shape_rules(name):
 def test_names_are_unique_and_cover_what_the_documentation_promises():
     names = model_names()
     assert len(set(names)) == len(names)
-    assert set(PUBLISHED) | {"tiny", "small", "gpt2-tiny", "gpt3-175b"} == set(names)
-    assert [size.name for size in named_sizes() if size.open_vocab] == ["tiny", "gpt2-tiny", "small"]
+    assert set(PUBLISHED) | {"tiny", "small", "gpt2-tiny", "moe-tiny", "gpt3-175b"} == set(names)
+    assert [size.name for size in named_sizes() if size.open_vocab] == ["tiny", "gpt2-tiny", "moe-tiny", "small"]
+
+
+def test_active_parameters_leave_out_the_experts_that_a_token_does_not_visit():
+    """As the papers count them: 12.9 of 46.7 billion, 39 of 141, 2.8 of 16.4."""
+    active = {name: ModelSpec.named(name).num_active_params for name in ("mixtral-8x7b", "mixtral-8x22b")}
+    assert active == {"mixtral-8x7b": 12_879_925_248, "mixtral-8x22b": 39_152_031_744}
+    assert ModelSpec.named("deepseek-moe-16b").num_active_params == 2_828_650_496
+    assert ModelSpec.named("llama3-8b").num_active_params == ModelSpec.named("llama3-8b").num_params
+
+
+def test_the_width_that_a_token_meets_counts_its_experts_and_the_shared_ones():
+    assert TINY.visited_ffn_dim == TINY.ffn_dim
+    assert decoder_spec("mixtral-8x7b").visited_ffn_dim == 2 * 14_336
+    assert decoder_spec("deepseek-moe-16b").visited_ffn_dim == pytest.approx((10_944 + 27 * 8 * 1408) / 28)
+
+
+@pytest.mark.parametrize(("first", "every", "paths"), [
+    (0, 1, {"blocks.*": 6}), (1, 1, {"blocks.0": 1, "blocks.{1-5}": 5}), (5, 1, {"blocks.{0-4}": 5, "blocks.5": 1}),
+    (1, 2, {"blocks.{0,2,4}": 3, "blocks.{1,3,5}": 3}), (3, 9, {"blocks.{0-2,4-5}": 5, "blocks.3": 1}),
+])  # fmt: skip
+def test_layers_with_experts_are_counted_apart(first, every, paths):
+    spec = replace(decoder_spec("moe-tiny"), first_moe_layer=first, moe_every=every)
+    layers = [layer for layer in ModelSpec.of_decoder(spec).layers if layer.path.startswith("blocks")]
+    assert {layer.path: layer.count for layer in layers} == paths
 
 
 def test_a_tied_head_is_not_counted_twice():
@@ -108,6 +135,17 @@ def test_grouping_stays_absent_when_only_the_number_of_heads_changes():
 def test_another_family_takes_no_rotary_stretch_along():
     spec = resolve_decoder(ModelSection(name="llama3.2-1b", family="gpt2"), 300)
     assert (spec.family, spec.rope_scale) == ("gpt2", 1.0)
+
+
+def test_settings_of_experts_need_experts():
+    with pytest.raises(ConfigError) as caught:
+        resolve_decoder(ModelSection(name="tiny", top_k=1, balance="bias"), 300)
+    assert str(caught.value) == (
+        "model.top_k=1: the model has no experts. Use model.num_experts=8 with it, or leave it out.\n"
+        "model.balance=bias: the model has no experts. Use model.num_experts=8 with it, or leave it out."
+    )
+    spec = resolve_decoder(ModelSection(name="tiny", num_experts=4, top_k=1, balance="bias"), 300)
+    assert (spec.num_experts, spec.top_k, spec.balance, spec.expert_width) == (4, 1, "bias", TINY.ffn_dim)
 
 
 def test_all_problems_of_a_section_are_told_at_once():
@@ -159,6 +197,23 @@ def test_rotary_settings_of_a_model_without_rotary_positions_are_refused():
     ({"rope_theta": 1.0}, "model.rope_theta=1.0: the base of the rotary frequencies is above 1. Use e.g. 10000."),
     ({"rope_scale": 0.5}, "model.rope_scale=0.5: rotary frequencies are stretched by 1 (not at all) or more. Use 1."),
     ({"norm_eps": 0.0}, "model.norm_eps=0.0: the norms need a small positive number. Use e.g. 1e-5."),
+    ({"num_experts": 1}, "model.num_experts=1: a router needs experts to choose from. Use 2 or more, or 0 for a dense "
+     "model."),
+    ({"num_experts": -1}, "model.num_experts=-1: a whole number of at least 0 is needed. Use e.g. 0."),
+    ({"num_experts": 4, "family": "gpt2"}, "model.num_experts=4: the gpt2 family has no experts. Use family=llama, or "
+     "num_experts=0."),
+    ({"num_experts": 4, "top_k": 5}, "model.top_k=5: a token cannot visit more than the 4 experts. Use 1 to 4."),
+    ({"num_experts": 4, "first_moe_layer": 6}, "model.first_moe_layer=6: layers count from 0, and there are 6, so none "
+     "would have experts. Use 0 to 5."),
+    ({"moe_every": 0}, "model.moe_every=0: a whole number of at least 1 is needed. Use e.g. 1."),
+    ({"router": "relu"}, "model.router=relu: not one of softmax, sigmoid. Use softmax."),
+    ({"balance": "loss"}, "model.balance=loss: not one of aux_loss, bias, none. Use aux_loss."),
+    ({"balance_rate": 0.0}, "model.balance_rate=0.0: balancing needs a positive rate. Use e.g. 0.001, or "
+     "balance=none."),
+    ({"route_scale": 0.0}, "model.route_scale=0.0: what the experts give is multiplied with it, so it is above 0. "
+     "Use 1."),
+    ({"capacity_factor": -1.0}, "model.capacity_factor=-1.0: an expert takes this many times its even share. "
+     "Use e.g. 1.25, or 0 to drop no token."),
 ])  # fmt: skip
 def test_the_sentence_of_each_broken_rule(changes, text):
     assert [str(problem) for problem in shape_problems(replace(TINY, **changes))] == [text]

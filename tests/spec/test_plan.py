@@ -101,6 +101,7 @@ GOLDEN = {
     "reshard=never": (
         "reshard=never: not one of after_forward, after_backward, after_step. Use reshard=after_forward."
     ),
+    "cp_mode=ulises": "cp_mode=ulises: not one of auto, gather, ring, ulysses. Did you mean 'ulysses'?",
     "sp=maybe": "sp=maybe: this is a switch. Use sp=on or sp=off.",
     "offload=disk": "offload=disk: not one of optimizer, params, activations. Use offload=optimizer.",
     "offload=optimizer:0": (

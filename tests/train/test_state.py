@@ -159,3 +159,24 @@ def test_states_that_are_not_shaped_like_their_parameter_travel_whole(ranks2):
     assert want["0.weight/row_var"] == (16, 1)
     for got in ranks2.run(odd_states, "dp_shard=2 zero=1"):
         assert got == want
+
+
+def look_save_and_go_on(plan_text: str) -> list[float]:
+    """Evaluate, save on one rank, train: what a loop does when an evaluation was the best so far."""
+    step, case, plan = make(plan_text, "decoder")
+    losses = []
+    for index in range(3):
+        batches = local_microbatches(case.batch(index), plan, step.mesh.data.rank)
+        with torch.no_grad():
+            case.forward(step.model, batches[0])
+        capture(step.model, step.optimizer, keep=step.mesh.rank == 0)
+        losses.append(step(batches).loss)
+    return losses
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "dp_shard=2 zero=3 reshard=after_step", "dp_shard=2 zero=2"])
+def test_saving_on_one_rank_after_an_evaluation_leaves_the_ranks_alike(plan, ranks2):
+    """Under zero=3 the state dict of one rank alone let that rank's gathered weights go, and the next forward hung."""
+    (expected,) = [look_save_and_go_on("precision=fp64")]
+    for losses in ranks2.run(look_save_and_go_on, f"{plan} precision=fp64"):
+        assert losses == pytest.approx(expected, rel=1e-10)

@@ -57,9 +57,14 @@ def slice_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return x if axis.size == 1 else _SliceTo.apply(x, axis, dim % x.dim())
 
 
-def exchange(x: torch.Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-    """Rows to and from each rank, as many as `send` and `receive` say; gradients travel back the same way."""
-    return x if axis.size == 1 else _Exchange.apply(x, axis, tuple(send), tuple(receive))
+def exchange(
+    x: torch.Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], most: int | None = None
+) -> torch.Tensor:
+    """Rows to and from each rank, as many as `send` and `receive` say; gradients travel back the same way.
+
+    most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
+    """
+    return x if axis.size == 1 else _Exchange.apply(x, axis, tuple(send), tuple(receive), most)
 
 
 def exchange_dims(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
@@ -171,13 +176,16 @@ class _SliceTo(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
-        ctx.axis, ctx.send, ctx.receive = axis, send, receive
-        return all_to_all(x, axis, send=send, receive=receive)
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, send: tuple[int, ...], receive: tuple[int, ...], most: int | None
+    ) -> torch.Tensor:
+        ctx.axis, ctx.send, ctx.receive, ctx.most = axis, send, receive, most
+        return all_to_all(x, axis, send=send, receive=receive, most=most)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_to_all(grad, ctx.axis, send=ctx.receive, receive=ctx.send), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        back = all_to_all(grad, ctx.axis, send=ctx.receive, receive=ctx.send, most=ctx.most)
+        return back, None, None, None, None
 
 
 class _ExchangeDims(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from weft.comm.combine import Combiner
 from weft.comm.link import Operation, failed
+from weft.comm.parts import Parts
 from weft.comm.routes import same_memory
 from weft.mesh import join_group
 
@@ -47,6 +48,7 @@ class BackendLink:
         return False
 
     def start(self, operation: Operation) -> None:
+        _join(operation)
         try:
             self._works[operation] = self._call(operation)
         except RuntimeError as error:
@@ -111,6 +113,7 @@ class ExchangeLink:
         return bool(self._queue)
 
     def start(self, operation: Operation) -> None:
+        _join(operation)
         stages = self._stages(operation)
         try:
             self._works[operation] = next(stages, [])
@@ -236,6 +239,13 @@ class ExchangeLink:
             dist.broadcast(_bytes(part), src=source, group=group, async_op=True)
             for source, part in zip(self._ranks, parts, strict=True)
         ]
+
+
+def _join(operation: Operation) -> None:
+    """The backend takes one flat tensor: copy parts into one, for an all_reduce where its result goes."""
+    if isinstance(operation.source, Parts):
+        whole = operation.kind == "all_reduce"
+        operation.source = operation.source.copy_to(operation.out) if whole else operation.source.joined()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

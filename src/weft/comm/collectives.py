@@ -13,6 +13,7 @@ import torch
 
 from weft.comm.link import Operation, finish
 from weft.comm.meet import link_of, links_of
+from weft.comm.parts import Parts
 from weft.errors import CommError
 from weft.mesh import Axis
 
@@ -58,14 +59,17 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tenso
     return start_all_reduce(tensor, axis, op).wait()
 
 
-def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> Pending:
-    """Begin `all_reduce`; the tensor must not be touched before `wait()` of what this returns."""
+def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", parts: Parts | None = None) -> Pending:
+    """Begin `all_reduce`; the tensor must not be touched before `wait()` of what this returns.
+
+    parts: what to combine, where it is not in `tensor` yet; the result is written to `tensor`.
+    """
     if axis.size == 1 or tensor.numel() == 0:
-        return Pending(tensor)
+        return Pending(tensor if parts is None else parts.copy_to(tensor))
     name = f"all_reduce over {axis.name}"
     _check_op(name, tensor, op)
     flat = _flat(name, "tensor", tensor)
-    return Pending(tensor, axis, Operation("all_reduce", axis.name, flat, flat, op))
+    return Pending(tensor, axis, Operation("all_reduce", axis.name, flat if parts is None else parts, flat, op))
 
 
 def all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,6 +102,20 @@ def reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = No
     without `out`: the tensor itself, flat. Raises CommError where numel is not a multiple of the axis's size.
     """
     return start_reduce_scatter(flat, axis, out, op).wait()
+
+
+def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor) -> Pending:
+    """Begin `reduce_scatter` (sum) of a flat tensor that lies in parts, into `out` of this rank's share of elements."""
+    name = f"reduce_scatter over {axis.name}"
+    if axis.size == 1:
+        return Pending(parts.copy_to(out))
+    if parts.numel() != out.numel() * axis.size or parts.dtype != out.dtype:
+        raise CommError(
+            f"{name}: out holds {out.numel()} {_kind(out)}, and {axis.size} ranks divide {parts.numel()} elements. "
+            f"Pass an out of {parts.numel() // axis.size} elements of the parts' type."
+        )
+    _check_op(name, out, "sum")
+    return Pending(out, axis, Operation("reduce_scatter", axis.name, parts, _flat(name, "out", out)))
 
 
 def start_reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum") -> Pending:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from weft.errors import CommError
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One collective under way. Tensors are flat and contiguous.
+    """One collective under way. Tensors are flat and contiguous; `source` may be a `parts.Parts`.
 
     kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier" or "all_to_all". op: "sum", "max" or
     "min". root: the axis's rank that broadcasts. finished: the result is in `out`.
@@ -28,7 +28,7 @@ class Operation:
 
     kind: str
     axis: str
-    source: torch.Tensor
+    source: Any
     out: torch.Tensor
     op: str = "sum"
     root: int = 0

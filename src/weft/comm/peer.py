@@ -25,13 +25,14 @@ def all_to_all(
     *,
     send: Sequence[int] | None = None,
     receive: Sequence[int] | None = None,
+    most: int | None = None,
 ) -> torch.Tensor:
     """Rows of dim 0 to each rank of the axis, in its order, and theirs from each. Returns the rows received.
 
-    send, receive: rows to and from each rank; by default all ranks exchange equal shares. Over an axis of size 1 the
-    tensor itself. Raises CommError where the counts do not fit the tensors.
+    send, receive: rows to and from each rank; by default all ranks exchange equal shares. most: as `start_all_to_all`.
+    Over an axis of size 1 the tensor itself. Raises CommError where the counts do not fit the tensors.
     """
-    return start_all_to_all(tensor, axis, out, send=send, receive=receive).wait()
+    return start_all_to_all(tensor, axis, out, send=send, receive=receive, most=most).wait()
 
 
 def start_all_to_all(

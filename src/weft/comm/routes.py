@@ -101,7 +101,7 @@ class ReduceScatter(Route):
     def __init__(self, operation: Operation, rank: int, size: int, combine: Combiner):
         super().__init__(operation, rank, size, combine)
         self.length = self.out.numel()
-        self.shards = self.source.view(size, self.length)
+        self.shards = self.source.view(size, self.length) if isinstance(self.source, torch.Tensor) else None
 
     def span(self, slot_numel: int) -> int:
         return slot_numel // (self.size - 1)
@@ -194,17 +194,3 @@ class Barrier(Route):
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         """Nothing to say but that this rank is here."""
-
-
-def route(operation: Operation, rank: int, size: int, combine: Combiner) -> Route:
-    """The way of `operation`."""
-    kinds: dict[str, type[Route]] = {
-        "reduce_scatter": ReduceScatter,
-        "all_gather": AllGather,
-        "all_to_all": AllToAll,
-        "broadcast": Broadcast,
-        "barrier": Barrier,
-    }
-    whole = size == 2 or operation.source.nbytes <= WHOLE_BYTES
-    kind = kinds.get(operation.kind) or (WholeReduce if whole else SplitReduce)
-    return kind(operation, rank, size, combine)

@@ -14,7 +14,8 @@ import torch
 
 from weft.comm.combine import Combiner
 from weft.comm.link import Operation
-from weft.comm.routes import Route, Span, route
+from weft.comm.route_of import route
+from weft.comm.routes import Route, Span
 from weft.comm.segment import CONSUMED, FAILED, NUM_SLOTS, PUBLISHED, REDUCED, SIGNATURES, Segment
 from weft.comm.signature import explain_signature, sign
 from weft.errors import CommError

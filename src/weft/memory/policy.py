@@ -30,6 +30,11 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
+def is_attention(func: Any) -> bool:
+    """Whether a function that a mode was shown is attention: one of torch's, or one that says so of itself."""
+    return func in ATTENTION_CALLS or getattr(func, "is_attention", False)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What a block computes again in backward.
@@ -144,6 +149,6 @@ class _RecomputedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in ATTENTION_CALLS:
+        if is_attention(func):
             return checkpoint(func, *args, use_reentrant=False, **kwargs)
         return func(*args, **kwargs)

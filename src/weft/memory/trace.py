@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.memory.policy import ATTENTION_CALLS, Forward, Policy, is_heavy, spare_buffers, without_cache
+from weft.memory.policy import Forward, Policy, is_attention, is_heavy, spare_buffers, without_cache
 
 #: Storages by identity. Holding the storage keeps its identity from being given to another one.
 Storages = dict[int, torch.UntypedStorage]
@@ -169,6 +169,13 @@ class _Recording:
         self._kept_around_cores.update(storages_of(args))
         self.in_core = True
 
+    def leave_core(self, seconds: float, num_seen: int) -> None:
+        """It ends, having taken so long since `num_seen` operations. What it hid from modes is one light operation."""
+        self.in_core = False
+        hidden = seconds - sum(operation.seconds for operation in self.operations[num_seen:])
+        if hidden > seconds / 2:
+            self.operations.append(_Operation(hidden, True, None))
+
     def trace(self, ignored: Storages, outputs: Storages, buffers: tuple[str, ...]) -> BlockTrace:
         """What was seen, without the storages that are ignored. outputs: those of what the block returned."""
         keeps_output = bool(outputs.keys() & self._kept.keys())
@@ -210,13 +217,14 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in ATTENTION_CALLS:
+        if not is_attention(func):
             return func(*args, **kwargs)
         self._record.enter_core([args, kwargs])
+        start, num_seen = self._record.clock(), len(self._record.operations)
         try:
             return func(*args, **kwargs)
         finally:
-            self._record.in_core = False
+            self._record.leave_core(self._record.clock() - start, num_seen)
 
 
 class _Operations(TorchDispatchMode):

@@ -6,7 +6,8 @@ from weft.models.cache import Cache
 from weft.models.describe import describe
 from weft.models.generate import generate
 from weft.models.initialise import initialise
+from weft.models.moe import MoE
 from weft.models.registry import build_decoder
 from weft.models.transformer import Decoder
 
-__all__ = ["Cache", "Decoder", "build_decoder", "describe", "generate", "initialise"]
+__all__ = ["Cache", "Decoder", "MoE", "build_decoder", "describe", "generate", "initialise"]

@@ -32,6 +32,9 @@ class Visible(NamedTuple):
 class SdpaCore(nn.Module):
     """softmax(q k^T / sqrt(C)) v by torch's fused kernels. Another core may take its place: `attn.core = ...`."""
 
+    #: Whether it wants `Visible.mask_B1TS`, as a core does that says nothing; else positions and document ids must do.
+    takes_mask = True
+
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
         """Mix the values; (B, H, T, C)."""
         mask_B1TS, num_heads = visible.mask_B1TS, q_BHTC.shape[1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.models.moe import Experts
 from weft.models.transformer import INIT_STD
 
 #: Values drawn from one stream. A matrix is a row of such streams, so that a part of it can be made alone
@@ -22,13 +23,16 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNor
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
     """Fill every parameter of `module` in place.
 
-    Matrices are normal with the owning module's `init_std` (0.02 where it has none), norm weights 1, biases 0.
-    A tied weight is filled once, under its first name. prefix: path of `module` in the whole model, such as
-    "blocks.3."; with it a part gets the very weights it has in the whole.
+    Matrices are normal with the owning module's `init_std` (0.02 where it has none; of stacked experts only `down`
+    follows it, for it alone ends a branch), norm weights 1, biases 0. A tied weight is filled once, under its first
+    name. Modules that have buffers reset them. prefix: path of `module` in the whole model, such as "blocks.3."; with
+    it a part gets the very weights it has in the whole.
     Raises ModelError for a parameter on the meta device, or one whose kind is not known.
     """
     filled: set[Tensor] = set()
     for path, owner in module.named_modules():
+        if callable(reset := getattr(owner, "reset_buffers", None)):
+            reset()
         for name, parameter in owner.named_parameters(recurse=False):
             if parameter in filled:
                 continue
@@ -52,7 +56,9 @@ def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: 
         parameter.fill_(1.0)
     elif parameter.ndim >= 2:
         flat = parameter.view(-1)
-        std = float(getattr(owner, "init_std", INIT_STD))
+        # Of the stacked weights of experts only `down` ends a branch.
+        ends_branch = not (isinstance(owner, Experts) and name == "gate_up")
+        std = float(getattr(owner, "init_std", INIT_STD)) if ends_branch else INIT_STD
         for start, values in normal_values(seed, full_name, parameter.numel()):
             flat[start : start + values.numel()] = values.mul_(std).to(parameter.device)
     else:

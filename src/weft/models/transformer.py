@@ -2,7 +2,8 @@
 
 llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (Touvron et al. 2023, arXiv 2307.09288).
 gpt2: learned positions, LayerNorm, GELU, biases (Radford et al. 2019).
-Module paths: embed, pos_embed, blocks.N.{norm1, attn.{q,k,v,o}, norm2, mlp.{gate,up,down}}, norm, head.
+Module paths: embed, pos_embed, blocks.N.{norm1, attn.{q,k,v,o}, norm2, mlp.{gate,up,down}}, norm, head;
+in layers with experts mlp.{router, experts, shared.{gate,up,down}}.
 
 B sequences, T tokens, D model width, F width of the feed-forward hidden layer, V vocabulary.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.models.attention import Attention, Visible, see_causally
 from weft.models.cache import Cache, LayerCache
+from weft.models.moe import MoE
 from weft.models.rotary import Rotation, rotation
 from weft.spec.model import DecoderSpec
 
@@ -57,13 +59,13 @@ class GeluFFN(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward layer, each after a norm and added to its input."""
 
-    def __init__(self, spec: DecoderSpec):
+    def __init__(self, spec: DecoderSpec, layer: int = 0):
         super().__init__()
         gpt2 = spec.family == "gpt2"
         self.norm1 = _norm(spec)
         self.attn = Attention(spec.dim, spec.num_heads, spec.num_kv_heads, bias=gpt2)
         self.norm2 = _norm(spec)
-        self.mlp = GeluFFN(spec.dim, spec.ffn_dim) if gpt2 else SwiGLU(spec.dim, spec.ffn_dim)
+        self.mlp = _feed_forward(spec, layer)
 
     def forward(
         self, x_BTD: Tensor, visible: Visible, rotation: Rotation | None, cache: LayerCache | None = None
@@ -81,13 +83,13 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embed = nn.Embedding(spec.vocab_size, spec.dim)
         self.pos_embed = nn.Embedding(spec.max_seq_len, spec.dim) if spec.family == "gpt2" else None
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_layers))
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
         self.norm = _norm(spec)
         self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self._tie()
         # Each block adds two branches to the residual stream; without this its variance would grow with the depth.
         for block in self.blocks:
-            for branch_end in (block.attn.o, block.mlp.down):
+            for branch_end in _branch_ends(block):
                 branch_end.init_std = INIT_STD / math.sqrt(2 * spec.num_layers)
 
     def forward(
@@ -117,7 +119,10 @@ class Decoder(nn.Module):
         else:
             spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
             turn = rotation(positions_BT, spec.head_dim, spec.rope_theta, spec.rope_scale, dtype)
-        visible = see_causally(positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD))
+        if all(getattr(block.attn.core, "takes_mask", True) for block in self.blocks):
+            visible = see_causally(positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD))
+        else:
+            visible = Visible(None, positions_BT, document_ids_BT)
         for index, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, visible, turn, cache.layers[index] if cache is not None else None)
         return self.head(self.norm(x_BTD))
@@ -152,10 +157,28 @@ class Decoder(nn.Module):
         return self
 
 
+def _branch_ends(block: Block) -> list[nn.Module]:
+    """The modules whose products are added to the residual stream."""
+    mlp = block.mlp
+    if isinstance(mlp, MoE):
+        return [block.attn.o, mlp.experts, *([mlp.shared.down] if mlp.shared is not None else [])]
+    return [block.attn.o, mlp.down]
+
+
+def _feed_forward(spec: DecoderSpec, layer: int) -> nn.Module:
+    if spec.family == "gpt2":
+        return GeluFFN(spec.dim, spec.ffn_dim)
+    if layer not in spec.moe_layers:
+        return SwiGLU(spec.dim, spec.ffn_dim)
+    width = spec.num_shared_experts * spec.expert_width
+    return MoE(spec, SwiGLU(spec.dim, width) if width else None)
+
+
 def _norm(spec: DecoderSpec) -> nn.Module:
     return nn.LayerNorm(spec.dim, spec.norm_eps) if spec.family == "gpt2" else nn.RMSNorm(spec.dim, spec.norm_eps)
 
 
 def _attention_dtype(x_BTD: Tensor) -> torch.dtype:
     device = x_BTD.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BTD.dtype
+    has_autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if has_autocast else x_BTD.dtype

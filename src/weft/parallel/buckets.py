@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from weft.comm.parts import Parts
 from weft.memory.offload import HostPart
 from weft.mesh import Axis
 from weft.parallel.axes import Axes
@@ -95,6 +96,7 @@ class Bucket:
     weights: flat, of the compute format; the parameters are views into it. master: this rank's part of the unrounded
     weights; a slice of `weights` where nothing is rounded. own: this rank's part of the flat tensors.
     grads: flat, whole, of the master's format; None while nobody needs it. shard: this rank's part of the sums.
+    collected: whether gradients of this step are in `grads`, not only where autograd put them.
     on_host: whether the master is on the host, and its gradient for the optimizer too: `host` holds both.
     axes: over whom it is divided and summed.
     """
@@ -111,6 +113,7 @@ class Bucket:
     on_host: bool = False
     grads: torch.Tensor | None = None
     shard: torch.Tensor | None = None
+    collected: bool = False
     host: HostPart | None = None
     axes: Axes | None = None
 
@@ -129,6 +132,18 @@ class Bucket:
         """Whether masters are tensors of their own."""
         return self.on_host or self.weights.dtype != self.master.dtype
 
+    def parts(self) -> Parts | None:
+        """The gradients where autograd put them; None where some are missing, or must be brought to another form."""
+        parts: list[tuple[int, torch.Tensor]] = []
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is None or grad.layout != torch.strided or grad.dtype != self.master.dtype:
+                return None
+            if grad.stride() != slot.stride:
+                grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            parts.append((slot.start, grad.detach().as_strided((slot.numel,), (1,))))
+        return Parts(parts, self.size) if any(part.numel() for _, part in parts) else None
+
     def use_grads(self, flat: torch.Tensor) -> None:
         """Take `flat` for whole gradients. Its contents may be anything; what no parameter owns becomes zero."""
         self.grads = flat
@@ -139,7 +154,7 @@ class Bucket:
 
     def drop_grads(self) -> torch.Tensor | None:
         """Give the whole gradients up; the parameters have none from here."""
-        flat, self.grads = self.grads, None
+        flat, self.grads, self.collected = self.grads, None, False
         for slot in self.slots:
             slot.grad = None
             slot.param.grad = None

@@ -5,6 +5,7 @@
     1      weights, gradients                  masters, optimizer states
     2      weights, gradients of few buckets   masters, optimizer states, gradients
 
+Gradients of a single microbatch travel from where autograd put them: stage 1 then keeps no more of them than stage 2.
 Stage 2 keeps whole gradients over the microbatches of a step, so that they travel once; with `each_microbatch` they
 travel, and are dropped, after each.
 

@@ -7,29 +7,40 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from weft.errors import ModelError, PlanError
+from weft.errors import ModelError
 from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.mesh import Mesh
+from weft.parallel.context import apply_context
+from weft.parallel.expert import spread_experts
+from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.materialise import move
 from weft.parallel.placement import Placement, merge_placements
+from weft.parallel.tensor import cut_tensors, fuse_whole_head
+from weft.spec.layout import Layout
 
 
 def parallelize(
-    model: nn.Module, mesh: Mesh, *, placements: Mapping[str, Placement] | None = None, seed: int | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    layout: Layout | None = None,
+    placements: Mapping[str, Placement] | None = None,
+    seed: int | None = None,
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
     seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them.
+    layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is None.
     placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
     Raises ModelError when the model was laid over a mesh before.
     """
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
-    placed = cut(model, mesh) if placements is None else dict(placements)
+    placed = cut(model, mesh, layout) if placements is None else dict(placements)
     hold_back(model, mesh)
     move(model, mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
@@ -46,15 +57,17 @@ def parallelize(
     return model
 
 
-def cut(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     plan = mesh.plan
-    return merge_placements(
-        split_stages(model, mesh) if plan.pp > 1 else {},
-        spread_experts(model, mesh) if plan.ep > 1 else {},
-        cut_tensors(model, mesh) if plan.tp > 1 else {},
-        cut_context(model, mesh) if plan.cp > 1 else {},
-    )
+    stages = split_stages(model, mesh) if plan.pp > 1 else {}
+    experts = spread_experts(model, mesh, layout)
+    tensors = cut_tensors(model, mesh, layout, experts) if plan.tp > 1 else {}
+    if plan.tp == 1:
+        fuse_whole_head(model)
+    context = cut_context(model, mesh) if plan.cp > 1 else {}
+    divide_sequences(model, mesh)
+    return merge_placements(stages, experts, tensors, context)
 
 
 # Each technique takes the place of its function here when it is built.
@@ -83,22 +96,9 @@ def hold_back(model: nn.Module, mesh: Mesh) -> None:
     pipeline.hold_weight_gradients(model)
 
 
-def spread_experts(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
-    """Keep only this rank's experts."""
-    del model
-    raise PlanError(f"ep={mesh.plan.ep}: expert parallelism is not built yet. Use ep=1.")
-
-
-def cut_tensors(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
-    """Keep only this rank's part of large matrices; with sp, of the sequence between them."""
-    del model
-    raise PlanError(f"tp={mesh.plan.tp}: tensor parallelism is not built yet. Use tp=1.")
-
-
 def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Let attention see the whole sequence where each rank has a part of it."""
-    del model
-    raise PlanError(f"cp={mesh.plan.cp}: context parallelism is not built yet. Use cp=1.")
+    return apply_context(model, mesh)
 
 
 def _engine(
@@ -108,7 +108,7 @@ def _engine(
     if mesh.plan.zero == 3:
         from weft.parallel.zero3 import FullyShardedModel
 
-        return FullyShardedModel(model, mesh, placements, seed)
+        return FullyShardedModel(model, mesh, placements, seed, host=host)
     return FlatModel(model, mesh, placements, host=host, seed=seed)
 
 

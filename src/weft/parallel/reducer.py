@@ -7,6 +7,8 @@ counts as zero: ranks may take different branches.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,13 +16,14 @@ import torch
 from torch import nn
 
 from weft.comm import all_gather, all_reduce
-from weft.comm.collectives import start_all_reduce, start_reduce_scatter
+from weft.comm.collectives import start_all_reduce, start_reduce_parts, start_reduce_scatter
 from weft.errors import CommError
 from weft.memory.link import Waitable
 from weft.parallel.axes import AxisMap
 from weft.parallel.buckets import Bucket, Slot
 
-#: Stage 2: so many buckets' whole gradients may be on their way at once.
+#: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at
+#: stage 2, and where they lie in autograd's hands. The next gradients then find that memory, still in the caches.
 MOST_UNDER_WAY = 2
 
 
@@ -65,7 +68,8 @@ class Reducer:
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
         for index, slot in enumerate(slots):
-            slot.param.register_post_accumulate_grad_hook(self._hook(index, slot))
+            # torch's collector does not see these hooks: what they held would live for ever, and its mesh with it.
+            slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
 
     @property
     def in_pass(self) -> bool:
@@ -157,72 +161,93 @@ class Reducer:
         """These parameters have no gradient from here; at stage 2 a bucket of such parameters gives its memory back."""
         for slot in slots:
             slot.param.grad = None
-        if self._stage == 2:
-            for bucket in self.buckets:
-                if bucket.grads is not None and all(slot.param.grad is None for slot in bucket.slots):
+        for bucket in self.buckets:
+            if bucket.grads is not None and all(slot.param.grad is None for slot in bucket.slots):
+                bucket.collected = False
+                if self._stage == 2:
                     bucket.drop_grads()
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's whole gradient, flat, with what autograd or the user left in `.grad`; nothing there is zero."""
-        if bucket.grads is None:
-            bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
-        assert bucket.grads is not None
+        flat = self._room(bucket)
         for slot in bucket.slots:
             if slot.param.grad is not slot.grad:
                 _take(slot)
+        return flat
+
+    def _room(self, bucket: Bucket) -> torch.Tensor:
+        """The flat tensor that gradients are collected in."""
+        if bucket.grads is None:
+            bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
+        assert bucket.grads is not None
+        bucket.collected = True
         return bucket.grads
 
-    def _hook(self, index: int, slot: Slot) -> Callable[[nn.Parameter], None]:
-        def arrived(param: nn.Parameter) -> None:
-            bucket = slot.bucket
-            assert bucket is not None
-            if self._pass is not None and bucket.index < self._next:
-                self._late.append(index)
-                slot.fired += 1
-                return
-            if bucket.grads is None:
-                bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
+    def arrived(self, index: int, param: nn.Parameter) -> None:
+        """Autograd has delivered a gradient for this parameter."""
+        slot = self._slots[index]
+        bucket = slot.bucket
+        assert bucket is not None
+        if self._pass is not None and bucket.index < self._next:
+            self._late.append(index)
+            slot.fired += 1
+            return
+        if bucket.collected or self._pass != "last":
+            self._room(bucket)
             if param.grad is not slot.grad:
                 _take(slot)
-            if self._pass is None:
-                self._note(bucket)
-                return
-            slot.fired += 1
-            if self._launches and slot.fired == slot.expected:
-                self._waiting[bucket.index] -= 1
-                while self._next < len(self.buckets) and self._waiting[self._next] == 0:
-                    self._launch(self.buckets[self._next], self._pass == "last")
-
-        return arrived
+        # Else it stays where autograd put it, and travels from there.
+        if self._pass is None:
+            self._note(bucket)
+            return
+        slot.fired += 1
+        if self._launches and slot.fired == slot.expected:
+            self._waiting[bucket.index] -= 1
+            while self._next < len(self.buckets) and self._waiting[self._next] == 0:
+                self._launch(self.buckets[self._next], self._pass == "last")
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
         """Let a bucket's gradients travel. final: there is no later microbatch."""
         self._next = bucket.index + 1
-        flat = self.take(bucket)
         if bucket.num_shards == 1:
-            bucket.shard = flat
-            if not final:
-                return  # nothing is saved by dividing it, so it travels once
-            pending = start_all_reduce(flat, bucket.over.replicate)
-            self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
+            self._launch_whole(bucket, final)
             return
+        parts = bucket.parts() if final and not bucket.collected else None
+        flat = self.take(bucket) if parts is None else None
         for slot in bucket.slots:
             slot.param.grad = None
         add = None
-        if self._stage == 1:
+        if self._stage == 1 and flat is not None:
             bucket.shard = flat[bucket.own]
         elif bucket.shard is None:
-            bucket.shard = torch.empty_like(flat[bucket.own])
+            bucket.shard = torch.zeros(bucket.length, dtype=bucket.master.dtype, device=bucket.weights.device)
         elif bucket.index in self._reduced:
-            add = torch.empty_like(bucket.shard)
-        if self._stage == 2 and len(self._under_way) >= MOST_UNDER_WAY:
-            self._land(min(self._under_way))
-        pending = start_reduce_scatter(flat, bucket.over.shard, out=bucket.shard if add is None else add)
+            add = torch.zeros_like(bucket.shard)  # what lies between parameters stays zero
+        if self._stage == 2 or parts is not None:
+            self._make_way()
+        out = bucket.shard if add is None else add
+        if parts is not None:
+            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out)
+        else:
+            assert flat is not None
+            pending = start_reduce_scatter(flat, bucket.over.shard, out=out)
         if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
         self._under_way[bucket.index] = _UnderWay(pending, add)
         self._reduced.add(bucket.index)
+
+    def _launch_whole(self, bucket: Bucket, final: bool) -> None:
+        """The same where no rank has a part of its own."""
+        parts = bucket.parts() if final and not bucket.collected else None
+        flat = bucket.shard = self.take(bucket) if parts is None else self._room(bucket)
+        if final:  # before, nothing is saved by dividing it: it travels once
+            if parts is not None:
+                self._make_way()
+                for slot in bucket.slots:
+                    slot.param.grad = None
+            pending = start_all_reduce(flat, bucket.over.replicate, parts=parts)
+            self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
         """Let a bucket's sums travel on to the host as soon as they are there. Returns what the device waits for."""
@@ -230,6 +255,11 @@ class Reducer:
         if bucket.host is None or not bucket.host.is_early or not is_final:
             return pending
         return bucket.host.send(shard_of(bucket), pending)
+
+    def _make_way(self) -> None:
+        """Wait for the first of those on their way where they are many."""
+        if len(self._under_way) >= MOST_UNDER_WAY:
+            self._land(min(self._under_way))
 
     def _land(self, index: int) -> None:
         """Wait for a bucket's reduction."""
@@ -271,6 +301,12 @@ def _share_of(bucket: Bucket) -> torch.Tensor:
     """What of its part this rank takes the norm of."""
     rank, number = bucket.over.share
     return shard_of(bucket).tensor_split(number)[rank]
+
+
+def _arrived(reducer: Callable[[], Reducer | None], index: int, param: nn.Parameter) -> None:
+    found = reducer()
+    if found is not None:
+        found.arrived(index, param)
 
 
 @torch.no_grad()

@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.comm import all_reduce, broadcast
-from weft.errors import LaunchError, ModelError, PlanError
-from weft.memory.offload import choose, shard_offload, step_on_host
+from weft.errors import ModelError
+from weft.memory import repeated_blocks
+from weft.memory.offload import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.parallel.agree import check_same_model
 from weft.parallel.axes import AxisMap
@@ -40,28 +39,33 @@ from weft.parallel.stages import across_stages
 from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
 from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
-from weft.parallel.zero3_hooks import Calls, ReplicaSum, drop_partial_gradients, find_optimizers, watch_steps
-from weft.parallel.zero3_placed import PartialSums, group_of, kinds_of, own_params, settle, with_experts
-from weft.parallel.zero3_shards import find_shards
-
-#: What fully_shard must be able to do; torch 2.11 has all of it.
-NEEDED = (
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_gradient_divide_factor",
-    "set_force_sum_reduction_for_comms",
-    "set_all_reduce_hook",
-    "set_unshard_in_backward",
+from weft.parallel.zero3_hooks import (
+    Calls,
+    ReplicaSum,
+    drop_partial_gradients,
+    find_optimizers,
+    hide_hooks,
+    watch_steps,
 )
+from weft.parallel.zero3_host import HostedShards, choose_hosted
+from weft.parallel.zero3_placed import PartialSums, kinds_of, settle, with_experts
+from weft.parallel.zero3_setup import check_torch, shard_units
+from weft.parallel.zero3_shards import find_shards
 
 
 class FullyShardedModel:
     """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, placements: Mapping[str, Placement] | None = None, seed: int | None = None
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        placements: Mapping[str, Placement] | None = None,
+        seed: int | None = None,
+        *,
+        host: Host | None = None,
     ):
-        _check(mesh)
+        check_torch(mesh)
         axes = self.axes = AxisMap(mesh, placements or {}, sharded=True)
         axes.check_names(model)
         materialise = Materialise(model, axes, seed, mesh.device)
@@ -69,7 +73,7 @@ class FullyShardedModel:
         plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device
         self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate
         self._defers = plan.reshard == "after_step" and plan.microbatches_per_step > 1
-        self._has_host = plan.offload_share("params") > 0
+        self._has_host = host is not None and plan.offload_share("params") + plan.offload_share("optimizer") > 0
         self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
         self._in_microbatch = self._averages = self._unfinished = False
         self._synchronises = True
@@ -86,11 +90,15 @@ class FullyShardedModel:
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         materialise.make(self.plain.values())
-        members = _shard_units(self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise)
+        members, on_host = shard_units(
+            self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise
+        )
         self.shards = find_shards(model, list(originals), lambda name: self._kinds[name].shard)
         kinds = self._kinds
         self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
-        self._adoption = ShardAdoption(self.shards, originals, self._axis)
+        names = choose_hosted(self.shards, on_host, plan)
+        hosted = HostedShards(host, self.shards, names) if host is not None and names else None
+        self._adoption = ShardAdoption(self.shards, originals, self._axis, hosted)
         self._modules = [unit.module for unit in self.units]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
@@ -117,6 +125,9 @@ class FullyShardedModel:
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]
             calls.watch(module, is_root=index == len(self._modules) - 1)
+        if mesh.plan.recompute != "none" and not repeated_blocks(self._modules[-1]):
+            for module in self._modules[:-1]:
+                hide_hooks(module)
         self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:
@@ -345,49 +356,3 @@ class FullyShardedModel:
             return None
         self._orders[0].meet(Act.SUM, index, grad.numel())
         return all_reduce(grad.detach().clone(), over) / self._data.size
-
-
-def _check(mesh: Mesh) -> None:
-    if mesh.plan.dp_shard * mesh.plan.cp == 1:
-        raise PlanError("zero=3: it shards over dp_shard, and dp_shard is 1. Use dp_shard=2 or more, or zero=0.")
-    missing = [name for name in NEEDED if not hasattr(FSDPModule, name)]
-    if missing:
-        raise LaunchError(
-            f"zero=3: fully_shard of torch {torch.__version__} lacks {', '.join(missing)}. Install torch 2.11 or later."
-        )
-
-
-def _shard_units(
-    units: tuple[Unit, ...],
-    axes: list[Axis],
-    mesh: Mesh,
-    precision: Precision,
-    plain: set[nn.Parameter],
-    materialise: Materialise,
-) -> list[list[str]]:
-    """Apply fully_shard to each unit over its axis, the root last. Returns the names of each unit's parameters."""
-    meshes = {
-        axis.ranks: DeviceMesh.from_group(group_of(axis), mesh.device.type, mesh_dim_names=("dp_shard",))
-        for axis in dict.fromkeys(axes)
-    }
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if precision.is_mixed:
-        policy = MixedPrecisionPolicy(precision.compute, precision.master, cast_forward_inputs=False)
-    names = {param: name for name, param in units[-1].module.named_parameters() if param not in plain}
-    members: list[list[str]] = []
-    owned = [[param for param in own if param in names] for own in own_params(units)]
-    sizes = [(str(unit), sum(param.numel() for param in own)) for unit, own in zip(units, owned, strict=True)]
-    on_host = choose(sizes, mesh.plan.offload_share("params"))
-    for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
-        members.append([names[param] for param in owned[index]])
-        materialise.make(owned[index])  # whole only until its unit is divided
-        # The backward of the last unit follows its forward, and the root is in use all along.
-        in_use = index >= len(units) - 2
-        embeds = type(module) is nn.Embedding
-        lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
-        settings = {"mp_policy": policy, "ignored_params": plain}
-        settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
-        fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
-        # The gradient of an embedding needs its tokens, not its weights.
-        module.set_unshard_in_backward(not embeds)
-    return members

@@ -21,6 +21,7 @@ from weft.errors import CheckpointError, ModelError
 from weft.mesh import Axis
 from weft.parallel.adopt import ELEMENTWISE
 from weft.parallel.states import DTYPES, exchange
+from weft.parallel.zero3_host import HostedShards
 from weft.parallel.zero3_shards import Shard, local_part
 
 
@@ -28,11 +29,12 @@ from weft.parallel.zero3_shards import Shard, local_part
 class Held:
     """What one optimizer holds of the sharded parameters.
 
-    local: those it updates on shards. whole: those it sees whole, each with the rank that updates it; mine: of these
-    the ones that this rank updates, empty between steps.
+    local: those it updates on shards; hosted: of these the ones whose optimizer is on the host. whole: those it sees
+    whole, each with the rank that updates it; mine: of these the ones that this rank updates, empty between steps.
     """
 
     local: list[str] = field(default_factory=list)
+    hosted: list[str] = field(default_factory=list)
     whole: dict[str, int] = field(default_factory=dict)
     mine: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -40,8 +42,15 @@ class Held:
 class ShardAdoption:
     """Puts shards in the place of parameters in optimizers, whether these were built before or after sharding."""
 
-    def __init__(self, shards: Mapping[str, Shard], originals: Mapping[str, nn.Parameter], axis: Axis):
+    def __init__(
+        self,
+        shards: Mapping[str, Shard],
+        originals: Mapping[str, nn.Parameter],
+        axis: Axis,
+        hosted: HostedShards | None = None,
+    ):
         self._shards = shards
+        self._hosted = hosted
         self._axis = axis
         # An original dies with its optimizer, and its id may then be another tensor's: hence the references.
         self._originals = {id(param): (weakref.ref(param), name) for name, param in originals.items()}
@@ -89,7 +98,14 @@ class ShardAdoption:
         shard = self._shards[name]
         if elementwise or not shard.param.requires_grad:
             held.local.append(name)
-            return shard.local
+            if self._hosted is not None and name in self._hosted.params:
+                held.hosted.append(name)
+            return self._param(name)
+        if self._hosted is not None:
+            raise ModelError(
+                f"offload=optimizer: under zero=3 an optimizer that sees whole weights, as for {name!r}, works on the "
+                f"device. Use zero=2, or leave optimizer out of offload."
+            )
         owner = load.index(min(load))
         load[owner] += shard.param.numel()
         held.whole[name] = owner
@@ -98,10 +114,16 @@ class ShardAdoption:
         held.mine[name] = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device))
         return held.mine[name]
 
+    def _param(self, name: str) -> nn.Parameter:
+        """What an elementwise optimizer has in the place of a sharded parameter."""
+        hosted = self._hosted.params.get(name) if self._hosted is not None else None
+        return self._shards[name].local if hosted is None else hosted
+
     def _move_state(self, optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter | None) -> None:
         shard = self._shards[self.name_of(old) or ""]
         state = optimizer.state.pop(old, {})
-        fitted = {key: _fit(shard, value, new) for key, value in state.items()}  # on all ranks: it may gather
+        cut = new is self._param(shard.name)
+        fitted = {key: _fit(shard, value, cut) for key, value in state.items()}  # on all ranks: it may gather
         if new is not None and fitted:
             optimizer.state[new] = fitted
         if not isinstance(old, DTensor):
@@ -112,6 +134,8 @@ class ShardAdoption:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Gather weights and gradients of what the optimizer sees whole. A collective."""
         held = self._held[optimizer]
+        if self._hosted is not None:
+            self._hosted.before_step(held.hosted)
         for name in held.whole:
             shard = self._shards[name]
             weight = shard.whole(shard.local)
@@ -123,6 +147,8 @@ class ShardAdoption:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring weights that were updated whole back to the shards. A collective."""
         held = self._held[optimizer]
+        if self._hosted is not None:
+            self._hosted.after_step(held.hosted)
         for name, owner in held.whole.items():
             shard, param = self._shards[name], held.mine.get(name)
             weight = shard.local.new_empty(shard.param.shape) if param is None else param.detach()
@@ -135,9 +161,10 @@ class ShardAdoption:
         held = self._held[optimizer]
         for name in held.local:
             shard = self._shards[name]
-            for key, value in optimizer.state.get(shard.local, {}).items():
+            for key, value in optimizer.state.get(self._param(name), {}).items():
                 if isinstance(value, torch.Tensor):
-                    yield f"{name}/{key}", _join(shard, key, value)
+                    # Collectives want what travels on the shard's device; counters stay where they are.
+                    yield f"{name}/{key}", _join(shard, key, value.to(shard.local.device) if value.ndim else value)
         if held.whole:
             yield from self._whole_states(optimizer, held)
 
@@ -165,17 +192,16 @@ class ShardAdoption:
         shard = self._shards.get(name)
         if shard is None or (name not in held.local and name not in held.whole):
             raise CheckpointError(f"optimizer state {full_name!r}: the optimizer has no parameter {name!r}.")
-        param = shard.local if name not in held.whole else held.mine.get(name)
+        param = self._param(name) if name not in held.whole else held.mine.get(name)
         if param is not None:
             # Counters of steps stay where the optimizer wants them: fused kernels read them on the device.
-            optimizer.state[param][key] = _fit(shard, saved, param).to(shard.local.device)
+            optimizer.state[param][key] = _fit(shard, saved, name not in held.whole).to(param.device)
 
 
-def _fit(shard: Shard, value: Any, new: nn.Parameter | None) -> Any:
-    """A state of the parameter as a state of `new`: this rank's rows where `new` is the shard, else whole."""
+def _fit(shard: Shard, value: Any, cut: bool) -> Any:
+    """A state of the parameter as the state of this rank's rows where `cut`, else of the whole."""
     if not isinstance(value, torch.Tensor):
         return value
-    cut = new is shard.local
     if isinstance(value, DTensor):
         part = local_part(value)
         value = part if cut or value.shape != shard.param.shape else shard.whole(part)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.collectives import Pending, start_all_reduce
 from weft.errors import ModelError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from weft.parallel.zero3 import FullyShardedModel
     from weft.parallel.zero3_adopt import ShardAdoption
 
-__all__ = ["Calls", "ReplicaSum", "drop_partial_gradients", "find_optimizers", "watch_steps"]
+__all__ = ["Calls", "ReplicaSum", "drop_partial_gradients", "find_optimizers", "hide_hooks", "watch_steps"]
 
 
 class ReplicaSum:
@@ -108,6 +109,22 @@ class Calls:
                 set_zeros(calls == 1, recurse=False)
 
         module.register_forward_pre_hook(torch.compiler.disable(count))
+
+
+def hide_hooks(module: nn.Module) -> None:
+    """Keep what hooks of a unit compute out of a recomputed region around it.
+
+    Such a region counts operations, and gathering takes other ones in the replay, where the unit may be whole already.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = functools.partial(_outside_of_modes, hook)
+
+
+@torch.compiler.disable
+def _outside_of_modes(hook: Any, *args: Any) -> Any:
+    with _disable_current_modes():
+        return hook(*args)
 
 
 def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:

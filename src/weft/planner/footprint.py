@@ -49,7 +49,7 @@ def layer_elements(shape: DecoderSpec, recompute: str) -> float:
 
     "attention" keeps as much as "none": fused attention holds no scores.
     """
-    kv_share, ffn_share = shape.num_kv_heads / shape.num_heads, shape.ffn_dim / shape.dim
+    kv_share, ffn_share = shape.num_kv_heads / shape.num_heads, shape.visited_ffn_dim / shape.dim
     if recompute == "full":
         return 1.0  # the layer's input
     if shape.family == "gpt2":

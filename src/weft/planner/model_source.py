@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,28 +79,7 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | PlannedModel) -> 
 
 def of_decoder(name: str, spec: DecoderSpec, config: RunConfig | None = None) -> PlannedModel:
     """One of Weft's own decoders."""
-    shape = Shape.of_decoder(spec)
-    experts = getattr(spec, "num_experts", 0)
-    if experts and not shape.num_experts:
-        shape = _with_experts(shape, spec)
-    return PlannedModel(name=name, shape=shape, spec=spec, config=config)
-
-
-def _with_experts(shape: Shape, spec: Any) -> Shape:
-    """The shape of a decoder some of whose layers are mixtures."""
-    width = spec.expert_ffn_dim or spec.ffn_dim
-    mixtures = sum(
-        layer >= spec.first_moe_layer and (layer - spec.first_moe_layer) % spec.moe_every == 0
-        for layer in range(spec.num_layers)
-    )
-    return replace(
-        shape,
-        num_experts=spec.num_experts,
-        top_k=spec.top_k,
-        expert_ffn=width,
-        shared_ffn=spec.num_shared_experts * width,
-        dense_layers=spec.num_layers - mixtures,
-    )
+    return PlannedModel(name=name, shape=Shape.of_decoder(spec), spec=spec, config=config)
 
 
 def _read_text(text: str) -> PlannedModel:

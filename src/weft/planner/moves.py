@@ -46,16 +46,20 @@ def neighbours(one: Choice, question: Question, *, fine: bool = False) -> Iterat
     seen = {one, _settled(one.words)}
     for change in _changes(one.plan, space, question, fine):
         values = one.words | change
-        if any(values.get(name) != value for name, value in question.fixed.items()):
-            continue
         try:
             found = _settled(values)
         except PlanError:
             continue
-        if found not in seen:
+        if found not in seen and _keeps(found, question.fixed):
             seen.add(found)
             if not check(found.plan, question.facts, question.rules):
                 yield found
+
+
+def _keeps(one: Choice, fixed: Mapping[str, Any]) -> bool:
+    """Whether every decided field has its value; the way of context parallelism counts only where there is any."""
+    words = one.words
+    return all(words[name] == value or (name == "cp_mode" and one.plan.cp == 1) for name, value in fixed.items())
 
 
 def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:

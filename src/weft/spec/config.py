@@ -75,6 +75,30 @@ class ModelSection(Section):
     """Whether the head shares the embedding's weight."""
     rope_theta: PositiveFloat | None = None
     norm_eps: PositiveFloat | None = None
+    num_experts: Annotated[int, Field(ge=0, le=10**5)] | None = None
+    """Experts of each layer that has them; 0: a dense model."""
+    top_k: Width | None = None
+    """Experts that each token visits."""
+    expert_ffn_dim: Width | None = None
+    """Hidden width of one expert; by default ffn_dim."""
+    num_shared_experts: Annotated[int, Field(ge=0, le=10**4)] | None = None
+    """Experts that every token visits besides."""
+    first_moe_layer: Annotated[int, Field(ge=0, le=10**6)] | None = None
+    """Layers before this one are dense."""
+    moe_every: Width | None = None
+    """From there on, every how manyth layer has experts."""
+    router: Literal["softmax", "sigmoid"] | None = None
+    """How scores are made of the router's products."""
+    normalise_top_k: bool | None = None
+    """Whether the chosen experts' scores are divided by their sum."""
+    route_scale: PositiveFloat | None = None
+    """What the chosen scores are multiplied with."""
+    balance: Literal["aux_loss", "bias", "none"] | None = None
+    """How experts get alike many tokens: a loss for each sequence, a bias that moves after each step, or not at all."""
+    balance_rate: PositiveFloat | None = None
+    """Weight of the auxiliary loss, or how far a bias moves in one step."""
+    capacity_factor: NonNegative | None = None
+    """An expert takes at most this many times its even share of a sequence; 0: no token is dropped."""
 
 
 class TokenizerSection(Section):

@@ -1,7 +1,8 @@
 """The layout: which part of a model is cut how, by module path. Pure data; `parallel/` carries it out.
 
 Text form: words `pattern=style`, in order; the first pattern that fits decides. In a pattern `*` stands for one part
-of a path and `{q,k,v}` for one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise".
+of a path and `{q,k,v}` for one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise". A fused layer
+has its segments behind the style: "h.*.attn.c_attn=colwise:3".
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.errors import LayoutError, did_you_mean
 
 #: colwise: output features are cut; rowwise: input features are cut, outputs are partial sums; vocab: rows of an
-#: embedding or head are cut; replicate: every rank has all of it; expert: whole experts are spread.
-STYLES = ("colwise", "rowwise", "vocab", "replicate", "expert")
+#: embedding or head are cut; replicate: every rank has all of it; partial: every rank has all of it, and sees only its
+#: own heads or features, so gradients add up; expert: whole experts are spread.
+STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert")
+#: A fused layer's style says how many equal segments it joins, or their sizes: colwise:3, colwise:64+16+16.
+_FUSED = re.compile(r"colwise:(?:[1-9][0-9]*)(?:\+[1-9][0-9]*)*", re.ASCII)
 
 _PART = r"(?:\*|[A-Za-z0-9_]+|\{[A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)*\})"
 _PATTERN = re.compile(rf"{_PART}(?:\.{_PART})*", re.ASCII)
@@ -30,6 +35,14 @@ _LLAMA = (
     ("norm", "replicate"),
     ("head", "vocab"),
 )
+#: Beside the patterns of a llama, whose dense layers a model with experts may have too.
+_MOE = (
+    *_LLAMA,
+    ("blocks.*.mlp.router", "replicate"),
+    ("blocks.*.mlp.experts", "expert"),
+    ("blocks.*.mlp.shared.{gate,up}", "colwise"),
+    ("blocks.*.mlp.shared.down", "rowwise"),
+)
 _GPT2 = (
     ("embed", "vocab"),
     ("pos_embed", "replicate"),
@@ -41,6 +54,24 @@ _GPT2 = (
     ("norm", "replicate"),
     ("head", "vocab"),
 )
+
+
+class Style(NamedTuple):
+    """A style and, for a fused layer, its segments: how many equal ones, or the size of each."""
+
+    name: str
+    segments: tuple[int, ...] = ()
+
+    def sizes(self, total: int) -> tuple[int, ...]:
+        """Rows of each segment of a layer with `total` rows; () where it is not fused. LayoutError if they do not fit."""
+        if not self.segments:
+            return ()
+        count = self.segments[0]
+        sizes = self.segments if len(self.segments) > 1 else (total // count,) * count
+        if sum(sizes) != total:
+            text = "+".join(map(str, self.segments))
+            raise LayoutError(f"{self.name}:{text}: the layer has {total} outputs. Give segments that add up to that.")
+        return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +95,28 @@ class Layout:
         """Style of the module at `path`, or None where no pattern fits."""
         return next((style for pattern, style in self.pairs if _compiled(pattern).fullmatch(path)), None)
 
+    def style(self, path: str) -> Style | None:
+        """What `match` gives, read: the style's name and the segments of a fused layer."""
+        text = self.match(path)
+        if text is None:
+            return None
+        name, _, parts = text.partition(":")
+        return Style(name, tuple(int(part) for part in parts.split("+")) if parts else ())
+
     def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
         """Patterns that fit none of the module paths: a layout made for another model."""
         known = list(paths)
         return tuple(pattern for pattern, _ in self.pairs if not any(map(_compiled(pattern).fullmatch, known)))
 
+    def fitted(self, paths: Iterable[str]) -> Layout:
+        """The same without patterns that fit none of the module paths."""
+        unused = self.unused(paths)
+        return Layout(tuple(pair for pair in self.pairs if pair[0] not in unused))
+
     @classmethod
     def named(cls, name: str) -> Layout:
-        """The layout of one of the project's own families: "llama" or "gpt2"."""
-        known = {"llama": _LLAMA, "gpt2": _GPT2}
+        """The layout of one of the project's own families: "llama", "gpt2", or "moe", a llama with experts."""
+        known = {"llama": _LLAMA, "gpt2": _GPT2, "moe": _MOE}
         if name not in known:
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
             raise LayoutError(f"layout={name}: no layout has this name.{hint}")
@@ -116,7 +160,7 @@ def _check_pair(pattern: str, style: str) -> None:
             f"layout pattern {pattern!r}: a module path with '*' or {{a,b}} for a part is needed. "
             f"Use e.g. 'blocks.*.attn.q'."
         )
-    if style not in STYLES:
+    if style not in STYLES and not _FUSED.fullmatch(style):
         hint = did_you_mean(style, STYLES) or f" Use {pattern}=replicate."
         raise LayoutError(f"{pattern}={style}: not one of {', '.join(STYLES)}.{hint}")
 

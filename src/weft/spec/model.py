@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, ModelError, Problem, did_you_mean
+from weft.spec.shape_rules import shape_rules
 
 if TYPE_CHECKING:
     from weft.spec.config import ModelSection
 
 FAMILIES = ("llama", "gpt2")
+ROUTERS = ("softmax", "sigmoid")
+BALANCES = ("aux_loss", "bias", "none")
+#: Fields that mean something only in a model with experts.
+EXPERT_FIELDS = (
+    "top_k", "expert_ffn_dim", "num_shared_experts", "first_moe_layer", "moe_every", "router", "normalise_top_k",
+    "route_scale", "balance", "balance_rate", "capacity_factor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +36,17 @@ class DecoderSpec:
     rope_scale: how far the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192 tokens;
     1 leaves them as they are.
     norm_eps: added to the mean square (or the variance) inside the norms.
+
+    With experts (llama family), some feed-forward layers are a router and `num_experts` SwiGLU layers:
+    num_experts: 0 for a dense model. top_k: experts that each token visits.
+    expert_ffn_dim: hidden width of one expert; 0: ffn_dim. num_shared_experts: experts' widths that all tokens visit.
+    first_moe_layer, moe_every: layer i has experts from first_moe_layer on, every moe_every-th; the others are dense.
+    router: scores are the "softmax" over the experts, or a "sigmoid" each. normalise_top_k: the chosen scores are
+    divided by their sum. route_scale: what they are multiplied with then.
+    balance: "aux_loss" adds balance_rate times the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17);
+    "bias" moves each expert's selection bias by balance_rate a step (arXiv 2408.15664); "none".
+    capacity_factor: an expert takes at most this many times its even share of a sequence, and tokens beyond, the later
+    ones, skip it; 0: no token is dropped.
     """
 
     family: str = "llama"
@@ -42,11 +61,45 @@ class DecoderSpec:
     rope_theta: float = 10_000.0
     rope_scale: float = 1.0
     norm_eps: float = 1e-5
+    num_experts: int = 0
+    top_k: int = 2
+    expert_ffn_dim: int = 0
+    num_shared_experts: int = 0
+    first_moe_layer: int = 0
+    moe_every: int = 1
+    router: str = "softmax"
+    normalise_top_k: bool = True
+    route_scale: float = 1.0
+    balance: str = "aux_loss"
+    balance_rate: float = 0.001
+    capacity_factor: float = 0.0
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.dim // self.num_heads
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of one expert."""
+        return self.expert_ffn_dim or self.ffn_dim
+
+    @property
+    def moe_layers(self) -> range:
+        """The layers that have experts; none in a dense model."""
+        return range(self.first_moe_layer, self.num_layers if self.num_experts else 0, self.moe_every)
+
+    @property
+    def visited_ffn_dim(self) -> float:
+        """Hidden width of the feed-forward layers that one token goes through, as a mean over the layers."""
+        share = len(self.moe_layers) / self.num_layers
+        return (1 - share) * self.ffn_dim + share * (self.top_k + self.num_shared_experts) * self.expert_width
+
+    @property
+    def num_idle_params(self) -> int:
+        """Parameters of the experts that one token does not visit, over all layers."""
+        expert = 3 * self.dim * self.expert_width
+        return len(self.moe_layers) * max(0, self.num_experts - self.top_k) * expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +123,11 @@ class ModelSpec:
     def num_params(self) -> int:
         """All parameters, each counted once."""
         return sum(layer.num_params * layer.count for layer in self.layers)
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token meets: all but the experts that it does not visit."""
+        return self.num_params - (self.shape.num_idle_params if self.shape else 0)
 
     @classmethod
     def named(cls, name: str) -> ModelSpec:
@@ -95,10 +153,32 @@ def _decoder_layers(spec: DecoderSpec) -> Iterator[LayerSpec]:
     yield LayerSpec("embed", spec.vocab_size * spec.dim)
     if spec.family == "gpt2":
         yield LayerSpec("pos_embed", spec.max_seq_len * spec.dim)
-    yield LayerSpec("blocks.*", 2 * norm + attention + ffn, spec.num_layers)
+    moe_layers = spec.moe_layers
+    moe = spec.num_experts * spec.dim + 3 * spec.dim * spec.expert_width * (spec.num_experts + spec.num_shared_experts)
+    kinds = {
+        2 * norm + attention + ffn: [layer for layer in range(spec.num_layers) if layer not in moe_layers],
+        2 * norm + attention + moe: list(moe_layers),
+    }
+    for num_params, layers in sorted(kinds.items(), key=lambda kind: kind[1][:1]):
+        if layers:
+            yield LayerSpec(_block_path(layers, spec.num_layers), num_params, len(layers))
     yield LayerSpec("norm", norm)
     if not spec.tied:
         yield LayerSpec("head", spec.vocab_size * spec.dim)
+
+
+def _block_path(layers: list[int], num_layers: int) -> str:
+    """Paths of like blocks: "blocks.*" for all, "blocks.0" for one, else "blocks.{1-3,5}"."""
+    if len(layers) == num_layers:
+        return "blocks.*"
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][1] == layer - 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    names = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"blocks.{names[0]}" if len(layers) == 1 else f"blocks.{{{','.join(names)}}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +224,33 @@ def _gpt2(dim: int, num_layers: int, num_heads: int, vocab_size: int = 50_257, m
     )
 
 
+def _mixtral(dim: int, num_layers: int, num_heads: int, ffn_dim: int, vocab_size: int, max_seq_len: int) -> DecoderSpec:
+    base = _llama(dim, num_layers, num_heads, 8, ffn_dim, vocab_size, max_seq_len)
+    return replace(base, rope_theta=1e6, num_experts=8, top_k=2)
+
+
+def _deepseek_moe() -> DecoderSpec:
+    base = replace(_llama(2048, 28, 16, 16, 10_944, 102_400, 4096), norm_eps=1e-6, first_moe_layer=1)
+    return replace(base, num_experts=64, top_k=6, expert_ffn_dim=1408, num_shared_experts=2, normalise_top_k=False)
+
+
 def named_sizes() -> tuple[NamedSize, ...]:
     """Every size that Weft knows, small ones first."""
     return (
         # Made for this project: heads and layers split evenly by 2 and 4, so that every plan can be tried on them.
         NamedSize("tiny", replace(_llama(256, 6, 8, 4, 768, 4096, 1024), tied=True), open_vocab=True),
         NamedSize("gpt2-tiny", _gpt2(256, 6, 8, 4096), open_vocab=True),
+        NamedSize(
+            "moe-tiny",
+            replace(
+                _llama(256, 6, 8, 4, 512, 4096, 1024),
+                tied=True,
+                num_experts=8,
+                expert_ffn_dim=256,
+                num_shared_experts=1,
+            ),
+            open_vocab=True,
+        ),
         NamedSize("small", replace(_llama(512, 8, 8, 4, 1536, 4096, 2048), tied=True), open_vocab=True),
         # Radford et al. 2019, table 2.
         NamedSize("gpt2", _gpt2(768, 12, 12)),
@@ -165,6 +266,11 @@ def named_sizes() -> tuple[NamedSize, ...]:
         NamedSize("llama2-13b", _llama(5120, 40, 40, 40, 13_824, 32_000, 4096)),
         NamedSize("llama2-70b", _llama(8192, 80, 64, 8, 28_672, 32_000, 4096)),
         NamedSize("llama3-70b", _llama3(8192, 80, 64, 28_672)),
+        # Dai et al. 2024 (arXiv 2401.06066), and the published config of the 16B model.
+        NamedSize("deepseek-moe-16b", _deepseek_moe()),
+        # Jiang et al. 2024 (arXiv 2401.04088), table 1, and the model card of 8x22B.
+        NamedSize("mixtral-8x7b", _mixtral(4096, 32, 32, 14_336, 32_000, 32_768)),
+        NamedSize("mixtral-8x22b", _mixtral(6144, 56, 48, 16_384, 32_000, 65_536)),
         # Brown et al. 2020 (arXiv 2005.14165), table 2.1; its sparse attention layers are dense here.
         NamedSize("gpt3-175b", _gpt2(12_288, 96, 96, max_seq_len=2048)),
         # There is no 405B before Llama 3.1, which stretched the context.
@@ -190,61 +296,7 @@ def _named_size(name: str) -> NamedSize:
     raise ModelError(f"model.name={name}: no size has this name.{hint}")
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeRule:
-    """One thing that must hold for a decoder shape. `text` gives the sentence for a shape that breaks it."""
-
-    field: str
-    holds: Callable[[DecoderSpec], bool]
-    text: Callable[[DecoderSpec], str]
-
-
 _COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
-
-
-def shape_rules() -> tuple[ShapeRule, ...]:
-    """The rules for decoder shapes whose counts are all positive."""
-    return (
-        ShapeRule(
-            "num_heads",
-            lambda spec: spec.dim % spec.num_heads == 0,
-            lambda spec: (
-                f"the heads share dim={spec.dim} evenly, and {spec.dim} is not a multiple of {spec.num_heads}. "
-                f"Use {_nearest_divisors(spec.dim, spec.num_heads)}."
-            ),
-        ),
-        ShapeRule(
-            "num_kv_heads",
-            lambda spec: spec.num_heads % spec.num_kv_heads == 0,
-            lambda spec: (
-                f"key-value heads are shared by equal groups of the {spec.num_heads} heads, and {spec.num_heads} "
-                f"is not a multiple of {spec.num_kv_heads}. Use {_nearest_divisors(spec.num_heads, spec.num_kv_heads)}."
-            ),
-        ),
-        ShapeRule(
-            "num_heads",
-            lambda spec: spec.family != "llama" or spec.dim % spec.num_heads != 0 or spec.head_dim % 2 == 0,
-            lambda spec: (
-                f"rotary positions turn pairs, and the head width {spec.dim}/{spec.num_heads}={spec.head_dim} is odd. "
-                f"{_even_width_fix(spec)}"
-            ),
-        ),
-        ShapeRule(
-            "rope_theta",
-            lambda spec: spec.rope_theta > 1,
-            lambda _: "the base of the rotary frequencies is above 1. Use e.g. 10000.",
-        ),
-        ShapeRule(
-            "rope_scale",
-            lambda spec: spec.rope_scale >= 1,
-            lambda _: "rotary frequencies are stretched by 1 (not at all) or more. Use 1.",
-        ),
-        ShapeRule(
-            "norm_eps",
-            lambda spec: 0 < spec.norm_eps < 1,
-            lambda _: "the norms need a small positive number. Use e.g. 1e-5.",
-        ),
-    )
 
 
 def shape_problems(spec: DecoderSpec) -> tuple[Problem, ...]:
@@ -256,10 +308,23 @@ def shape_problems(spec: DecoderSpec) -> tuple[Problem, ...]:
         value = getattr(spec, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             problems.append(_problem(name, value, "a whole number of at least 1 is needed. Use e.g. 1."))
+    problems += _expert_problems(spec)
     if problems:  # the other rules divide by these numbers
         return tuple(problems)
     broken = (rule for rule in shape_rules() if not rule.holds(spec))
     return tuple(_problem(rule.field, getattr(spec, rule.field), rule.text(spec)) for rule in broken)
+
+
+def _expert_problems(spec: DecoderSpec) -> Iterator[Problem]:
+    least = {"num_experts": 0, "top_k": 1, "expert_ffn_dim": 0, "num_shared_experts": 0, "first_moe_layer": 0}
+    for name, number in {**least, "moe_every": 1}.items():
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < number:
+            yield _problem(name, value, f"a whole number of at least {number} is needed. Use e.g. {number}.")
+    for name, known in (("router", ROUTERS), ("balance", BALANCES)):
+        value = getattr(spec, name)
+        if value not in known:
+            yield _problem(name, value, f"not one of {', '.join(known)}. Use {known[0]}.")
 
 
 def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
@@ -277,6 +342,11 @@ def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
     if spec.family == "gpt2" and section.rope_theta is not None:
         text = "the gpt2 family has a table of positions and no rotary frequencies. Leave it out."
         problems.append(_problem("rope_theta", section.rope_theta, text))
+    if not spec.num_experts:
+        for name, value in section:
+            if name in EXPERT_FIELDS and value is not None:
+                text = "the model has no experts. Use model.num_experts=8 with it, or leave it out."
+                problems.append(_problem(name, value, text))
     if spec.vocab_size < tokenizer_vocab:
         typed = section.vocab_size is not None
         owner = "" if typed else f" (of {section.name})"
@@ -305,15 +375,3 @@ def _with_overrides(size: NamedSize, section: ModelSection, tokenizer_vocab: int
 
 def _problem(field: str, value: object, text: str) -> Problem:
     return Problem(f"model.{field}", f"model.{field}={value}: {text}")
-
-
-def _nearest_divisors(number: int, wanted: int) -> str:
-    below = next(candidate for candidate in range(min(wanted, number), 0, -1) if number % candidate == 0)
-    above = next(candidate for candidate in range(min(wanted, number), number + 1) if number % candidate == 0)
-    return str(below) if below == above else f"{below} or {above}"
-
-
-def _even_width_fix(spec: DecoderSpec) -> str:
-    if spec.dim % 2:
-        return f"Use an even model.dim, such as {spec.dim + 1}."
-    return f"Use {_nearest_divisors(spec.dim // 2, spec.num_heads)}."

@@ -16,6 +16,7 @@ from typing import cast
 
 from weft import env, units
 from weft.errors import PlanError, Problem, did_you_mean
+from weft.spec.context import CP_MODES
 
 #: Mesh axes, outermost first. `ep` is a second view over dp_shard x cp x tp, so it is no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -44,6 +45,9 @@ class Plan:
     reshard: when zero=3 lets gathered parameters go: "after_forward" (least memory), "after_backward" (gathered
         once in a pass), "after_step" (once in a step, in which gradients travel once too).
     sp: sequence parallel between tensor-parallel regions.
+    cp_mode: how a sequence that is cut over cp attends to all of itself: "gather" (keys and values of all ranks),
+        "ring" (they go around, under the computation), "ulysses" (all tokens of some heads, by all_to_all), or "auto":
+        the one that suits heads, sequence and memory (`weft.spec.context.choose_cp_mode`).
     schedule, microbatches, virtual_stages: the pipeline's; microbatches per optimizer step.
     split: how many of the model's blocks each stage takes, in order ("3+4+4+3"); empty: stages of equal work.
     accumulation: forward-backward passes per optimizer step when there is no pipeline.
@@ -64,6 +68,7 @@ class Plan:
     zero: int = 0
     reshard: str = "after_forward"
     sp: bool = False
+    cp_mode: str = "auto"
     schedule: str = "1f1b"
     microbatches: int = 1
     virtual_stages: int = 1
@@ -273,7 +278,7 @@ def _read(name: str, value: object) -> object:
         return tuple(map(int, value.split("+")))
     if name in ("offload", "split") and isinstance(value, list):
         return tuple(cast(list[object], value))
-    if name in ("schedule", "precision", "recompute", "reshard"):
+    if name in ("schedule", "precision", "recompute", "reshard", "cp_mode"):
         return value
     return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
 
@@ -290,6 +295,8 @@ def _checked(name: str, value: object) -> object:
         return _choice(name, value, SCHEDULES)
     if name == "reshard":
         return _choice(name, value, RESHARDS)
+    if name == "cp_mode":
+        return _choice(name, value, CP_MODES)
     if name == "recompute":
         return _recompute(value)
     if name == "offload":

@@ -10,61 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.errors import PlanError, Problem
+from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
+from weft.spec.expert_rules import EXPERT_RULES
 from weft.spec.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
 
-
-def _as_replicas(plan: Plan, facts: Facts) -> Plan:
-    """The nearest plan of today: the same ranks, all of them data-parallel replicas."""
-    return Plan(
-        dp_replicate=plan.world_size,
-        accumulation=plan.microbatches_per_step,
-        precision=plan.precision,
-        compile=plan.compile,
-    )
-
-
-def _replicas_remedy(plan: Plan, facts: Facts) -> str:
-    return f"Use dp_replicate={'*' if facts.open_axis else plan.world_size} in its place"
-
-
-def _axis_not_built(axis: str, technique: str) -> Rule:
-    return Rule(
-        name=f"{axis}-not-built",
-        field=axis,
-        reason=f"{technique} is not built yet.",
-        predicate=lambda plan, facts: asks(plan, facts, axis),
-        finding=lambda plan, facts: f"{technique[0].lower()}{technique[1:]} is not built yet",
-        remedy=_replicas_remedy,
-        fix=_as_replicas,
-    )
-
-
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = (
-    _axis_not_built("tp", "Tensor parallelism"),
-    _axis_not_built("cp", "Context parallelism"),
-    _axis_not_built("ep", "Expert parallelism"),
     *PIPELINE_NOT_BUILT,
-    Rule(
-        name="sp-not-built",
-        field="sp",
-        reason="Sequence parallelism is not built yet.",
-        predicate=lambda plan, facts: plan.sp,
-        finding=lambda plan, facts: "sequence parallelism is not built yet",
-        remedy=lambda plan, facts: "Use sp=off",
-        fix=lambda plan, facts: plan.replace(sp=False),
-    ),
-    Rule(
-        name="offload-optimizer-zero-3-not-built",
-        field="offload",
-        reason="Under zero=3 the optimizer goes to the host only together with the parameters.",
-        predicate=lambda plan, facts: plan.zero == 3 and plan.offload_share("optimizer") > plan.offload_share("params"),
-        finding=lambda plan, facts: "with zero=3, the optimizer without the parameters on the host is not built yet",
-        remedy=lambda plan, facts: "Use offload=params, with which the optimizer steps on the host too, or zero=2",
-        fix=lambda plan, facts: _with_offload(plan, "optimizer", "params"),
-    ),
     Rule(
         name="offload-activations-recompute-not-built",
         field="offload",
@@ -117,14 +71,40 @@ def _smaller_accumulation(plan: Plan, facts: Facts) -> Plan | None:
     return plan.replace(**{passes: nearest(legal, plan.microbatches_per_step)})
 
 
+def _kv_heads_fit(facts: Facts, tp: int) -> bool:
+    """Each rank has whole key-value heads, or several ranks have the same one."""
+    return facts.model.num_kv_heads % tp == 0 or tp % facts.model.num_kv_heads == 0
+
+
 def _heads_finding(plan: Plan, facts: Facts) -> str:
     heads, kv_heads = facts.model.num_heads, facts.model.num_kv_heads
-    number, kind = (heads, "heads") if heads % plan.tp else (kv_heads, "key-value heads")
-    return f"the model has {number} {kind}, and {number} is not a multiple of {plan.tp}"
+    if heads % plan.tp:
+        return f"the model has {heads} heads, and {heads} is not a multiple of {plan.tp}"
+    return (
+        f"the model has {kv_heads} key-value heads, and neither of {kv_heads} and {plan.tp} is a multiple of the other"
+    )
 
 
 def _tp_choices(facts: Facts) -> list[int]:
-    return common_divisors(facts.model.num_heads, facts.model.num_kv_heads, facts.model.ffn_dim)
+    return [tp for tp in common_divisors(facts.model.num_heads, facts.model.ffn_dim) if _kv_heads_fit(facts, tp)]
+
+
+def _sequence_unit(plan: Plan) -> int:
+    return plan.cp * plan.tp
+
+
+def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
+    """Chunks of a sequence under cp ranks; of "auto" the way that this shape takes."""
+    if cp == 1:
+        return 1
+    mode = plan.cp_mode
+    if mode == "auto":
+        mode = choose_cp_mode(mode, cp, facts.model.num_heads, facts.model.num_kv_heads, facts.seq_len, plan.tp)
+    return num_chunks(mode, cp)
+
+
+def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
+    return [cp for cp in common_divisors(facts.seq_len) if facts.seq_len % _cp_chunks(plan, facts, cp) == 0]
 
 
 def _precision_choices(facts: Facts) -> list[str]:
@@ -203,8 +183,11 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="tp-heads",
         field="tp",
-        reason="Tensor parallelism gives each rank whole heads, so tp divides the heads and the key-value heads.",
-        predicate=lambda plan, facts: facts.model.num_heads % plan.tp != 0 or facts.model.num_kv_heads % plan.tp != 0,
+        reason=(
+            "Tensor parallelism gives each rank whole heads, so tp divides the heads; key-value heads are divided, or "
+            "each is repeated on equally many ranks."
+        ),
+        predicate=lambda plan, facts: facts.model.num_heads % plan.tp != 0 or not _kv_heads_fit(facts, plan.tp),
         finding=_heads_finding,
         remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
         fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
@@ -227,6 +210,20 @@ LASTING: tuple[Rule, ...] = (
         predicate=lambda plan, facts: plan.sp and not asks(plan, facts, "tp"),
         finding=lambda plan, facts: "sequence parallelism needs tp of at least 2, and tp is 1",
         remedy=lambda plan, facts: "Use sp=off, or tp=2 or more",
+        fix=lambda plan, facts: plan.replace(sp=False),
+    ),
+    Rule(
+        name="sp-divides-sequence",
+        field="train.seq_len",
+        reason="Sequence parallelism gives each rank of tp equally many tokens of every sequence.",
+        predicate=lambda plan, facts: plan.sp and facts.seq_len % _sequence_unit(plan) != 0,
+        finding=lambda plan, facts: (
+            f"with sp=on, {plan.cp} x {plan.tp} ranks share the {facts.seq_len} tokens of a sequence evenly, and "
+            f"{facts.seq_len} is not a multiple of {_sequence_unit(plan)}"
+        ),
+        remedy=lambda plan, facts: (
+            f"Use train.seq_len={max(1, facts.seq_len // _sequence_unit(plan)) * _sequence_unit(plan)}, or sp=off"
+        ),
         fix=lambda plan, facts: plan.replace(sp=False),
     ),
     Rule(
@@ -281,28 +278,49 @@ LASTING: tuple[Rule, ...] = (
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
     *PIPELINE_LASTING,
-    Rule(
-        name="ep-divides-ranks",
-        field="ep",
-        reason="Experts are spread over dp_shard x cp x tp, so ep divides that product.",
-        predicate=lambda plan, facts: (
-            facts.open_axis not in ("dp_shard", "cp", "tp") and (plan.dp_shard * plan.cp * plan.tp) % plan.ep != 0
-        ),
-        finding=lambda plan, facts: (
-            f"experts are spread over dp_shard x cp x tp = {plan.dp_shard * plan.cp * plan.tp} ranks, "
-            f"and that is not a multiple of {plan.ep}"
-        ),
-        remedy=lambda plan, facts: alternatives(common_divisors(plan.dp_shard * plan.cp * plan.tp), "ep"),
-        fix=lambda plan, facts: plan.replace(ep=nearest(common_divisors(plan.dp_shard * plan.cp * plan.tp), plan.ep)),
-    ),
+    *EXPERT_RULES,
     Rule(
         name="cp-divides-sequence",
         field="cp",
-        reason="Context parallelism cuts every sequence into equal parts.",
-        predicate=lambda plan, facts: facts.seq_len % plan.cp != 0,
-        finding=lambda plan, facts: f"a sequence has {facts.seq_len} tokens, and that is not a multiple of {plan.cp}",
-        remedy=lambda plan, facts: alternatives(common_divisors(facts.seq_len), "cp"),
-        fix=lambda plan, facts: plan.replace(cp=nearest(common_divisors(facts.seq_len), plan.cp)),
+        reason=(
+            "Context parallelism cuts every sequence into equal chunks: cp of them for cp_mode=ulysses, 2 * cp for the "
+            "others, whose ranks take one from the front and one from the back."
+        ),
+        predicate=lambda plan, facts: plan.cp > 1 and facts.seq_len % _cp_chunks(plan, facts, plan.cp) != 0,
+        finding=lambda plan, facts: (
+            f"a sequence has {facts.seq_len} tokens, and that is not a multiple of its "
+            f"{_cp_chunks(plan, facts, plan.cp)} chunks"
+        ),
+        remedy=lambda plan, facts: alternatives(_cp_choices(plan, facts), "cp"),
+        fix=lambda plan, facts: plan.replace(cp=nearest(_cp_choices(plan, facts), plan.cp)),
+    ),
+    Rule(
+        name="ulysses-heads",
+        field="cp_mode",
+        reason=(
+            "Ulysses gives each rank of cp whole heads: cp divides the heads of a rank of tp, and its key-value heads, "
+            "or is a multiple of these."
+        ),
+        predicate=lambda plan, facts: (
+            plan.cp > 1
+            and plan.cp_mode == "ulysses"
+            and not ulysses_fits(plan.cp, facts.model.num_heads, facts.model.num_kv_heads, plan.tp)
+        ),
+        finding=lambda plan, facts: (
+            f"{facts.model.num_heads} heads and {facts.model.num_kv_heads} key-value heads do not come out even over "
+            f"cp={plan.cp}{f' and tp={plan.tp}' if plan.tp > 1 else ''}"
+        ),
+        remedy=lambda plan, facts: "Use cp_mode=ring or cp_mode=gather, which take any number of heads",
+        fix=lambda plan, facts: plan.replace(cp_mode="auto"),
+    ),
+    Rule(
+        name="cp-mode-needs-cp",
+        field="cp_mode",
+        reason="A way of context parallelism needs more than one rank on cp.",
+        predicate=lambda plan, facts: plan.cp_mode != "auto" and not asks(plan, facts, "cp"),
+        finding=lambda plan, facts: "it says how a sequence that is cut over cp attends, and cp is 1",
+        remedy=lambda plan, facts: "Leave cp_mode out, or use cp=2 or more",
+        fix=lambda plan, facts: plan.replace(cp_mode="auto"),
     ),
     Rule(
         name="seq-len-fits-model",

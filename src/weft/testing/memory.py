@@ -23,6 +23,7 @@ LAYOUTS = {
     2: ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3"),
     4: (
         "dp_shard=4 zero=1",
+        "dp_shard=4 zero=1 accumulation=2",
         "dp_shard=4 zero=2",
         "dp_shard=4 zero=3",
         "dp_replicate=2 dp_shard=2 zero=1",
@@ -52,7 +53,9 @@ def formula(plan: Plan) -> PerParameter:
     weight, master = (4, 0) if plan.precision == "fp32" else (2, 4)
     if plan.zero == 3:
         return PerParameter(*(float(size * shards) for size in (4, 4, 8)))
-    grads = 4 * (shards if plan.zero == 2 else 1)
+    # Stage 1 collects whole gradients where those of several microbatches add up.
+    divided = plan.zero == 2 or (plan.zero == 1 and plan.accumulation == 1)
+    grads = 4 * (shards if divided else 1)
     return PerParameter(weight, float(grads), float((8 + master) * (shards if plan.zero else 1)))
 
 

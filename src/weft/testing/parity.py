@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.comm import Ledger
-from weft.mesh import build_mesh
+from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
 from weft.spec.model import DecoderSpec
@@ -18,6 +21,9 @@ from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 from weft.train.step import TrainStep
 
 Batch = dict[str, torch.Tensor]
+#: (what, name, whole tensor), where what is "gradient" or "weight".
+See = Callable[[str, str, torch.Tensor], None]
+Watch = Callable[[nn.Module, Mesh], AbstractContextManager[None]]
 
 
 class Case(Protocol):
@@ -94,8 +100,11 @@ class DecoderCase:
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return model_forward(model, batch)
 
-    def loss(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, output: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return token_cross_entropy(output, batch)
+
+    #: So that with a cut vocabulary the head gives the loss, as in a run.
+    loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @dataclass(slots=True)
@@ -134,8 +143,12 @@ def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
     return train_case(plan_text, case)
 
 
-def train_case(plan_text: str, case: Case) -> ParityResult:
-    """Train `case` under a plan on the ranks that are joined (or on one process) and return what this rank has."""
+def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch | None = None) -> ParityResult:
+    """Train `case` under a plan on the ranks that are joined (or on one process) and return what this rank has.
+
+    see: told of each whole gradient and weight at the end, which are then not kept. watch: gives what the first step
+    runs inside of.
+    """
     plan = Plan.parse(plan_text)
     ledger = Ledger()
     mesh = build_mesh(plan, record=ledger.record)
@@ -146,26 +159,58 @@ def train_case(plan_text: str, case: Case) -> ParityResult:
     )
     result = ParityResult()
     for index in range(case.num_steps):
-        metrics = step(local_microbatches(case.batch(index), plan, mesh.data.rank))
+        with watch(model, mesh) if watch and not index else nullcontext():
+            metrics = step(local_microbatches(case.batch(index), plan, mesh.data.rank))
         result.losses.append(metrics.loss)
         result.grad_norms.append(metrics.grad_norm)
     result.reduced_bytes = sum(
         entry.num_bytes for _, operation, entry in ledger.rows() if operation in ("all_reduce", "reduce_scatter")
     )
     engine = data_parallel(model)
-    result.grads = {name: grad.clone() for name, grad in engine.gradients()}
-    result.weights = {name: weight.detach().clone() for name, weight in engine.weights()}
-    # What forward sees is what was trained, up to the plan's format.
-    for name, param in model.named_parameters():
-        whole = result.weights.get(name)  # a weight that two stages share has one name there
-        if whole is not None and type(param) is nn.Parameter and param.shape == whole.shape:
-            torch.testing.assert_close(param.detach(), whole.to(param.dtype), rtol=0, atol=0)
+    for name, grad in engine.gradients():
+        see("gradient", name, grad) if see else result.grads.update({name: grad.clone()})
+    visible = dict(model.named_parameters())
+    for name, weight in engine.weights():
+        see("weight", name, weight) if see else result.weights.update({name: weight.detach().clone()})
+        # What forward sees is what was trained, up to the plan's format.
+        param = visible.get(name)
+        if type(param) is nn.Parameter and param.shape == weight.shape:
+            torch.testing.assert_close(param.detach(), weight.detach().to(param.dtype), rtol=0, atol=0)
+    return result
+
+
+def train_plain(case: Case) -> ParityResult:
+    """Train `case` on this process with nothing of Weft in it: what PyTorch alone computes of the whole batch.
+
+    A parameter that the loss does not reach has a zero gradient, as under every plan.
+    """
+    model = case.model()
+    optimizer = case.optimizer_of(model)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    result = ParityResult()
+    model.train()
+    for index in range(case.num_steps):
+        batch = case.batch(index)
+        loss_sum, num_tokens = case.loss(case.forward(model, batch), batch)
+        # Divided after backward, as under every plan: inside some float64 models are float32 parts, and what those
+        # round depends on the scale.
+        loss_sum.backward()
+        for param in params.values():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad / num_tokens
+        limit = case.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), limit)
+        result.losses.append((loss_sum / num_tokens).item())
+        result.grad_norms.append(norm.item())
+        result.grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    result.weights = {name: param.detach().clone() for name, param in params.items()}
     return result
 
 
 def local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> list[Batch]:
     """This rank's microbatches: microbatch a of rank r holds the samples (a * dp_size + r) * b + [0, b)."""
     num_micro, dp_size = plan.microbatches_per_step, plan.dp_size
-    size = next(iter(batch.values())).shape[0] // (num_micro * dp_size)
+    size = tree_leaves(batch)[0].shape[0] // (num_micro * dp_size)
     starts = [(micro * dp_size + dp_rank) * size for micro in range(num_micro)]
-    return [{name: tensor[start : start + size] for name, tensor in batch.items()} for start in starts]
+    return [tree_map(lambda tensor, start=start: tensor[start : start + size], batch) for start in starts]

@@ -30,14 +30,18 @@ class RankPool:
     def __init__(self, num_ranks: int, timeout_s: float = 120.0):
         self.num_ranks = num_ranks
         self._timeout_s = timeout_s
+        self._start()
+
+    def _start(self) -> None:
+        self._is_broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         context = multiprocessing.get_context("spawn")
         store = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(num_ranks):
+        for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, str(store), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.num_ranks, str(store), theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -46,8 +50,13 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; results in order of rank.
 
-        Raises CommError with the traceback of the first rank that failed, or when one does not answer in time.
+        Raises CommError with the traceback of the first rank that failed, or when one does not answer in time; the
+        next call then has new ranks.
         """
+        if self._is_broken:
+            # A rank that did not answer is still in the last call, or gone.
+            self.close()
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         results, failures = [], []
@@ -60,6 +69,7 @@ class RankPool:
                 answer = ("dead", "the process ended without an answer")
             kind, value = answer
             results.append(value)
+            self._is_broken = self._is_broken or kind in ("late", "dead")
             if kind != "done":
                 failures.append((kind != "error", rank, value))
         if failures:
@@ -76,7 +86,7 @@ class RankPool:
             except (BrokenPipeError, OSError):
                 continue
         for process in self._processes:
-            process.join(10)
+            process.join(0.5 if self._is_broken else 10)
             if process.is_alive():
                 process.kill()
                 process.join()

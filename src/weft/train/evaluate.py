@@ -12,6 +12,8 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.mesh import Axis, Mesh
+from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.head import expect_labels
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 
@@ -44,13 +46,18 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
             labels = local["labels"]
             totals[2] += token_bytes[labels[labels != IGNORE]].sum()
 
+    def forward(model: nn.Module, local: Batch) -> Any:
+        with expect_labels(model, token_cross_entropy, local):
+            return model_forward(model, local)
+
+    parts = (cut_sequence(model, {n: tensor.to(mesh.device) for n, tensor in batch.items()}) for batch in batches)
     pipeline = pipeline_of(model)
-    if pipeline is None:
-        for batch in batches:
-            local = _on_device(batch, mesh)
-            add(model_forward(model, local), local)
-    else:
-        pipeline.evaluate((_on_device(batch, mesh) for batch in batches), model_forward, add)
+    with sequence_in_use(model):
+        if pipeline is not None:
+            pipeline.evaluate(parts, forward, add)
+        else:
+            for local in parts:
+                add(forward(model, local), local)
     model.train()
     loss_sum, num_tokens, num_bytes = all_reduce(totals, _counted(mesh)).tolist()
     return Evaluation(
@@ -58,10 +65,6 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
         bits_per_byte=loss_sum / (math.log(2) * num_bytes) if num_bytes else None,
         num_tokens=round(num_tokens),
     )
-
-
-def _on_device(batch: Batch, mesh: Mesh) -> Batch:
-    return {name: tensor.to(mesh.device) for name, tensor in batch.items()}
 
 
 def _counted(mesh: Mesh) -> Axis:

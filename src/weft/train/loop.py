@@ -161,8 +161,11 @@ class Trainer:
         num_micro = plan.microbatches_per_step
         per_micro = self.config.train.global_batch // (axis.size * num_micro)
         first = step * self.config.train.global_batch + axis.rank * per_micro
+        # Ranks of cp have different tokens of the same samples: what drops some of them must not drop alike.
+        part = (self.mesh["cp"].rank,) if plan.cp > 1 else ()
         return [
-            derive_seed(self.config.seed, step, first + micro * axis.size * per_micro) for micro in range(num_micro)
+            derive_seed(self.config.seed, step, first + micro * axis.size * per_micro, *part)
+            for micro in range(num_micro)
         ]
 
     def _show_step(self, record: StepRecord) -> None:

@@ -5,20 +5,33 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from weft.errors import ModelError
+from weft.parallel.head import HeadLoss
+
 #: Label of a position that is not trained.
 IGNORE = -100
 
 
-def token_cross_entropy(logits_BTV: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def token_cross_entropy(
+    logits_BTV: torch.Tensor | HeadLoss, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the cross-entropies in nats over the trained positions, and their number.
 
-    logits_BTV: batch, time, vocabulary; of any float format, summed in fp32 (fp64 for fp64). `batch["labels"]`
-    (batch, time) is already shifted; -100 marks positions that are not trained.
+    logits_BTV: batch, time, vocabulary; of any float format, summed in fp32 (fp64 for fp64); or what the head gave in
+    their place. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not trained.
     """
     labels = batch["labels"]
+    if isinstance(logits_BTV, HeadLoss):
+        if logits_BTV.labels is not labels:
+            raise ModelError("loss: the head gave the loss of other labels. Give the batch that the forward got.")
+        return logits_BTV.loss_sum, logits_BTV.num_tokens
     logits = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
     return loss_sum, (labels != IGNORE).sum()
+
+
+#: The head may give the loss in the place of logits: see `weft.parallel.head`.
+token_cross_entropy.takes_head_loss = True
 
 
 def model_forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

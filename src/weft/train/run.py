@@ -23,6 +23,7 @@ from weft.models import build_decoder
 from weft.monitor import Meter, flops_per_token, make_display
 from weft.optim import build_optimizer
 from weft.parallel import parallelize
+from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.config import RunConfig, SampleSection
 from weft.spec.model import DecoderSpec, ModelSpec
@@ -144,10 +145,12 @@ class _RankRun:
         recompute = recompute_of(self.model)
         if recompute is None or recompute.is_chosen:
             return
-        batch = {name: tensor.to(self.mesh.device) for name, tensor in self.loader.batches(0)[0].items()}
+        whole = {name: tensor.to(self.mesh.device) for name, tensor in self.loader.batches(0)[0].items()}
+        batch = cut_sequence(self.model, whole)
 
         def example() -> None:
-            model_forward(self.model, batch)
+            with sequence_in_use(self.model):
+                model_forward(self.model, batch)
 
         recompute.prepare(self.model, example)
 
@@ -243,7 +246,7 @@ def stop_on_signal(step: TrainStep) -> Iterator[None]:
 def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:
     """FLOPs of forward and backward per token of a decoder; the convention is `flops_per_token`'s."""
     embedding = spec.vocab_size * spec.dim
-    num_params = ModelSpec.of_decoder(spec).num_params - (0 if spec.tied else embedding)
+    num_params = ModelSpec.of_decoder(spec).num_active_params - (0 if spec.tied else embedding)
     return flops_per_token(num_params, spec.num_layers, spec.dim, seq_len)
 
 

@@ -28,7 +28,10 @@ def capture(
     engine = data_parallel(model)
     weights = _held(chain(engine.weights(), engine.frozen()), keep)
     states = _held(engine.states(optimizer), keep)
-    own = model_tensors(model) if keep else {}
+    # On all ranks: under zero=3 looking at a module lets its gathered weights go.
+    own = model_tensors(model)
+    if not keep:
+        return {"model": {}, "optimizer": {}}
     # What is trained or divided comes from the engine; the rest is whole on every rank.
     tensors = {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name}
     return {"model": tensors | weights, "optimizer": states}

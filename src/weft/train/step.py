@@ -19,7 +19,9 @@ from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
-from weft.parallel import Precision, data_parallel
+from weft.parallel import ExpertBalance, Precision, data_parallel
+from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.head import expect_labels
 from weft.parallel.pipeline.runtime import Work, pipeline_of
 from weft.train.oom import explains_memory
 
@@ -76,6 +78,7 @@ class TrainStep:
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
         self._pipeline = pipeline_of(model)
+        self._experts = ExpertBalance(model, mesh)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
 
@@ -96,13 +99,16 @@ class TrainStep:
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         totals[2] = float(self.wants_stop)
         scale = self.loss_scale.factor() / self._nominal
+        self._experts.begin(scale)
         if self._pipeline is not None:
-            work = Work(microbatches, self._forward, self._loss_fn, scale, totals, seeds)
+            parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
+            work = Work(parts, self._forward, self._with_labels, self._loss_fn, scale, totals, seeds)
             # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
-            with self._data_parallel.microbatch(last=True):
+            with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
         else:
             self._accumulate(microbatches, scale, totals, seeds)
+        self._experts.start()
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
         with self._meter.phase("reduce"):
@@ -121,17 +127,24 @@ class TrainStep:
         self, microbatches: list[Any], scale: float, totals: torch.Tensor, seeds: Sequence[int] | None
     ) -> None:
         """Add each microbatch's gradients, loss sum and token count."""
-        for index, microbatch in enumerate(microbatches):
+        for index, whole in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
-            with self._data_parallel.microbatch(last=index == len(microbatches) - 1):
+            last = index == len(microbatches) - 1
+            with self._data_parallel.microbatch(last), sequence_in_use(self.model):
+                microbatch = cut_sequence(self.model, whole)
                 with self._meter.phase("forward"):
-                    output = self._forward(self.model, microbatch)
+                    output = self._with_labels(self.model, microbatch)
                     loss_sum, num_tokens = self._loss_fn(output, microbatch)
                     totals[0] += loss_sum.detach()
                     totals[1] += num_tokens
                 with self._meter.phase("backward"):
                     (loss_sum * scale).backward()
+
+    def _with_labels(self, model: nn.Module, microbatch: Any) -> Any:
+        """Forward with a head that may give the loss at once."""
+        with expect_labels(model, self._loss_fn, microbatch):
+            return self._forward(model, microbatch)
 
     def _update(self, loss_sum: float, num_tokens: float, stops: float, norm: float) -> StepMetrics:
         """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""
@@ -156,6 +169,7 @@ class TrainStep:
             self._data_parallel.scale(to_mean * clip_factor(grad_norm, self.max_grad_norm))
             self.optimizer.step()
             self._data_parallel.publish()
+        self._experts.finish(moved=skipped is None)
         return StepMetrics(
             loss=loss,
             grad_norm=grad_norm,

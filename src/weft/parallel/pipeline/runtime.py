@@ -51,11 +51,13 @@ class _Flight:
 class Work:
     """What one optimizer step is about.
 
-    scale: of the loss before backward. totals: sum of losses and number of tokens, added to on the last stage.
+    forward_to_loss: `forward` on the last stage. scale: of the loss before backward. totals: sum of losses and number
+    of tokens, added to on the last stage.
     """
 
     microbatches: Sequence[Any]
     forward: ForwardFn
+    forward_to_loss: ForwardFn
     loss: LossFn
     scale: float
     totals: torch.Tensor
@@ -194,7 +196,7 @@ class Pipeline:
         if work.seeds is not None:
             torch.manual_seed((work.seeds[microbatch] + stage.index * _SEED_STRIDE) % 2**63)
         with phases.phase("forward"):
-            output = stage.forward(work.forward, batch, incoming)
+            output = stage.forward(work.forward_to_loss if stage.is_last else work.forward, batch, incoming)
             if stage.is_last:
                 loss_sum, num_tokens = work.loss(output, batch)
                 work.totals[0] += loss_sum.detach()

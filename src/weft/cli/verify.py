@@ -1,0 +1,173 @@
+"""`weft verify`: prove that a plan trains what one process trains, on the user's own model."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.console import progress_report, say
+from weft.errors import ConfigError, PlanError
+from weft.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from weft.testing.subject import Subject
+    from weft.testing.verify import Verdict
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder, or package.module:function."
+_PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default that of run.toml.'
+
+
+def verify(
+    model: Annotated[str, typer.Option("--model", "-m", help=_MODEL_HELP)],
+    plan: Annotated[str | None, typer.Option("--plan", "-p", help=_PLAN_HELP, show_default=False)] = None,
+    all_ranks: Annotated[int | None, typer.Option("--all", help="Every legal plan of so many ranks.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="With --all: every combination, not every layout once with all pairs.")
+    ] = False,
+    sample: Annotated[
+        int | None, typer.Option("--sample", help="With --all: at most so many, drawn by --seed.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")] = 3,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help=f"One of {', '.join(_DTYPES)}; in place of precision.")
+    ] = "float64",
+    seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Tokens in a sequence.")] = 32,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="Samples in a step; 8, or four a rank with --all.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Reduce the depth to this.")] = None,
+    width: Annotated[int | None, typer.Option("--width", min=2, help="Reduce the width to this.")] = None,
+    vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Reduce the vocabulary to this.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights, data and samples.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train some steps under a plan and in one process, and compare every number.
+
+    Exit code 0: equal within the tolerance of the dtype; 1: not, or a rank failed; 2: bad input.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
+    if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
+        fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
+        raise ConfigError(f"all={all_ranks}: every legal plan of 1 to 64 ranks is listed from the rules. {fix}.")
+    from weft.testing.subject import Settings, find_subject
+
+    batch = global_batch or (4 * all_ranks if all_ranks else 8)
+    settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
+    subject = find_subject(model, settings)
+    if all_ranks is not None:
+        raise typer.Exit(_verify_all(subject, all_ranks, full, sample, as_json))
+    text = plan if plan is not None else subject.plan
+    if not text:
+        raise PlanError("plan=: nothing says which plan. Give --plan, or --all with a number of ranks.")
+    raise typer.Exit(_verify_one(subject, Plan.parse(text), as_json))
+
+
+def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
+    from weft.testing.verify import Verifier, check_subject
+
+    check_subject(subject, plan)
+    with Verifier(subject, plan.world_size) as verifier:
+        verdict = verifier.verify(plan)
+    if verdict.refused:
+        raise PlanError(verdict.refused)
+    if as_json:
+        print(json.dumps(verdict.to_json()))
+    else:
+        for note in verifier.notes:
+            say(note)
+        print("\n".join(describe(verdict)))
+    return 0 if verdict.passed else 1
+
+
+def _verify_all(subject: Subject, num_ranks: int, full: bool, sample: int | None, as_json: bool) -> int:
+    from weft.testing.matrix import covering, layout_of, legal, row_of
+    from weft.testing.matrix import sample as draw
+    from weft.testing.verify import Verifier
+
+    settings = subject.settings
+    every = legal(
+        num_ranks,
+        model=subject.shape,
+        global_batch=settings.global_batch,
+        seq_len=settings.seq_len,
+        passes=(1, 2),
+        precision=("fp32",),
+    )
+    if not every:
+        raise PlanError(
+            f"all={num_ranks}: no plan of {num_ranks} ranks is legal for this model and "
+            f"global_batch={settings.global_batch}. Use another global_batch, such as {4 * num_ranks}."
+        )
+    chosen = every if full else [every[index] for index in covering([row_of(plan) for plan in every])]
+    chosen = chosen if sample is None else draw(chosen, sample, settings.seed)
+    layouts = len({layout_of(plan) for plan in every})
+    say(f"{len(chosen)} of {len(every)} legal plans of {num_ranks} ranks ({layouts} layouts)")
+    start = time.perf_counter()
+    verdicts: list[Verdict] = []
+    with Verifier(subject, num_ranks) as verifier, progress_report(sys.stderr) as report:
+        for number, plan in enumerate(chosen):
+            report("verify", number, len(chosen))
+            verdicts.append(verifier.verify(plan))
+    seconds = time.perf_counter() - start
+    wrong = [one for one in verdicts if not one.passed and not one.refused]
+    if as_json:
+        print(json.dumps(_summary(subject, num_ranks, len(every), verdicts, seconds)))
+    else:
+        print("\n".join(_table(verdicts)))
+        refused = sum(bool(one.refused) for one in verdicts)
+        print(
+            f"{len(verdicts) - len(wrong) - refused} of {len(verdicts)} plans equal one process, {len(wrong)} do not, "
+            f"{refused} refused by the model, in {seconds:.0f} s"
+        )
+    return 1 if wrong else 0
+
+
+def _summary(
+    subject: Subject, num_ranks: int, legal: int, verdicts: list[Verdict], seconds: float
+) -> dict[str, object]:
+    return {
+        "model": subject.source,
+        "ranks": num_ranks,
+        "legal": legal,
+        "verified": len(verdicts),
+        "passed": all(one.passed or one.refused for one in verdicts),
+        "num_passed": sum(one.passed for one in verdicts),
+        "num_refused": sum(bool(one.refused) for one in verdicts),
+        "seconds": seconds,
+        "plans": [replace(one, parameters={}).to_json() for one in verdicts],
+    }
+
+
+def describe(verdict: Verdict) -> list[str]:
+    """One plan's verdict in lines: steps, the parameters that differ most, where it parts."""
+    lines = [f"plan     {verdict.plan or 'one rank'}", f"dtype    {verdict.dtype}"]
+    if verdict.error:
+        return [*lines, f"failed   {verdict.error}"]
+    lines.append("step     loss: plan, one process             grad norm: plan, one process")
+    rows = zip(verdict.loss, verdict.reference_loss, verdict.grad_norm, verdict.reference_grad_norm, strict=True)
+    for step, (loss, other, norm, other_norm) in enumerate(rows, 1):
+        lines.append(f"{step:<8} {loss:<16.12g} {other:<18.12g} {norm:<16.12g} {other_norm:.12g}")
+    most = sorted(verdict.parameters.items(), key=lambda item: -item[1])[:5]
+    lines += [f"{apart:<8.1e} {name}" for name, apart in most]
+    if verdict.parts:
+        lines.append(f"parts    first in {verdict.parts}")
+    word = "equal" if verdict.passed else "DIFFERS"
+    return [*lines, f"{word}: the largest relative difference is {verdict.max_rel_diff:.1e} ({verdict.seconds:.1f} s)"]
+
+
+def _table(verdicts: list[Verdict]) -> list[str]:
+    lines = []
+    for one in sorted(verdicts, key=lambda one: (one.passed, bool(one.refused))):
+        word = "equal" if one.passed else "refused" if one.refused else "FAILED" if one.error else "DIFFERS"
+        rest = one.refused or (one.error.strip().splitlines()[-1] if one.error else one.parts)
+        lines.append(
+            f"{word:<8} {one.max_rel_diff:<8.1e} {one.seconds:>5.1f} s  {one.plan or 'one rank'}  {rest}".rstrip()
+        )
+    return lines

@@ -1,0 +1,10 @@
+"""Context parallelism: one sequence over several ranks, in three ways, for causal decoders.
+
+`apply_context` prepares a model. A step then cuts its batches (`cut_sequence`) and calls model and backward inside
+`sequence_in_use`; outside of it the model takes whole sequences, as it did before.
+"""
+
+from weft.parallel.context.apply import apply_context, context_of, cut_sequence, sequence_in_use
+from weft.parallel.context.context import Context
+
+__all__ = ["Context", "apply_context", "context_of", "cut_sequence", "sequence_in_use"]

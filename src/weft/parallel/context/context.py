@@ -1,0 +1,135 @@
+"""One model's context parallelism on one rank: how its batches are cut, and what its attention calls.
+
+B sequences, T tokens of this rank, H query heads, K key-value heads, C width of one head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from weft.errors import ModelError
+from weft.mesh import Axis
+from weft.parallel.context.documents import find_borders
+from weft.parallel.context.order import Order, cut_batch, sequence_length
+from weft.parallel.context.ways import View, attend_cut
+from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
+from weft.spec.plan import Plan
+
+
+class Context:
+    """How one model's sequences lie over the ranks of `cp`.
+
+    in_use: whether the model is being given cut sequences. Where it is not, as in generation, attention is as the
+    model has it, and each rank computes the whole of what it is given.
+    """
+
+    def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
+        self.axis = axis
+        self.in_use = False
+        self.num_calls = 0  # of attention since the last look
+        self._plan = plan
+        self._heads = (num_heads, num_kv_heads)
+        self._labels_checked = False
+        self._views: dict[int, View] = {}
+        self._divided: Any = WeakTensorKeyDictionary()  # document ids -> View: all layers are given the same tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the model is a plain one
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """While inside, what the model is given are this rank's parts of sequences."""
+        before, self.in_use = self.in_use, True
+        try:
+            yield
+        finally:
+            self.in_use = before
+
+    def order(self, seq_len: int) -> Order:
+        """Where this rank's tokens are in sequences of that length; ModelError where they do not come out even."""
+        cp, (heads, kv_heads) = self.axis.size, self._heads
+        mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
+        if mode == "ulysses" and not ulysses_fits(cp, heads, kv_heads, self._plan.tp):
+            raise ModelError(
+                f"cp_mode=ulysses: {heads} heads and {kv_heads} key-value heads cannot be shared out over cp={cp} and "
+                f"tp={self._plan.tp}. Use cp_mode=ring or cp_mode=gather."
+            )
+        if seq_len % num_chunks(mode, cp):
+            raise ModelError(
+                f"cp={cp}: cp_mode={mode} cuts a sequence into {num_chunks(mode, cp)} equal chunks, and {seq_len} "
+                f"tokens do not come out even. Pad the sequences to a multiple of {num_chunks(mode, cp)} tokens."
+            )
+        return Order(mode, cp, self.axis.rank, seq_len)
+
+    def cut(self, batch: Any) -> Any:
+        """This rank's part of a batch of whole sequences; see `cut_batch`."""
+        seq_len = sequence_length(batch)
+        if seq_len is None:
+            raise ModelError(
+                f"cp={self.axis.size}: the batch has no tensor of shape (batch, sequence) that could be cut. "
+                f"Use cp=1 for this model."
+            )
+        if not self._labels_checked:
+            self._check_labels(batch)
+            self._labels_checked = True
+        return cut_batch(batch, self.order(seq_len))
+
+    def places(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
+        return self.order(num_tokens * self.axis.size).places(device)
+
+    @torch.compiler.disable
+    def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, ids_BT: Tensor | None) -> Tensor:
+        """Causal attention over the whole sequence; (B, H, T, C).
+
+        ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
+        """
+        self.num_calls += 1
+        if q_BHTC.shape[2] != k_BKTC.shape[2]:
+            raise ModelError(
+                f"cp={self.axis.size}: {q_BHTC.shape[2]} queries of {k_BKTC.shape[2]} keys; a cut sequence has no "
+                f"cache. Generate outside of training steps: there the model takes whole sequences."
+            )
+        return context_attention(q_BHTC, k_BKTC, v_BKTC, scale, self._view(q_BHTC.shape[2] * self.axis.size, ids_BT))
+
+    def _view(self, seq_len: int, ids_BT: Tensor | None) -> View:
+        if ids_BT is None:
+            if seq_len not in self._views:
+                self._views = {seq_len: View(self.axis, self.order(seq_len))}
+            return self._views[seq_len]
+        if ids_BT not in self._divided:
+            order = self.order(seq_len)
+            self._divided[ids_BT] = View(self.axis, order, find_borders(ids_BT.flatten(1), self.axis, order))
+        return self._divided[ids_BT]
+
+    def _check_labels(self, batch: Any) -> None:
+        """Labels that are the inputs themselves were meant to be shifted inside of sequences, which are cut here."""
+        if not isinstance(batch, dict) or not {"labels", "input_ids"} <= batch.keys():
+            return
+        labels, inputs = batch["labels"], batch["input_ids"]
+        if labels.shape == inputs.shape and bool((labels == inputs)[labels >= 0].all()) and bool((labels >= 0).any()):
+            raise ModelError(
+                f"labels: they equal input_ids, so the loss would have to shift them, and under cp={self.axis.size} "
+                f"a token and the next may be on different ranks. Shift them in the data: labels[t] = input_ids[t + 1]."
+            )
+
+
+def context_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+    """`attend_cut`, seen as one call by modes that look for attention, such as recompute=attention."""
+    if has_torch_function((q_BHTC, k_BKTC, v_BKTC)):
+        return handle_torch_function(context_attention, (q_BHTC, k_BKTC, v_BKTC), q_BHTC, k_BKTC, v_BKTC, scale, view)
+    return attend_cut(q_BHTC, k_BKTC, v_BKTC, scale, view)
+
+
+#: What `weft.memory` looks for.
+context_attention.is_attention = True

@@ -1,0 +1,78 @@
+"""Context parallelism of the project's decoders: the core of each attention is another one.
+
+B sequences, T tokens of this rank, H query heads, K key-value heads, C width of one head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.models.attention import Attention, SdpaCore, Visible
+from weft.models.transformer import Decoder
+from weft.parallel.context.context import Context
+
+
+class ContextCore(SdpaCore):
+    """Attention over a cut sequence while that is in use, else the decoder's own."""
+
+    def __init__(self, context: Context):
+        super().__init__()
+        self.context: Context | None = context
+
+    @property
+    def takes_mask(self) -> bool:
+        """Not while the sequence is cut: a mask over pairs of tokens would hold more than the sequence itself."""
+        return self.context is None or not self.context.in_use
+
+    def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
+        """Mix the values; (B, H, T, C)."""
+        if self.context is None or not self.context.in_use:
+            return super().forward(q_BHTC, k_BKSC, v_BKSC, visible)
+        scale = q_BHTC.shape[-1] ** -0.5
+        return self.context.attend(q_BHTC, k_BKSC, v_BKSC, scale, visible.document_ids_BT)
+
+
+def replace_cores(model: nn.Module, context: Context) -> int:
+    """Give each attention of the model a ContextCore; returns how many there were."""
+    found = [module for module in model.modules() if isinstance(module, Attention)]
+    for attention in found:
+        attention.core = ContextCore(context)
+    if isinstance(model, Decoder):
+        model.register_forward_pre_hook(_Places(context, model), with_kwargs=True)
+    return len(found)
+
+
+class _Places:
+    """Before each forward: positions that were not given are places in the whole sequence."""
+
+    def __init__(self, context: Context, model: Decoder):
+        self._context: Context | None = context
+        self._signature = inspect.signature(model.forward)
+        self._longest = model.spec.max_seq_len if model.pos_embed is not None else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Places:
+        copied = object.__new__(_Places)
+        copied.__dict__ = {**self.__dict__, "_context": None}
+        return copied
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        context = self._context
+        if context is None or not context.in_use:
+            return None
+        given = self._signature.bind(*args, **kwargs).arguments
+        if given.get("cache") is not None:
+            raise ModelError("cache: a cut sequence has none. Generate outside of training steps.")
+        ids_BT = given["input_ids_BT"]
+        seq_len = ids_BT.shape[1] * context.axis.size
+        if self._longest is not None and seq_len > self._longest:
+            raise ModelError(
+                f"sequence of {seq_len} tokens: the model has a table of {self._longest} positions. "
+                f"Use at most {self._longest} tokens, or a larger model.max_seq_len."
+            )
+        if given.get("positions_BT") is None:
+            given["positions_BT"] = context.places(ids_BT.shape[1], ids_BT.device)[None]
+        return (), given

@@ -1,0 +1,48 @@
+"""Documents of packed sequences: from an id for each token to the borders between them.
+
+B sequences, T tokens of this rank, S of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from weft.comm import all_gather
+from weft.errors import ModelError
+from weft.mesh import Axis
+from weft.parallel.context.order import Order
+from weft.parallel.context.pieces import Borders
+
+#: The id of padding. Padded tokens see each other alone, and nothing that is trained sees them.
+PADDING = -1
+
+
+def find_borders(ids_BT: torch.Tensor, axis: Axis, order: Order) -> tuple[Borders, ...] | None:
+    """Borders of the documents in whole sequences, from the ids of each rank's own tokens; the same on all ranks.
+
+    None where no sequence has a border inside. A collective over the axis. Raises ModelError where a document goes on
+    after another.
+    """
+    ids_BT = ids_BT.contiguous()
+    parts = all_gather(ids_BT, axis, out=ids_BT.new_empty((axis.size, *ids_BT.shape)))
+    ids_BS = order.join(list(parts.unbind(0))).cpu().numpy()
+    changes = np.diff(ids_BS, axis=1)
+    if not changes.any():
+        return None
+    if (changes < 0).any():
+        for row in ids_BS:
+            _check_row(row)
+    return tuple((0, *(np.flatnonzero(change) + 1).tolist(), order.seq_len) for change in changes)
+
+
+def _check_row(row: np.ndarray) -> None:
+    """Each document is in one place; padding may be in several."""
+    starts = row[np.flatnonzero(np.diff(row, prepend=row[0] - 1))]
+    real = starts[starts != PADDING]
+    if len(np.unique(real)) != len(real):
+        ids, counts = np.unique(real, return_counts=True)
+        raise ModelError(
+            f"document_ids: document {ids[counts > 1][0]} goes on after another one has begun, and a cut sequence "
+            f"takes each document in one piece. Give each piece an id of its own."
+        )

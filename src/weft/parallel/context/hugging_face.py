@@ -1,0 +1,187 @@
+"""Context parallelism of Hugging Face decoders, through their own registry of attention functions.
+
+The models look their attention function up by a name in their config, and hand it keys and values as they are, before
+heads are repeated. Here each model gets a config of its own with our name in it. The function finds the model's Context
+on the calling module; without one, or out of use, it is transformers' own SDPA attention. What documents there are
+travels as the attention mask, which a model hands through to every layer unread when it has four dims.
+
+B sequences, T tokens of this rank, H query heads, K key-value heads, C width of one head.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.parallel.context.context import Context
+from weft.parallel.context.documents import PADDING
+
+NAME = "weft_context_parallel"
+_ATTRIBUTE = "_weft_context"
+#: What some models ask of attention and a cut sequence does not have yet.
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask", "indices")
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether this is a model of transformers; without importing it."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def heads_of(model: Any) -> tuple[int, int]:
+    """Numbers of query heads and key-value heads, from the model's config."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def replace_attention(model: Any, context: Context) -> None:
+    """Let the model's attention call `attend_cut` while the context is in use.
+
+    Raises ModelError for a model that does not look its attention up by name.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(
+            f"cp={context.axis.size}: the attention of {type(model).__name__} cannot be replaced from outside "
+            f"(_supports_attention_backend is not set). Use cp=1 for this model."
+        )
+    # Pure functions under a name of our own: what other models look up is not touched.
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend_by_name)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if not hasattr(config, "_attn_implementation_internal"):
+            continue
+        if id(config) not in copies:
+            copies[id(config)] = copy.copy(config)
+            copies[id(config)]._attn_implementation_internal = NAME
+        module.config = copies[id(config)]
+        setattr(module, _ATTRIBUTE, context)
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after)
+
+
+def attend_by_name(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function in the manner of transformers: (B, H, T, C) in, (B, T, H, C) out."""
+    context: Context | None = getattr(module, _ATTRIBUTE, None)
+    if context is None or not context.in_use:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    _refuse(module, context, key.shape[2] * context.axis.size, dropout, is_causal, kwargs)
+    ids_BT = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out_BHTC = context.attend(query, key, value, scale, ids_BT)
+    return out_BHTC.transpose(1, 2), None
+
+
+def _refuse(
+    module: nn.Module, context: Context, seq_len: int, dropout: float, is_causal: bool | None, asked: dict[str, Any]
+) -> None:
+    """ModelError for what attention over a cut sequence does not do."""
+    where = f"cp={context.axis.size}: {type(module).__name__}"
+    if dropout:
+        raise ModelError(
+            f"{where} drops {dropout:g} of its attention weights in training, which a cut sequence cannot do alike on "
+            f"all ranks. Set the config's attention_dropout (attn_pdrop) to 0."
+        )
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{where} lets tokens see those after them, and only causal attention is cut. Use cp=1.")
+    window = asked.get("sliding_window")
+    if window is not None and window < seq_len:
+        raise ModelError(
+            f"{where} sees a window of {window} of {seq_len} tokens, and a cut sequence has no windows yet. "
+            f"Use cp=1, or sequences of at most {window} tokens."
+        )
+    unknown = [name for name in _UNKNOWN if asked.get(name) is not None]
+    if unknown:
+        raise ModelError(f"{where} asks for {unknown[0]}, which attention over a cut sequence has not. Use cp=1.")
+
+
+def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Before each forward of a cut sequence: positions are places in the whole one, and the mask says documents."""
+    context: Context | None = getattr(model, _ATTRIBUTE, None)
+    if context is None or not context.in_use:
+        return None
+    context.num_calls = 0
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    extra = given.pop(next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), ""), {})
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if tokens is None or "position_ids" not in signature.parameters:
+        raise ModelError(
+            f"cp={context.axis.size}: {type(model).__name__} takes no input_ids or no position_ids, so a part of a "
+            f"sequence cannot be put in its place. Use cp=1 for this model."
+        )
+    places_T = context.places(tokens.shape[1], tokens.device)
+    positions = None if _fills_cache(model, signature, given) else given.get("position_ids")
+    ids_BT = _document_ids(context, given.get("attention_mask"), positions, places_T, tokens.shape[0])
+    if given.get("position_ids") is None:
+        given["position_ids"] = places_T[None]
+    none = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=tokens.device)
+    given["attention_mask"] = none if ids_BT is None else ids_BT[:, None, None]
+    if "use_cache" in signature.parameters:
+        given["use_cache"] = False  # it would hold keys and values that nobody asks for
+    return (), {**given, **extra}
+
+
+def _fills_cache(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> bool:
+    """Whether the model would make a cache here: then transformers does not look for documents in the positions."""
+    if "use_cache" not in signature.parameters:
+        return False
+    wanted = given.get("use_cache")
+    return bool(getattr(model.config.get_text_config(decoder=True), "use_cache", True) if wanted is None else wanted)
+
+
+def _document_ids(
+    context: Context, mask: Tensor | None, positions: Tensor | None, places_T: Tensor, batch: int
+) -> Tensor | None:
+    """An id for each token, by the rules of transformers: a mask is padding; without one, documents are where
+    positions begin anew (in a model that fills no cache: `use_cache=False`)."""
+    if mask is not None:
+        if mask.shape != (batch, places_T.shape[0]):
+            raise ModelError(
+                f"attention_mask of shape {tuple(mask.shape)}: a cut sequence takes one of (batch, tokens of this "
+                f"rank) = {(batch, places_T.shape[0])}. Leave it out, or put it in the batch."
+            )
+        return torch.where(mask.bool(), 0, PADDING)
+    if positions is None:
+        return None
+    if positions.ndim != 2:
+        raise ModelError(
+            f"position_ids of shape {tuple(positions.shape)}: context parallelism takes (batch, sequence). Use cp=1."
+        )
+    # Where a document begins in the sequence: constant in it, and larger in the next.
+    return (places_T - positions).expand(batch, -1)
+
+
+def _after(model: nn.Module, args: Any, output: Any) -> None:
+    context: Context | None = getattr(model, _ATTRIBUTE, None)
+    if context is not None and context.in_use and context.num_calls == 0:
+        raise ModelError(
+            f"cp={context.axis.size}: {type(model).__name__} computed its attention by other ways than "
+            f"transformers' attention functions. Use cp=1 for this model."
+        )

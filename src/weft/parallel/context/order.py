@@ -1,0 +1,84 @@
+"""Which tokens of a sequence are a rank's own, and batches cut to them.
+
+B sequences, S tokens of a whole sequence, T of them on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.errors import ModelError
+from weft.spec.context import chunks_of, num_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The place of one rank's tokens in the sequence. mode: "gather", "ring" or "ulysses"."""
+
+    mode: str
+    cp: int
+    rank: int
+    seq_len: int
+
+    @property
+    def chunk_len(self) -> int:
+        """Tokens in one chunk."""
+        return self.seq_len // num_chunks(self.mode, self.cp)
+
+    def chunks(self, rank: int | None = None) -> tuple[int, ...]:
+        """Numbers of the chunks of a rank (this one by default), in order of the sequence."""
+        return chunks_of(self.mode, self.cp, self.rank if rank is None else rank)
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """Place in the sequence of each of this rank's tokens, (T,)."""
+        length = self.chunk_len
+        parts = [torch.arange(chunk * length, (chunk + 1) * length, device=device) for chunk in self.chunks()]
+        return torch.cat(parts)
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor whose dim 1 is the sequence."""
+        length = self.chunk_len
+        parts = [x.narrow(1, chunk * length, length) for chunk in self.chunks()]
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The whole sequence from all ranks' parts in order of the axis; dim 1 is the sequence."""
+        found: dict[int, torch.Tensor] = {}
+        for rank, part in enumerate(parts):
+            chunks = self.chunks(rank)
+            found.update(zip(chunks, part.chunk(len(chunks), 1), strict=True))
+        return torch.cat([found[chunk] for chunk in sorted(found)], 1)
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Tokens in each sequence of a batch: dim 1 of its input_ids, or else of its first tensor with two dims."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[1] if batch.ndim >= 2 else None
+    if isinstance(batch, dict):
+        first = [batch[name] for name in ("input_ids", "inputs_embeds") if name in batch]
+        batch = [*first, *batch.values()]
+    if isinstance(batch, tuple | list):
+        return next((length for part in batch if (length := sequence_length(part)) is not None), None)
+    return None
+
+
+def cut_batch(batch: Any, order: Order) -> Any:
+    """The same batch with each tensor whose dim 1 is the sequence cut to this rank's tokens.
+
+    Raises ModelError for a mask over pairs of tokens, which has the sequence in two dims.
+    """
+    if isinstance(batch, dict):
+        return {name: cut_batch(value, order) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(cut_batch(value, order) for value in batch)
+    if not isinstance(batch, torch.Tensor):
+        return batch
+    if batch.ndim >= 3 and list(batch.shape[-2:]) == [order.seq_len] * 2:
+        raise ModelError(
+            f"cp={order.cp}: the batch holds a mask of shape {tuple(batch.shape)} over pairs of tokens, which cannot "
+            f"be cut along the sequence. Give document_ids, or an attention_mask of shape (batch, sequence)."
+        )
+    return order.cut(batch) if batch.ndim >= 2 and batch.shape[1] == order.seq_len else batch

@@ -1,0 +1,189 @@
+"""The three ways in which a rank's queries meet the keys of the whole sequence.
+
+gather: all ranks' keys and values are gathered, and let go; backward gathers them again (as Llama 3 was trained,
+    arXiv 2407.21783, section 3.3.2).
+ring: keys and values go around the axis, each step's message under the attention of the step before (Liu et al. 2023,
+    arXiv 2310.01889). In backward their gradients follow them around.
+ulysses: an all_to_all gives each rank all tokens of some heads, and another gives them back (Jacobs et al. 2023,
+    arXiv 2309.14509).
+In each way, what a rank keeps for backward is its share of the sequence: queries, keys, values, output, log-sum-exp.
+The pieces are hidden from modes that pick operations to keep (recompute=selective): their outputs together are larger
+than the output, and each rank has others.
+
+B sequences, T tokens of this rank, S of the whole sequence, H query heads, K key-value heads, C width of one head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weft.comm import all_gather, reduce_scatter
+from weft.comm.autograd import exchange_dims
+from weft.comm.peer import start_shift
+from weft.mesh import Axis
+from weft.models.attention import repeat_heads, takes_groups
+from weft.parallel.context.kernel import sum_dtype
+from weft.parallel.context.order import Order
+from weft.parallel.context.parts import Gradients, Seen
+from weft.parallel.context.pieces import Borders, Piece, pieces
+
+
+@dataclass(slots=True)
+class View:
+    """What this rank's tokens may see: their order, and the documents of each sequence (None: one each)."""
+
+    axis: Axis
+    order: Order
+    borders: tuple[Borders, ...] | None = None
+    _pieces: dict[int | None, list[Piece]] = field(default_factory=dict)
+
+    def pieces(self, source: int) -> list[Piece]:
+        """What it sees of the tokens of rank `source`; found once and kept for all layers."""
+        if source not in self._pieces:
+            order = self.order
+            self._pieces[source] = pieces(order.chunks(), order.chunks(source), order.chunk_len, self.borders)
+        return self._pieces[source]
+
+    def whole(self) -> list[Piece]:
+        """What all tokens of the sequence see of all."""
+        if None not in self._pieces:
+            self._pieces[None] = pieces((0,), (0,), self.order.seq_len, self.borders)
+        return self._pieces[None]
+
+
+def attend_cut(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+    """Causal attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C)."""
+    if view.order.mode == "ulysses":
+        return _ulysses(q_BHTC, k_BKTC, v_BKTC, scale, view)
+    function = _Gather if view.order.mode == "gather" else _Ring
+    return function.apply(q_BHTC, k_BKTC, v_BKTC, scale, view)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+        with _disable_current_modes():
+            kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
+            seen = Seen(q_BHTC, scale)
+            for source, kv in _own_first(_gathered(kv_2BKTC, view.axis), view.axis.rank):
+                seen.meet(kv, view.pieces(source))
+            out_BHTC, lse_BHT = seen.result()
+        ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT)
+        ctx.scale, ctx.view = scale, view
+        return out_BHTC
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q_BHTC, kv_2BKTC, out_BHTC, lse_BHT = ctx.saved_tensors
+        axis, dtype = ctx.view.axis, sum_dtype(q_BHTC.dtype)
+        all_kv = _gathered(kv_2BKTC, axis)
+        all_grads = torch.zeros_like(all_kv, dtype=dtype)
+        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scale)
+        for source, kv in _own_first(all_kv, axis.rank):
+            grads.meet(kv, ctx.view.pieces(source), all_grads[source])
+        own = reduce_scatter(all_grads, axis, out=torch.empty_like(kv_2BKTC, dtype=dtype))
+        return _returned(grads, own, q_BHTC)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+        with _disable_current_modes():
+            kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
+            axis, seen = view.axis, Seen(q_BHTC, scale)
+            for step in range(axis.size):
+                coming = start_shift(kv, axis) if step + 1 < axis.size else None
+                seen.meet(kv, view.pieces((axis.rank - step) % axis.size))
+                kv = coming.wait() if coming else kv
+            out_BHTC, lse_BHT = seen.result()
+        ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT)
+        ctx.scale, ctx.view = scale, view
+        return out_BHTC
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q_BHTC, kv_2BKTC, out_BHTC, lse_BHT = ctx.saved_tensors
+        axis, view, dtype = ctx.view.axis, ctx.view, sum_dtype(q_BHTC.dtype)
+        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scale)
+        own = torch.zeros_like(kv_2BKTC, dtype=dtype)
+        kv, grad_coming = kv_2BKTC, None
+        for step in range(axis.size):
+            coming = start_shift(kv, axis) if step + 1 < axis.size else None
+            part = own if step == 0 else torch.zeros_like(own)
+            grads.meet(kv, view.pieces((axis.rank - step) % axis.size), part)
+            if step:
+                # The gradient of these keys, from the ranks that they have passed, came along behind them.
+                part = part if grad_coming is None else part.add_(grad_coming.wait())
+                grad_coming = start_shift(part, axis)
+            kv = coming.wait() if coming else kv
+        if grad_coming is not None:
+            own.add_(grad_coming.wait())
+        return _returned(grads, own, q_BHTC)
+
+
+class _Whole(torch.autograd.Function):
+    """Attention over whole sequences of several documents, on one rank."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, scale: float, found: list[Piece]) -> Tensor:
+        with _disable_current_modes():
+            seen = Seen(q_BHSC, scale)
+            seen.meet((k_BKSC, v_BKSC), found)
+            out_BHSC, lse_BHS = seen.result()
+        ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS)
+        ctx.scale, ctx.found = scale, found
+        return out_BHSC
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHSC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS = ctx.saved_tensors
+        grads = Gradients(grad_BHSC, q_BHSC, out_BHSC, lse_BHS, ctx.scale)
+        own = k_BKSC.new_zeros((2, *k_BKSC.shape), dtype=sum_dtype(q_BHSC.dtype))
+        grads.meet((k_BKSC, v_BKSC), ctx.found, own)
+        return _returned(grads, own, q_BHSC)
+
+
+def _ulysses(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+    axis = view.axis
+    if k_BKTC.shape[1] % axis.size:
+        # Fewer heads than ranks: each goes to all ranks that hold queries of its group.
+        times = axis.size // k_BKTC.shape[1]
+        k_BKTC, v_BKTC = k_BKTC.repeat_interleave(times, 1), v_BKTC.repeat_interleave(times, 1)
+    # One message for all three: the heads of each rank side by side.
+    shares = [x.unflatten(1, (axis.size, -1)) for x in (q_BHTC, k_BKTC, v_BKTC)]
+    sizes = [share.shape[2] for share in shares]
+    swapped = exchange_dims(torch.cat(shares, 2), axis, 1, 3).squeeze(1)
+    q_BHSC, k_BKSC, v_BKSC = swapped.split(sizes, 1)
+    if view.borders is None:
+        grouped = k_BKSC.shape[1] != q_BHSC.shape[1]
+        if grouped and not takes_groups(q_BHSC.device.type, q_BHSC.dtype, has_mask=False):
+            k_BKSC, v_BKSC = (repeat_heads(x, q_BHSC.shape[1]) for x in (k_BKSC, v_BKSC))
+            grouped = False
+        out_BHSC = F.scaled_dot_product_attention(
+            q_BHSC, k_BKSC, v_BKSC, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    else:
+        out_BHSC = _Whole.apply(q_BHSC, k_BKSC, v_BKSC, scale, view.whole())
+    return exchange_dims(out_BHSC, axis, 2, 1)
+
+
+def _gathered(kv_2BKTC: Tensor, axis: Axis) -> Tensor:
+    """Keys and values of all ranks in order of the axis; (size, 2, B, K, T, C)."""
+    return all_gather(kv_2BKTC, axis, out=kv_2BKTC.new_empty((axis.size, *kv_2BKTC.shape)))
+
+
+def _own_first(all_kv: Tensor, rank: int) -> list[tuple[int, Tensor]]:
+    """(rank, its keys and values), beginning with this one's: a query meets its own token first."""
+    size = all_kv.shape[0]
+    return [((rank + step) % size, all_kv[(rank + step) % size]) for step in range(size)]
+
+
+def _returned(grads: Gradients, own: Tensor, q_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    grad_kv = own.to(q_BHTC.dtype)
+    return grads.q_BHTC.to(q_BHTC.dtype), grad_kv[0], grad_kv[1], None, None

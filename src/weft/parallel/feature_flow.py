@@ -1,0 +1,335 @@
+"""Follow the output features of linear layers through a forward: where they stay apart, and where they meet.
+
+Each linear layer's output is marked with the dim that its features are in. An operation that treats every feature (or
+head) by itself passes the mark on; one that mixes them, or is not known, ends it, and that layer cannot be cut by
+columns. A mark that arrives at the input features of another linear layer says that this one can be cut by rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+#: Each number of the result comes from the numbers at the same place.
+_POINTWISE = frozenset(
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "true_divide",
+        "rsub",
+        "neg",
+        "pow",
+        "sqrt",
+        "rsqrt",
+        "exp",
+        "log",
+        "tanh",
+        "sigmoid",
+        "relu",
+        "relu6",
+        "silu",
+        "gelu",
+        "elu",
+        "selu",
+        "mish",
+        "erf",
+        "abs",
+        "square",
+        "cos",
+        "sin",
+        "softplus",
+        "leaky_relu",
+        "hardswish",
+        "hardtanh",
+        "dropout",
+        "where",
+        "masked_fill",
+        "clamp",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        "contiguous",
+        "clone",
+        "detach",
+        "addcmul",
+        "maximum",
+        "minimum",
+        "nan_to_num",
+        "logical_not",
+        "_to_copy",
+        "alias",
+    ]
+)
+_SUMS = frozenset(("mean", "sum", "var", "amax", "amin", "norm"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Features of some layers. dim: where they are. count: how many pieces may be told apart there (heads, features).
+
+    segment: first feature and number of features, where it is a part of a fused layer's output.
+    """
+
+    sources: frozenset[str]
+    dim: int
+    count: int
+    segment: tuple[int, int] | None = None
+
+
+class FeatureFlow(TorchFunctionMode):
+    """Marks of all tensors of one forward. `inside` is true in a layer whose own operations are of no interest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+        self.broken: dict[str, str] = {}
+        self.segments: dict[str, set[tuple[int, int]]] = {}
+        self.together: list[frozenset[str]] = []
+        self.counts: dict[str, int] = {}
+        self._marks: dict[int, tuple[torch.Tensor, Mark]] = {}  # the tensors are kept, so that ids stay theirs
+
+    def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
+        """From here this tensor carries these features."""
+        self._marks[id(tensor)] = (tensor, mark)
+        for source in mark.sources:
+            self.counts[source] = math.gcd(self.counts.get(source, 0), mark.count)
+            if mark.segment is not None:
+                self.segments.setdefault(source, set()).add(mark.segment)
+
+    def of(self, value: Any) -> Mark | None:
+        """The features that a value carries."""
+        found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
+        return found[1] if found is not None else None
+
+    def end(self, mark: Mark, reason: str) -> None:
+        """These features meet others: their layers cannot be cut."""
+        for source in mark.sources:
+            self.broken.setdefault(source, reason)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__contains__":
+            return False  # "is there padding in these ids?" has no answer without numbers
+        result = func(*args, **kwargs)
+        if self.inside:
+            return result
+        marked = [leaf for leaf in tree_leaves((args, kwargs)) if self.of(leaf) is not None]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if marked and outputs:
+            self._pass_on(func, args, kwargs, marked, outputs)
+        return result
+
+    def _pass_on(self, func: Any, args: Any, kwargs: Any, marked: list[Any], outputs: list[torch.Tensor]) -> None:
+        name = getattr(func, "__name__", str(func)).strip("_")
+        name = name[1:] if name[:1] in "ri" and name[1:] in _POINTWISE else name
+        marks = [mark for leaf in marked if (mark := self.of(leaf)) is not None]
+        step = _Step(self, name, args, kwargs, marks, outputs)
+        made = list(step.marks(marked))
+        if len({mark.sources for mark in marks}) > 1:
+            self.together.append(frozenset().union(*(mark.sources for mark in marks)))
+        if not made:
+            for mark in marks:
+                self.end(mark, step.reason or f"its features meet in `{name}`")
+        for tensor, mark in made:
+            self.mark(tensor, mark)
+
+
+class _Step:
+    """One operation on marked tensors."""
+
+    def __init__(
+        self, flow: FeatureFlow, name: str, args: Any, kwargs: Any, marks: list[Mark], outputs: list[torch.Tensor]
+    ):
+        self.flow, self.name, self.args, self.kwargs, self.outputs = flow, name, args, kwargs, outputs
+        sources = frozenset().union(*(mark.sources for mark in marks))
+        segment = marks[0].segment if len(marks) == 1 else None
+        self.first = replace(marks[0], sources=sources, segment=segment)
+        self.all = marks
+        self.reason = ""
+
+    def marks(self, marked: list[Any]) -> Iterator[tuple[torch.Tensor, Mark]]:
+        """What each output carries; nothing where features meet."""
+        if self.name in _POINTWISE:
+            yield from self._pointwise(marked)
+            return
+        rule = getattr(self, f"_{self.name}", None)
+        if self.name in _SUMS:
+            rule = self._reduce
+        if rule is not None:
+            yield from rule()
+
+    def _argument(self, place: int, name: str, default: Any = None) -> Any:
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    def _keep(self, dim: int | None, count: int | None = None) -> Iterator[tuple[torch.Tensor, Mark]]:
+        if dim is not None:
+            for output in self.outputs:
+                size = output.shape[dim] if count is None else count
+                yield output, replace(self.first, dim=dim, count=size)
+
+    def _pointwise(self, marked: list[Any]) -> Iterator[tuple[torch.Tensor, Mark]]:
+        [output] = self.outputs
+        for leaf in tree_leaves((self.args, self.kwargs)):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            mark, shift = self.flow.of(leaf), output.dim() - leaf.dim()
+            if mark is not None and mark.dim + shift != self.first.dim + output.dim() - marked[0].dim():
+                return
+            place = self.first.dim + output.dim() - marked[0].dim() - shift
+            if mark is None and place >= 0 and leaf.shape[place] != 1:
+                self.reason = f"its features meet a tensor in `{self.name}` that no cut layer made"
+                return
+        yield from self._keep(self.first.dim + output.dim() - marked[0].dim())
+
+    def _reduce(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        dims = self._argument(1, "dim")
+        rank = self.args[0].dim()
+        if dims is None:
+            return
+        dims = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
+        if self.first.dim not in dims:
+            lost = 0 if self._argument(2, "keepdim", False) else sum(dim < self.first.dim for dim in dims)
+            yield from self._keep(self.first.dim - lost)
+
+    def _softmax(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        if self._argument(1, "dim", -1) % self.args[0].dim() != self.first.dim:
+            yield from self._keep(self.first.dim)
+
+    def _layer_norm(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        if self.first.dim < self.args[0].dim() - len(self._argument(1, "normalized_shape")):
+            yield from self._keep(self.first.dim)
+
+    _rms_norm = _layer_norm
+
+    def _view(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        yield from self._keep(follow_reshape(tuple(self.args[0].shape), tuple(self.outputs[0].shape), self.first.dim))
+
+    _reshape = _view_as = _flatten = _unflatten = _reshape_as = _view
+
+    def _transpose(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        rank = self.args[0].dim()
+        one, other = (self._argument(place, name) % rank for place, name in ((1, "dim0"), (2, "dim1")))
+        yield from self._keep({one: other, other: one}.get(self.first.dim, self.first.dim))
+
+    _swapaxes = _transpose
+
+    def _permute(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        dims = self.args[1:] if isinstance(self._argument(1, "dims"), int) else self._argument(1, "dims")
+        yield from self._keep([dim % self.args[0].dim() for dim in dims].index(self.first.dim))
+
+    def _unsqueeze(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        place = self._argument(1, "dim") % self.outputs[0].dim()
+        yield from self._keep(self.first.dim + (place <= self.first.dim))
+
+    def _expand(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        yield from self._keep(self.first.dim + self.outputs[0].dim() - self.args[0].dim())
+
+    def _repeat_interleave(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        yield from self._keep(self.first.dim, self.first.count)
+
+    def _cat(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        parts = [part for part in self._argument(0, "tensors") if part.numel()]  # an empty cache joins nothing
+        dim = self._argument(1, "dim", 0) % self.outputs[0].dim()
+        if dim != self.first.dim and all((mark := self.flow.of(part)) and mark.dim == self.first.dim for part in parts):
+            yield from self._keep(self.first.dim)
+
+    _concat = _cat
+
+    def _split(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        dim = self._argument(2, "dim", 0) % self.args[0].dim()
+        if dim != self.first.dim:
+            yield from self._keep(self.first.dim)
+            return
+        start = 0
+        for output in self.outputs:
+            size = output.shape[dim]
+            yield from self._segment(output, start, size)
+            start += size
+
+    _chunk = _split_with_sizes = _tensor_split = _split
+
+    def _segment(self, output: torch.Tensor, start: int, size: int) -> Iterator[tuple[torch.Tensor, Mark]]:
+        """A part of a fused layer's features; only of a whole output, since a part of heads is no segment."""
+        whole = self.args[0]
+        if self.first.segment is None and len(self.first.sources) == 1 and self.first.dim == whole.dim() - 1:
+            yield output, replace(self.first, count=size, segment=(start, size))
+
+    def _getitem(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        index = self.args[1] if isinstance(self.args[1], tuple) else (self.args[1],)
+        if any(isinstance(part, torch.Tensor | list) for part in index):
+            return
+        missing = self.args[0].dim() - sum(part is not None and part is not Ellipsis for part in index)
+        if Ellipsis not in index:
+            index = (*index, Ellipsis)
+        place = index.index(Ellipsis)
+        index = (*index[:place], *(slice(None),) * missing, *index[place + 1 :])
+        old = new = 0
+        for part in index:
+            if part is None:
+                new += 1
+                continue
+            if old == self.first.dim:
+                whole = self.args[0].shape[old]
+                if isinstance(part, slice) and part.indices(whole) == (0, whole, 1):
+                    yield from self._keep(new)
+                elif isinstance(part, slice) and part.step in (None, 1):
+                    start, stop, _ = part.indices(whole)
+                    if new == self.outputs[0].dim() - 1:
+                        yield from self._segment(self.outputs[0], start, stop - start)
+                return
+            old, new = old + 1, new + (not isinstance(part, int))
+
+    def _matmul(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        left, right = self.args[:2]
+        marks = [self.flow.of(left), self.flow.of(right)]
+        if left.dim() != right.dim() or None in marks or self.first.dim >= left.dim() - 2:
+            return
+        if marks[0].dim == marks[1].dim:  # pyright: ignore[reportOptionalMemberAccess]
+            yield from self._keep(self.first.dim)
+
+    _bmm = _matmul
+
+    def _scaled_dot_product_attention(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        marks = [self.flow.of(one) for one in self.args[:3]]
+        if all(mark is not None and mark.dim == self.args[0].dim() - 3 for mark in marks):
+            yield from self._keep(self.args[0].dim() - 3)
+
+
+def follow_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:
+    """Where pieces of `dim` are after a reshape; None where they do not stay one after another in one dim.
+
+    They do where nothing but ones stands before `dim` among the dims that it is joined with.
+    """
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first_i, first_j = i, j
+        size_i, size_j = _take(old, i), _take(new, j)
+        i, j = i + 1, j + 1
+        while size_i != size_j:
+            if size_i < size_j:
+                size_i, i = size_i * _take(old, i), i + 1
+            else:
+                size_j, j = size_j * _take(new, j), j + 1
+            if i > len(old) or j > len(new):
+                return None
+        if first_i <= dim < i:
+            if any(size != 1 for size in old[first_i:dim]):
+                return None
+            return first_j if first_j < len(new) else None
+    return None
+
+
+def _take(sizes: tuple[int, ...], place: int) -> int:
+    return sizes[place] if place < len(sizes) else 1

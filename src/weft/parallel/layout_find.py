@@ -1,0 +1,105 @@
+"""Find the layout of a model: the project's own families, Hugging Face's own plans, else by tracing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from weft.errors import LayoutError
+from weft.models import Decoder
+from weft.parallel.found import FoundLayout
+from weft.parallel.layout_trace import trace_layout
+from weft.spec.layout import Layout
+
+#: How the styles of a `base_model_tp_plan` of transformers are called here.
+_HF_STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "partial",
+}
+
+
+def find_layout(model: nn.Module) -> Layout:
+    """The layout of any model. LayoutError where nothing is found that can be cut."""
+    return explain_layout(model).layout
+
+
+def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
+    """The layout with its reasons. example: arguments of a forward, for a model that takes neither ids nor images."""
+    if isinstance(model, Decoder):
+        # Which layers have experts, and whether some are shared, differs from model to model.
+        layout = Layout.named("moe").fitted(dict(model.named_modules())) if model.spec.num_experts else None
+        layout = layout or Layout.named(model.spec.family)
+        return FoundLayout(layout, f"the project's own layout of {model.spec.family}", {})
+    found = _from_tp_plan(model)
+    if found is not None:
+        return found
+    return trace_layout(model, example)
+
+
+def find_lm_head(model: nn.Module) -> nn.Module | None:
+    """The linear layer that makes a language model's logits; None where the model does not say which it is."""
+    if isinstance(model, Decoder):
+        return model.head
+    get = getattr(model, "get_output_embeddings", None)
+    try:
+        head = get() if callable(get) else None
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
+def scales_logits(model: nn.Module) -> bool:
+    """Whether a Hugging Face model changes its logits after the head."""
+    config = getattr(model, "config", None)
+    names = (
+        "final_logit_softcapping",
+        "logit_scale",
+        "logits_scaling",
+        "output_multiplier_scale",
+        "lm_head_multiplier",
+    )
+    return any(isinstance(getattr(config, name, None), int | float) for name in names)
+
+
+def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
+    """The layout that a Hugging Face model brings along; None without one, or with styles that say too little."""
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+    paths = [path for path, _ in model.named_modules()]
+    pairs: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for short, style in plan.items():
+        pattern = prefix + short
+        if short.endswith("embed_tokens") or "experts" in short:
+            continue  # embeddings are cut by vocabulary below, experts by expert parallelism
+        if Layout(((pattern, "replicate"),)).unused(paths):
+            continue
+        if style not in _HF_STYLES:
+            return None
+        pairs[pattern] = _HF_STYLES[style]
+        reasons[pattern] = f"{style} in the model's base_model_tp_plan"
+    if not pairs:
+        return None
+    return FoundLayout(_with_vocab(model, pairs, reasons), "the model's own base_model_tp_plan", reasons)
+
+
+def _with_vocab(model: nn.Module, pairs: dict[str, str], reasons: dict[str, str]) -> Layout:
+    """Add the embedding of the ids and the head."""
+    names = {id(module): path for path, module in model.named_modules()}
+    head = find_lm_head(model)
+    embed = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # pyright: ignore
+    ordered: dict[str, str] = {}
+    if isinstance(embed, nn.Embedding) and id(embed) in names:
+        ordered[names[id(embed)]] = "vocab"
+        reasons[names[id(embed)]] = "the model's input embeddings"
+    ordered |= pairs
+    if isinstance(head, nn.Linear) and id(head) in names:
+        ordered[names[id(head)]] = "vocab"
+        reasons[names[id(head)]] = "the model's output embeddings"
+    try:
+        return Layout(tuple(ordered.items()))
+    except LayoutError:
+        return Layout(tuple(pairs.items()))

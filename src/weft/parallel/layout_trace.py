@@ -1,0 +1,250 @@
+"""The layout of any module, found by following the features of its linear layers through one forward without numbers.
+
+Two linear layers with nothing between them that mixes features (pointwise operations, attention by heads) are a pair:
+the first is cut by columns, the second by rows. The embedding that reads the ids, and the linear layer with as many
+outputs as that has entries, are cut by vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weft.errors import LayoutError
+from weft.parallel.cut_modules import is_linear, weight_of
+from weft.parallel.feature_flow import FeatureFlow, Mark
+from weft.parallel.found import FoundLayout
+from weft.spec.layout import Layout
+
+
+def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:
+    """Find the layout of `model` by one forward on the meta device: shapes only, whatever its size.
+
+    example: arguments of the forward; None: token ids, an image or features, by what the model begins with.
+    Raises LayoutError where the forward fails without numbers, or nothing is found.
+    """
+    trace = _Trace(model)
+    trace.run(_example(model) if example is None else example)
+    styles, reasons = trace.styles()
+    if not styles:
+        raise LayoutError(
+            f"layout: nothing in {type(model).__name__} can be cut: no two linear layers with only pointwise or "
+            f"attention operations between them, and no vocabulary. Use tp=1, or give a layout."
+        )
+    pairs, why = generalise(styles, reasons, dict(model.named_modules()))
+    return FoundLayout(Layout(tuple(pairs.items())), "found by tracing one forward", why)
+
+
+class _Trace:
+    """One forward under watch."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.flow = FeatureFlow()
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.order: list[str] = []
+        self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
+        self.sizes: dict[str, tuple[int, int]] = {}
+        self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
+        get = getattr(model, "get_input_embeddings", None)
+        table = get() if callable(get) else None
+        self.embedding: str | None = self.paths.get(id(table)) if isinstance(table, nn.Embedding) else None
+        self.ids: list[torch.Tensor] = []
+
+    def run(self, example: Any) -> None:
+        """Call the model; afterwards `styles` knows."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        meta = {name: tensor.detach().to("meta") for name, tensor in named}
+        moved = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, example)
+        self.ids = [
+            leaf for leaf in tree_leaves(moved) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
+        ]
+        args, kwargs = ((), moved) if isinstance(moved, dict) else (moved if isinstance(moved, tuple) else (moved,), {})
+        handles = [hook for module in self.model.modules() for hook in self._watch(module)]
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), torch.device("meta"), self.flow:
+                output = torch.func.functional_call(self.model, meta, args, kwargs, tie_weights=True)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError) as error:
+            first = str(error).strip().partition("\n")[0]
+            raise LayoutError(
+                f"layout: {type(self.model).__name__} cannot be traced without numbers: {first}. "
+                f"Give layout=, such as Layout.parse('blocks.*.up=colwise blocks.*.down=rowwise')."
+            ) from error
+        finally:
+            self.model.train(training)
+            for handle in handles:
+                handle.remove()
+        self._outputs = {id(leaf) for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(_plain(output)):
+            if (mark := self.flow.of(leaf)) is not None:
+                self.flow.end(mark, "its features are the model's output")
+
+    def _watch(self, module: nn.Module) -> Iterable[Any]:
+        if is_linear(module):
+            yield module.register_forward_pre_hook(self._before_linear)
+            yield module.register_forward_hook(self._after_linear)
+        elif isinstance(module, nn.Embedding):
+            yield module.register_forward_pre_hook(self._before_embedding)
+        elif next(module.parameters(recurse=False), None) is not None:
+            yield module.register_forward_pre_hook(self._before_other, with_kwargs=True)
+
+    def _before_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        path, mark = self.paths[id(module)], self.flow.of(args[0]) if args else None
+        if mark is not None and mark.dim == args[0].dim() - 1:
+            self.ends[path] = self.ends.get(path, mark.sources) | mark.sources
+        elif mark is not None:
+            self.flow.end(mark, f"its features are not the last dim of what {path} reads")
+        else:
+            self.ends.setdefault(path, frozenset())
+        self.flow.inside = True
+
+    def _after_linear(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        del args
+        self.flow.inside = False
+        path, (outputs, inputs) = self.paths[id(module)], weight_of(module).shape
+        if path in self.sizes:
+            self.flow.broken.setdefault(path, "it is called twice")
+        else:
+            self.order.append(path)
+        self.sizes[path] = (outputs, inputs)
+        self.flow.mark(output, Mark(frozenset((path,)), output.dim() - 1, outputs))
+
+    def _before_embedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # The wrapper of meta tensors may have made a new object; the ids are told by being the first that are read.
+        if self.embedding is None and args and any(args[0] is ids for ids in self.ids):
+            self.embedding = self.paths[id(module)]
+
+    def _before_other(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for leaf in tree_leaves((args, kwargs)):
+            if (mark := self.flow.of(leaf)) is not None:
+                path = self.paths[id(module)]
+                self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
+
+    def styles(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Style and reason of each module that is cut, or works on what is cut, in the order of the forward."""
+        styles: dict[str, str] = {}
+        reasons: dict[str, str] = {}
+        self._vocabulary(styles, reasons)
+        families = self._families()
+        for path in self.order:
+            sources = self.ends.get(path, frozenset())
+            if path in styles or not sources or sources & styles.keys():
+                continue  # a head, or the first layer is the second of another pair
+            family = frozenset().union(*(families[source] for source in sources))
+            if any(source in self.flow.broken or source in styles for source in family):
+                continue
+            names = ", ".join(sorted(source.rpartition(".")[2] for source in family))
+            for source in sorted(family, key=self.order.index):
+                styles[source], reasons[source] = self._column(source, path)
+            styles[path] = "rowwise"
+            reasons[path] = f"reads the outputs of {names}, with nothing between that mixes features"
+            for inner, seen in self.inside.items():
+                if seen & family:
+                    styles[inner] = "partial"
+                    reasons[inner] = f"works on the outputs of {names} piece by piece"
+        position = {path: place for place, (path, _) in enumerate(self.model.named_modules())}
+        ordered = sorted(styles, key=lambda path: position[path])
+        return {path: styles[path] for path in ordered}, reasons
+
+    def _families(self) -> dict[str, frozenset[str]]:
+        """Layers whose features meet each other piece by piece: they are cut alike or not at all."""
+        families = {path: frozenset((path,)) for path in self.order}
+        for group in self.flow.together:
+            joined = frozenset().union(*(families[path] for path in group))
+            for path in joined:
+                families[path] = joined
+        return families
+
+    def _column(self, source: str, end: str) -> tuple[str, str]:
+        outputs = self.sizes[source][0]
+        segments = sorted(self.flow.segments.get(source, ()))
+        count = self.flow.counts[source]
+        heads = f", in {count} heads" if count < outputs and not segments else ""
+        reason = f"its outputs reach {end.rpartition('.')[2]} one by one{heads}"
+        if not segments:
+            return "colwise", reason
+        sizes = [size for _, size in segments]
+        equal = len(set(sizes)) == 1
+        text = str(len(sizes)) if equal else "+".join(map(str, sizes))
+        return f"colwise:{text}", f"{len(sizes)} segments; {reason}"
+
+    def _vocabulary(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
+        if self.embedding is None:
+            return
+        modules = dict(self.model.named_modules())
+        table = modules[self.embedding]
+        assert isinstance(table, nn.Embedding)
+        styles[self.embedding] = "vocab"
+        reasons[self.embedding] = f"reads the token ids, {table.num_embeddings} entries"
+        for path in reversed(self.order):
+            tied = modules[path].weight is table.weight
+            if tied or self.sizes[path][0] == table.num_embeddings:
+                styles[path] = "vocab"
+                what = "tied to the embedding" if tied else "as many outputs as the embedding has entries"
+                reasons[path] = f"the head: {what}"
+                return
+
+
+def generalise(
+    styles: dict[str, str], reasons: dict[str, str], modules: dict[str, nn.Module]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Patterns in the place of paths: `*` for numbers where all blocks are alike, `{q,k}` for siblings of one style."""
+    by_pattern: dict[str, list[str]] = {}
+    for path in modules:
+        by_pattern.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path), []).append(path)
+    pairs: dict[str, str] = {}
+    why: dict[str, str] = {}
+    for path, style in styles.items():
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+        alike = all(styles.get(other) == style for other in by_pattern[pattern])
+        pairs[pattern if alike else path] = style
+        why[pattern if alike else path] = reasons[path]
+    joined: dict[tuple[str, str], list[str]] = {}
+    for pattern, style in pairs.items():
+        prefix, _, name = pattern.rpartition(".")
+        joined.setdefault((prefix, style if prefix else name), []).append(name)
+    result: dict[str, str] = {}
+    result_why: dict[str, str] = {}
+    for (prefix, _), names in joined.items():
+        if "*" in names or len(names) == 1 or not prefix:
+            short = [f"{prefix}.{name}" if prefix else name for name in names]
+        else:
+            short = [f"{prefix}.{{{','.join(names)}}}"]
+        for pattern, name in zip(short, names, strict=False):
+            first = f"{prefix}.{name}" if prefix else name
+            result[pattern] = pairs[first]
+            result_why[pattern] = why[first]
+    return result, result_why
+
+
+def _plain(output: Any) -> Any:
+    return dict(output) if isinstance(output, dict) else output
+
+
+def _example(model: nn.Module) -> Any:
+    """Arguments that fit what the model begins with."""
+    config = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if name == "pixel_values" and isinstance(size := getattr(config, "image_size", None), int):
+        return {name: torch.zeros(1, getattr(config, "num_channels", 3), size, size)}
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    if name == "input_ids":
+        return {"input_ids": ids}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return (ids,)
+        if isinstance(module, nn.Conv2d):
+            return (torch.zeros(1, module.in_channels, 64, 64),)
+        if is_linear(module):
+            return (torch.zeros(2, 8, weight_of(module).shape[1]),)
+    raise LayoutError(
+        f"layout: {type(model).__name__} begins with no embedding, convolution or linear layer, so it is not known "
+        f"what it reads. Give example=, the arguments of a forward."
+    )

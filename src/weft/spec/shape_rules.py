@@ -1,0 +1,122 @@
+"""What must hold for the shape of a decoder, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.spec.model import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRule:
+    """One thing that must hold for a decoder shape. `text` gives the sentence for a shape that breaks it."""
+
+    field: str
+    holds: Callable[[DecoderSpec], bool]
+    text: Callable[[DecoderSpec], str]
+
+
+def shape_rules() -> tuple[ShapeRule, ...]:
+    """The rules for decoder shapes whose counts are all positive."""
+    return (
+        ShapeRule(
+            "num_heads",
+            lambda spec: spec.dim % spec.num_heads == 0,
+            lambda spec: (
+                f"the heads share dim={spec.dim} evenly, and {spec.dim} is not a multiple of {spec.num_heads}. "
+                f"Use {_nearest_divisors(spec.dim, spec.num_heads)}."
+            ),
+        ),
+        ShapeRule(
+            "num_kv_heads",
+            lambda spec: spec.num_heads % spec.num_kv_heads == 0,
+            lambda spec: (
+                f"key-value heads are shared by equal groups of the {spec.num_heads} heads, and {spec.num_heads} "
+                f"is not a multiple of {spec.num_kv_heads}. Use {_nearest_divisors(spec.num_heads, spec.num_kv_heads)}."
+            ),
+        ),
+        ShapeRule(
+            "num_heads",
+            lambda spec: spec.family != "llama" or spec.dim % spec.num_heads != 0 or spec.head_dim % 2 == 0,
+            lambda spec: (
+                f"rotary positions turn pairs, and the head width {spec.dim}/{spec.num_heads}={spec.head_dim} is odd. "
+                f"{_even_width_fix(spec)}"
+            ),
+        ),
+        ShapeRule(
+            "rope_theta",
+            lambda spec: spec.rope_theta > 1,
+            lambda _: "the base of the rotary frequencies is above 1. Use e.g. 10000.",
+        ),
+        ShapeRule(
+            "rope_scale",
+            lambda spec: spec.rope_scale >= 1,
+            lambda _: "rotary frequencies are stretched by 1 (not at all) or more. Use 1.",
+        ),
+        ShapeRule(
+            "norm_eps",
+            lambda spec: 0 < spec.norm_eps < 1,
+            lambda _: "the norms need a small positive number. Use e.g. 1e-5.",
+        ),
+        *_expert_rules(),
+    )
+
+
+def _expert_rules() -> tuple[ShapeRule, ...]:
+    """What must hold where a model has experts; a dense one keeps all of these."""
+    return (
+        ShapeRule(
+            "num_experts",
+            lambda spec: spec.num_experts == 0 or spec.family == "llama",
+            lambda spec: f"the {spec.family} family has no experts. Use family=llama, or num_experts=0.",
+        ),
+        ShapeRule(
+            "num_experts",
+            lambda spec: spec.num_experts != 1,
+            lambda _: "a router needs experts to choose from. Use 2 or more, or 0 for a dense model.",
+        ),
+        ShapeRule(
+            "top_k",
+            lambda spec: spec.num_experts < 2 or spec.top_k <= spec.num_experts,
+            lambda spec: f"a token cannot visit more than the {spec.num_experts} experts. Use 1 to {spec.num_experts}.",
+        ),
+        ShapeRule(
+            "first_moe_layer",
+            lambda spec: spec.num_experts == 0 or spec.first_moe_layer < spec.num_layers,
+            lambda spec: (
+                f"layers count from 0, and there are {spec.num_layers}, so none would have experts. "
+                f"Use 0 to {spec.num_layers - 1}."
+            ),
+        ),
+        ShapeRule(
+            "route_scale",
+            lambda spec: 0 < spec.route_scale < math.inf,
+            lambda _: "what the experts give is multiplied with it, so it is above 0. Use 1.",
+        ),
+        ShapeRule(
+            "balance_rate",
+            lambda spec: 0 < spec.balance_rate < math.inf,
+            lambda _: "balancing needs a positive rate. Use e.g. 0.001, or balance=none.",
+        ),
+        ShapeRule(
+            "capacity_factor",
+            lambda spec: 0 <= spec.capacity_factor < math.inf,
+            lambda _: "an expert takes this many times its even share. Use e.g. 1.25, or 0 to drop no token.",
+        ),
+    )
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    below = next(candidate for candidate in range(min(wanted, number), 0, -1) if number % candidate == 0)
+    above = next(candidate for candidate in range(min(wanted, number), number + 1) if number % candidate == 0)
+    return str(below) if below == above else f"{below} or {above}"
+
+
+def _even_width_fix(spec: DecoderSpec) -> str:
+    if spec.dim % 2:
+        return f"Use an even model.dim, such as {spec.dim + 1}."
+    return f"Use {_nearest_divisors(spec.dim // 2, spec.num_heads)}."

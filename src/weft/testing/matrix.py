@@ -1,0 +1,126 @@
+"""Which plans are tried: listed from the rules, so that a plan that becomes legal is tested without being asked for.
+
+`legal` lists every legal plan of N ranks; `covering` chooses few rows of a table in which all pairs still occur.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Hashable, Mapping, Sequence
+
+from weft.spec.legal import legal_plans
+from weft.spec.model import DecoderSpec
+from weft.spec.context import CP_MODES
+from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan, plan_fields
+from weft.spec.rule import Facts, Rule, common_divisors
+from weft.spec.rules import RULES
+
+#: Fields that say how ranks divide the work; the others say how one rank does its part.
+LAYOUT_FIELDS = tuple(
+    name
+    for name in plan_fields()
+    if name not in ("microbatches", "accumulation", "precision", "recompute", "offload", "compile")
+)
+
+Row = Mapping[str, Hashable]
+
+
+def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Sequence[object]]:
+    """The values of each field that tests try. A new field of the plan must be named here: a test asks for it."""
+    sizes = common_divisors(num_ranks)
+    return {
+        **dict.fromkeys(AXES, sizes),
+        "ep": sizes,
+        "zero": (0, 1, 2, 3),
+        "reshard": RESHARDS,
+        "sp": (False, True),
+        "cp_mode": CP_MODES,
+        "schedule": SCHEDULES,
+        "microbatches": sorted({*passes, num_ranks, 2 * num_ranks}),  # some schedules want two for each stage
+        "virtual_stages": (1, 2),
+        "accumulation": passes,
+        "precision": ("fp64",),
+        "recompute": ("none", "full", "selective", "attention"),
+        "offload": ((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
+        "compile": (False,),
+    }
+
+
+def legal(
+    num_ranks: int,
+    *,
+    model: DecoderSpec | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    passes: Sequence[int] = (1, 4),
+    rules: Sequence[Rule] = RULES,
+    **only: Sequence[object],
+) -> list[Plan]:
+    """Every legal plan of `num_ranks`, in a fixed order. only: other values of single fields, such as zero=(3,).
+
+    model, global_batch, seq_len: what the rules may look at; what is not given breaks no rule.
+    """
+    facts = Facts(model=model, world_size=num_ranks, global_batch=global_batch, seq_len=seq_len)
+    return list(legal_plans({**values_tried(num_ranks, passes), **only}, facts, rules))
+
+
+def row_of(plan: Plan, **more: Hashable) -> dict[str, Hashable]:
+    """A plan as a row for `covering`: each field, its layout as one value, and `more` columns."""
+    fields = {name: getattr(plan, name) for name in plan_fields()}
+    return {**fields, "layout": layout_of(plan), **more}
+
+
+def layout_of(plan: Plan) -> str:
+    """How the plan's ranks divide the work, as text."""
+    return Plan(**{name: getattr(plan, name) for name in LAYOUT_FIELDS}).format() or "one rank"
+
+
+def pairs(columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """All pairs of columns."""
+    return list(itertools.combinations(columns, 2))
+
+
+#: What a small choice of plans covers: all pairs of values of two fields, and every layout.
+USUAL_GROUPS = (*pairs(plan_fields()), ("layout",))
+
+
+def covering(rows: Sequence[Row], groups: Sequence[tuple[str, ...]] = USUAL_GROUPS, seed: int = 0) -> list[int]:
+    """Indices, ascending, of few rows in which, for each group of columns, all values occur that occur in `rows`.
+
+    A pair of columns as a group: every pair of their values that is in some row. Greedy: next comes the row with the
+    most that is new; `seed` decides among equals. The same rows and seed give the same choice everywhere.
+    """
+    numbers: dict[tuple[object, ...], int] = {}
+    masks: list[int] = []
+    for row in rows:
+        mask = 0
+        for group in groups:
+            mask |= 1 << numbers.setdefault((group, *(row[column] for column in group)), len(numbers))
+        masks.append(mask)
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    # What a row brings only ever shrinks, so the first in the heap whose number is still true is the best.
+    heap = [(-masks[index].bit_count(), place, index) for place, index in enumerate(order)]
+    heapq.heapify(heap)
+    missing = (1 << len(numbers)) - 1
+    chosen: list[int] = []
+    while missing:
+        told, place, index = heap[0]
+        gain = -(masks[index] & missing).bit_count()
+        if gain != told:
+            heapq.heapreplace(heap, (gain, place, index))
+            continue
+        heapq.heappop(heap)
+        chosen.append(index)
+        missing &= ~masks[index]
+    return sorted(chosen)
+
+
+def sample(plans: Sequence[Plan], count: int, seed: int = 0) -> list[Plan]:
+    """At most `count` of the plans, drawn by `seed`, in their order."""
+    if count >= len(plans):
+        return list(plans)
+    return [plans[index] for index in sorted(random.Random(seed).sample(range(len(plans)), count))]

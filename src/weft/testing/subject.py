@@ -1,0 +1,321 @@
+"""What `weft verify` trains: the user's own model from wherever it is, as a case with data, loss and optimizer.
+
+| written | is |
+|---|---|
+| run.toml | the model and optimizer of a run's config |
+| llama3-8b | a size that has a name |
+| folder with config.json | a Hugging Face model of that config, with random weights; no code of the folder is run |
+| package.module:function | what the function returns: a model, or (model, batch_fn) or (model, batch_fn, loss_fn) |
+
+batch_fn(step, size) gives `size` samples: a tensor, tuple or dict of tensors. loss_fn(output, batch) gives the sum of
+the losses and their number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from weft import env
+from weft.errors import ConfigError, MissingExtra, ModelError
+from weft.models import build_decoder
+from weft.optim import build_optimizer
+from weft.spec.config import OptimizerSection
+from weft.spec.config_file import load_config
+from weft.spec.model import DecoderSpec, decoder_spec, resolve_decoder, shape_problems
+from weft.train.loss import IGNORE, model_forward, token_cross_entropy
+from weft.train.step import call_model
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is trained. dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: the
+    model's own where None."""
+
+    num_steps: int = 3
+    dtype: str = "float64"
+    seq_len: int = 32
+    global_batch: int = 8
+    seed: int = 0
+    num_layers: int | None = None
+    dim: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model by its source, so that each process builds its own. kind: "decoder", "hf" or "function"."""
+
+    source: str
+    kind: str
+    settings: Settings
+    shape: DecoderSpec | None = None
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    plan: str = ""
+
+    def build(self) -> BuiltCase:
+        """The model with its data and loss. Raises ModelError where it cannot be had."""
+        torch.manual_seed(self.settings.seed)
+        dtype = DTYPES[self.settings.dtype]
+        if self.kind == "decoder":
+            assert self.shape is not None
+            model = build_decoder(self.shape, dtype=dtype, seed=self.settings.seed)
+            return BuiltCase(self, model, forward=model_forward, vocab_size=self.shape.vocab_size)
+        if self.kind == "hf":
+            config = _hf_config(Path(self.source), self.settings)
+            return BuiltCase(self, _hf_model(config).to(dtype), vocab_size=getattr(config, "vocab_size", None))
+        made = _call(self.source)
+        model, batch_fn, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"model={self.source}: it returned {type(model).__name__}, not an nn.Module. "
+                f"Return a model, or (model, batch_fn)."
+            )
+        config = getattr(model, "config", None)
+        vocab_size = getattr(config, "vocab_size", None) or getattr(getattr(model, "spec", None), "vocab_size", None)
+        if batch_fn is None and vocab_size is None and not _image_size(model):
+            raise ModelError(
+                f"model={self.source}: nothing says what its inputs are. "
+                f"Return (model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
+            )
+        return BuiltCase(self, model.to(dtype), batch_fn=batch_fn, loss_fn=loss_fn, vocab_size=vocab_size)
+
+
+class BuiltCase:
+    """A `Case` around a built model; `model()` gives that model once."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        model: nn.Module,
+        *,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        batch_fn: Callable[[int, int], Any] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        vocab_size: int | None = None,
+    ):
+        self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
+        self.kind, self.source = subject.kind, subject.source
+        self._built, self._forward, self._batch_fn, self._loss_fn = model, forward, batch_fn, loss_fn
+        self._vocab_size, self._optimizer = vocab_size, subject.optimizer
+        self.notes = _quieten(model)
+        # The project's own loss, as a run has it: whatever hangs on it for plans hangs on it here.
+        self.loss = token_cross_entropy if subject.kind == "decoder" else self._loss
+
+    def model(self) -> nn.Module:
+        return self._built
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model.named_parameters(), self._optimizer)
+
+    def batch(self, step: int) -> Any:
+        """Random tokens or images; the last sample has no trained token, so that counts are uneven."""
+        size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
+        generator = torch.Generator().manual_seed(self.settings.seed * 1000 + step)
+        if self._batch_fn is not None:
+            return _floats(self._batch_fn(step, size), dtype)
+        if self._vocab_size is None:
+            channels, side, labels = _image_size(self._built) or (3, 8, 2)
+            images = torch.randn(size, channels, side, side, generator=generator, dtype=torch.float64).to(dtype)
+            return {"pixel_values": images, "labels": torch.randint(labels, (size,), generator=generator)}
+        shape = (size, self.settings.seq_len)
+        ids, labels = (torch.randint(self._vocab_size, shape, generator=generator) for _ in range(2))
+        labels[torch.rand(shape, generator=generator) > torch.linspace(1.0, 0.5, size)[:, None]] = IGNORE
+        labels[-1] = IGNORE
+        batch = {"input_ids": ids, "labels": labels}
+        if self.kind == "decoder":
+            batch["positions"] = torch.arange(shape[1]).repeat(size, 1)
+        return batch
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return self._forward(model, batch) if self._forward else call_model(model, batch)
+
+    def _loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+        if self._loss_fn is not None:
+            return self._loss_fn(output, batch)
+        output = _first_tensor(output)
+        labels = batch.get("labels") if isinstance(batch, dict) else None
+        if labels is None or labels.is_floating_point():
+            target = 0.5 if labels is None else labels
+            return (output - target).square().sum(), len(output)
+        if output.ndim == 3 and labels.shape == output.shape[:2]:
+            return token_cross_entropy(output, batch)
+        logits = output if output.dtype == torch.float64 else output.float()
+        return F.cross_entropy(logits, labels, reduction="sum"), len(output)
+
+
+def find_subject(source: str, settings: Settings) -> Subject:
+    """What `source` stands for; the table is at the top of the file. Raises ModelError or ConfigError."""
+    path = Path(source)
+    if path.suffix == ".toml":
+        config = load_config(path).config
+        shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
+        return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model={source}: the folder has no config.json. Name a Hugging Face model's folder.")
+        config = _hf_config(path, settings)
+        return Subject(source, "hf", settings, _hf_shape(config))
+    if ":" in source:
+        return Subject(source, "function", settings)
+    try:
+        return Subject(source, "decoder", settings, reduced(decoder_spec(source), settings))
+    except ModelError as error:
+        rule = str(error).removeprefix(f"model.name={source}: ")
+        raise ModelError(
+            f"model={source}: no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face folder, "
+            f"or package.module:function."
+        ) from None
+
+
+def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
+    """The shape with the depth, width and vocabulary that the settings ask for; heads stay as many as they can."""
+    changes: dict[str, int] = {"max_seq_len": max(shape.max_seq_len, settings.seq_len)}
+    if settings.num_layers:
+        changes["num_layers"] = settings.num_layers
+    if settings.vocab_size:
+        changes["vocab_size"] = settings.vocab_size
+    if settings.dim:
+        heads = next(n for n in range(shape.num_heads, 0, -1) if settings.dim % (2 * n) == 0 or n == 1)
+        group = shape.num_heads // shape.num_kv_heads
+        kv_heads = heads // group if heads % group == 0 else heads
+        ffn_dim = max(heads, round(shape.ffn_dim * settings.dim / shape.dim / heads) * heads)
+        changes |= {"dim": settings.dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": ffn_dim}
+    found = replace(shape, **changes)
+    if problems := shape_problems(found):
+        raise ConfigError(problems)
+    return found
+
+
+def _call(source: str) -> Any:
+    module_name, _, name = source.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(
+            f"model={source}: it cannot be imported ({error}). "
+            f"Write package.module:function, importable from this folder."
+        ) from None
+    return function()
+
+
+def _hf_config(path: Path, settings: Settings) -> Any:
+    env.set_for_children(HF_HUB_OFFLINE="1")
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model={path}: transformers cannot read its config.json ({str(error).splitlines()[0]}). "
+            f"Check the file, or use package.module:function."
+        ) from None
+    for name in vars(config):
+        if "dropout" in name or name.endswith("pdrop"):
+            setattr(config, name, 0.0)
+    config.experts_implementation = "eager"  # the grouped product that it prefers refuses float64
+    return _reduce_hf(config, settings)
+
+
+def _reduce_hf(config: Any, settings: Settings) -> Any:
+    if settings.num_layers:
+        config.num_hidden_layers = settings.num_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = list(config.layer_types)[: settings.num_layers]
+    if settings.vocab_size and hasattr(config, "vocab_size"):
+        config.vocab_size = settings.vocab_size
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(config, name, 0)
+    if settings.dim:
+        share = settings.dim / config.hidden_size
+        if settings.dim % config.num_attention_heads:
+            raise ModelError(
+                f"width={settings.dim}: the model has {config.num_attention_heads} heads, and {settings.dim} is not "
+                f"a multiple of that. Use a multiple of {2 * config.num_attention_heads}."
+            )
+        if getattr(config, "head_dim", None):
+            config.head_dim = settings.dim // config.num_attention_heads
+        for name in ("intermediate_size", "moe_intermediate_size", "ffn_dim"):
+            if getattr(config, name, None):
+                setattr(config, name, max(8, round(getattr(config, name) * share / 8) * 8))
+        config.hidden_size = settings.dim
+    return config
+
+
+def _hf_model(config: Any) -> nn.Module:
+    import transformers
+
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, names[0], None) if names else None
+    return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _hf_shape(config: Any) -> DecoderSpec | None:
+    """What the rules may ask of it; None for a model that has no layers and heads by these names."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    if any(getattr(config, name, None) is None for name in names):
+        return None
+    heads = config.num_attention_heads
+    return DecoderSpec(
+        vocab_size=getattr(config, "vocab_size", None) or 1,
+        dim=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        ffn_dim=getattr(config, "intermediate_size", None)
+        or getattr(config, "n_inner", None)
+        or 4 * config.hidden_size,
+        max_seq_len=getattr(config, "max_position_embeddings", None) or 10**9,
+    )
+
+
+def _quieten(model: nn.Module) -> list[str]:
+    """Take out what draws random numbers, and say so; say what cannot be equal under any plan."""
+    notes = []
+    dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd) and module.p]
+    for module in dropouts:
+        module.p = 0.0
+    if dropouts:
+        notes.append(f"dropout of {len(dropouts)} modules is off: random numbers differ by plan")
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
+    return notes
+
+
+def _image_size(model: nn.Module) -> tuple[int, int, int] | None:
+    config = getattr(model, "config", None)
+    if not hasattr(config, "image_size"):
+        return None
+    return config.num_channels, config.image_size, getattr(config, "num_labels", 2)
+
+
+def _floats(batch: Any, dtype: torch.dtype) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {name: _floats(value, dtype) for name, value in batch.items()}
+    return tuple(_floats(value, dtype) for value in batch) if isinstance(batch, tuple | list) else batch
+
+
+def _first_tensor(output: Any) -> torch.Tensor:
+    """The logits, or the first tensor of what a model returns."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if getattr(output, "logits", None) is not None:
+        return output.logits
+    values = output.values() if isinstance(output, dict) else output
+    return next(value for value in values if isinstance(value, torch.Tensor))

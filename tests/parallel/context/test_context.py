@@ -1,0 +1,270 @@
+"""A model under context parallel: generation and copies are as before, memory falls, misuse is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parity.cases import LLAMA
+from weft.comm import Ledger
+from weft.errors import CommError, ModelError
+from weft.mesh import build_mesh
+from weft.models import build_decoder, generate
+from weft.parallel import parallelize
+from weft.parallel.context import apply_context, context_of, cut_sequence, sequence_in_use
+from weft.parallel.context.hugging_face import NAME
+from weft.spec.context import choose_cp_mode, sent_bytes
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase, train_case
+from weft.train.evaluate import evaluate
+from weft.train.loss import model_forward, token_cross_entropy
+
+
+def hf_llama(**changes):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=24, max_position_embeddings=64, **changes,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def outside_of_steps(text):
+    """Under cp and after a step: generation, a plain call and a copy; and the same of a model that was never cut."""
+    case = DecoderCase(LLAMA)
+    mesh = build_mesh(Plan.parse(text))
+    plain, model = case.model(), case.model()
+    parallelize(model, mesh)
+    batch = case.batch(0)
+    with sequence_in_use(model), torch.no_grad():
+        model_forward(model, cut_sequence(model, batch))
+    found = []
+    for one in (plain, model, copy.deepcopy(model)):
+        one.eval()
+        with torch.no_grad():
+            found.append((generate(one, [1, 2, 3], max_tokens=8, temperature=0), one(batch["input_ids"])))
+    return found
+
+
+def test_outside_of_steps_the_model_takes_whole_sequences(ranks2):
+    for (ids, logits), *others in ranks2.run(outside_of_steps, "cp=2 cp_mode=ring precision=fp64"):
+        for other_ids, other_logits in others:
+            assert other_ids == ids
+            torch.testing.assert_close(other_logits, logits, rtol=1e-12, atol=1e-12)
+
+
+def hf_outside_of_steps():
+    plain, model = hf_llama(), hf_llama()
+    before = model.config
+    parallelize(model, build_mesh(Plan.parse("cp=2 precision=fp64")))
+    ids = torch.arange(24).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    found = []
+    for one in (plain, model, copy.deepcopy(model)):
+        one.eval()
+        generated = one.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        with torch.no_grad():
+            found.append((generated, one(ids, attention_mask=mask).logits[mask.bool()]))
+    return found, before._attn_implementation, model.config._attn_implementation
+
+
+def test_transformers_generate_as_before(ranks2):
+    for found, before, after in ranks2.run(hf_outside_of_steps):
+        assert (before, after) == ("sdpa", NAME)  # the user's config is another one
+        (ids, logits), *others = found
+        for other_ids, other_logits in others:
+            assert torch.equal(other_ids, ids)
+            torch.testing.assert_close(other_logits, logits, rtol=1e-12, atol=1e-12)
+
+
+def evaluation(text):
+    case = DecoderCase(LLAMA, documents=True)
+    mesh = build_mesh(Plan.parse(text))
+    model = case.model()
+    parallelize(model, mesh)
+    batches = [case.batch(step) for step in range(2)]
+    return evaluate(model, batches, mesh, torch.arange(LLAMA.vocab_size))
+
+
+def test_evaluation_counts_each_token_once(ranks4):
+    wanted = evaluation("precision=fp64")
+    for found in ranks4.run(evaluation, "cp=4 precision=fp64"):
+        assert found.num_tokens == wanted.num_tokens
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-12)
+        assert found.bits_per_byte == pytest.approx(wanted.bits_per_byte, rel=1e-12)
+
+
+def test_auto_and_compiled_blocks(ranks2):
+    case = DecoderCase(dataclasses.replace(LLAMA, num_layers=1), num_steps=1)
+    wanted = train_case("precision=fp64", case)
+    for text in ("cp=2 precision=fp64", "cp=2 cp_mode=ring compile=on precision=fp64"):
+        assert max(found.largest_difference(wanted) for found in ranks2.run(train_case, text, case)) < 1e-10
+
+
+def test_bf16_is_near(ranks2):
+    case = DecoderCase(LLAMA, num_steps=2)
+    wanted = train_case("precision=fp32", case).losses
+    for mode in ("gather", "ring", "ulysses"):
+        for found in ranks2.run(train_case, f"cp=2 cp_mode={mode} precision=bf16", case):
+            assert found.losses == pytest.approx(wanted, rel=2e-3)
+
+
+def counted(mode, seq_len):
+    """Bytes that one rank keeps for backward, and that cp's ledger counts, in one forward and backward of a model."""
+    ledger = Ledger()
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(Plan(cp=size, cp_mode=mode, precision="fp64"), record=ledger.record)
+    model = build_decoder(LLAMA, dtype=torch.float64)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    apply_context(model, mesh)
+    whole = DecoderCase(LLAMA, seq_len=seq_len, global_batch=2).batch(0)
+    kept: dict[int, int] = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with sequence_in_use(model):
+        batch = cut_sequence(model, whole)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss, _ = token_cross_entropy(model_forward(model, batch), batch)
+        loss.backward()
+    num_bytes = sum(entry.num_bytes for axis, _, entry in ledger.rows() if axis == "cp")
+    return sum(size for key, size in kept.items() if key not in parameters), num_bytes
+
+
+@pytest.mark.parametrize("mode", ["gather", "ring", "ulysses"])
+def test_memory_of_a_model_falls_with_the_ranks_and_the_ledger_equals_the_formula(mode, ranks2, ranks4):
+    whole, _ = counted_alone(32)
+    for ranks, pool in ((2, ranks2), (4, ranks4)):
+        for kept, sent in pool.run(counted, mode, 32):
+            # Ulysses has the output twice, by heads and by tokens, and key-value heads once for each rank.
+            copied = 16 + 2 * (max(ranks, 2) - 2) * 4 if mode == "ulysses" else 0
+            copied_bytes = LLAMA.num_layers * (2 * 32 // ranks) * copied * 8
+            # A few bytes, such as the loss, do not fall with the sequence.
+            assert kept == pytest.approx(whole / ranks + copied_bytes, abs=64)
+            shape = {"cp": ranks, "tokens": 2 * 32 // ranks, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+            formula = sum(
+                sent_bytes(mode, **shape, itemsize=8, sum_itemsize=8, backward=backward) for backward in (False, True)
+            )
+            assert sent == LLAMA.num_layers * formula
+
+
+def counted_alone(seq_len):
+    """The same of one process without context parallel."""
+    model = build_decoder(LLAMA, dtype=torch.float64)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    batch = DecoderCase(LLAMA, seq_len=seq_len, global_batch=2).batch(0)
+    kept: dict[int, int] = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        token_cross_entropy(model_forward(model, batch), batch)
+    return sum(size for key, size in kept.items() if key not in parameters), 0
+
+
+class Free(nn.Module):
+    """Neither one of Weft's nor of transformers."""
+
+    def forward(self, x):
+        return x
+
+
+def misuse(kind):
+    """Do one thing that cannot be; the error's text."""
+    mode = "ulysses" if kind in ("heads", "length") else "auto"
+    mesh = build_mesh(Plan(cp=2, cp_mode=mode))
+    case = DecoderCase(LLAMA)
+    batch = case.batch(0)
+    model = case.model()
+    if kind == "free":
+        model = Free()
+    elif kind == "heads":
+        model = hf_llama()
+        model.config.num_attention_heads = 3
+    elif kind == "dropout":
+        model = hf_llama(attention_dropout=0.1)
+    elif kind == "window":
+        model = hf_llama()
+        model.model.layers[0].self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "sliding_window": 4}), with_kwargs=True
+        )
+    apply_context(model, mesh)
+    if kind == "labels":
+        batch["labels"] = batch["input_ids"]
+    elif kind == "length":
+        batch = {name: tensor[:, :15] for name, tensor in batch.items()}
+    elif kind == "odd":
+        batch = {name: tensor[:, :14] for name, tensor in batch.items()}
+    elif kind == "mask":
+        batch["attention_mask"] = torch.ones(8, 1, 16, 16)
+    elif kind == "nothing":
+        batch = {"x": torch.ones(3)}
+    elif kind == "again":
+        batch["document_ids"] = torch.tensor([[0, 0, 1, 0, 0, 0, 0, 0] * 2]).repeat(8, 1)
+    with sequence_in_use(model):
+        batch = cut_sequence(model, batch)
+        if isinstance(model, type(case.model())):
+            model_forward(model, batch)
+        else:
+            model.train()
+            model(input_ids=batch["input_ids"])
+
+
+REFUSALS = {
+    "free": "cp=2: Free is neither one of Weft's decoders nor one of transformers, so its attention cannot be "
+    "replaced. Use cp=1.",
+    "heads": "cp_mode=ulysses: 3 heads and 2 key-value heads cannot be shared out over cp=2 and tp=1. "
+    "Use cp_mode=ring or cp_mode=gather.",
+    "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, which a cut sequence cannot do "
+    "alike on all ranks. Set the config's attention_dropout (attn_pdrop) to 0.",
+    "window": "cp=2: LlamaAttention sees a window of 4 of 16 tokens, and a cut sequence has no windows yet. "
+    "Use cp=1, or sequences of at most 4 tokens.",
+    "labels": "labels: they equal input_ids, so the loss would have to shift them, and under cp=2 a token and the "
+    "next may be on different ranks. Shift them in the data: labels[t] = input_ids[t + 1].",
+    "length": "cp=2: cp_mode=ulysses cuts a sequence into 2 equal chunks, and 15 tokens do not come out even. "
+    "Pad the sequences to a multiple of 2 tokens.",
+    "mask": "cp=2: the batch holds a mask of shape (8, 1, 16, 16) over pairs of tokens, which cannot be cut along the "
+    "sequence. Give document_ids, or an attention_mask of shape (batch, sequence).",
+    "nothing": "cp=2: the batch has no tensor of shape (batch, sequence) that could be cut. Use cp=1 for this model.",
+    "again": "document_ids: document 0 goes on after another one has begun, and a cut sequence takes each document in "
+    "one piece. Give each piece an id of its own.",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_misuse_is_refused(kind, ranks2):
+    with pytest.raises(CommError) as caught:
+        ranks2.run(misuse, kind)
+    assert REFUSALS[kind] in str(caught.value)
+
+
+def test_without_cp_nothing_happens():
+    model = build_decoder(LLAMA)
+    batch = {"input_ids": torch.zeros(1, 3)}
+    assert apply_context(model, build_mesh(Plan())) == {}
+    assert context_of(model) is None
+    assert cut_sequence(model, batch) is batch
+    assert choose_cp_mode("auto", 1, 4, 4, 3) == "gather"
+    with sequence_in_use(model):
+        pass
+
+
+def test_a_model_that_never_asks_for_attention_is_refused():
+    from weft.parallel.context.context import Context
+    from weft.parallel.context.hugging_face import replace_attention
+
+    model = hf_llama()
+    model._supports_attention_backend = False
+    with pytest.raises(ModelError, match="cannot be replaced from outside"):
+        replace_attention(model, Context(Plan(cp=2), build_mesh(Plan())["cp"], 4, 2))

@@ -1,0 +1,70 @@
+"""Pieces cover what a causal mask and documents let through: each pair of tokens once, and no other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.parallel.context import kernel
+from weft.parallel.context.order import Order
+from weft.parallel.context.pieces import pieces
+
+MODES = ("gather", "ring", "ulysses")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(MODES), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_each_visible_pair_is_in_one_piece(data, mode, cp, length, rows, has_documents):
+    seq_len = length * (cp if mode == "ulysses" else 2 * cp)
+    starts = st.sets(st.integers(1, max(1, seq_len - 1)).filter(lambda place: place < seq_len))
+    borders = [(0, *sorted(data.draw(starts)), seq_len) for _ in range(rows)] if has_documents else None
+    order = Order(mode, cp, data.draw(st.integers(0, cp - 1)), seq_len)
+    places = order.places(torch.device("cpu")).numpy()
+    ids = np.zeros((rows, seq_len), dtype=int)
+    for row, row_borders in enumerate(borders or ()):
+        ids[row] = np.searchsorted(row_borders, np.arange(seq_len), side="right")
+    for source in range(cp):
+        theirs = Order(mode, cp, source, seq_len).places(torch.device("cpu")).numpy()
+        seen = np.zeros((rows, len(places), len(theirs)), dtype=int)
+        met_rectangle = False
+        for piece in pieces(order.chunks(), order.chunks(source), length, borders):
+            shape = (piece.q1 - piece.q0, piece.k1 - piece.k0)
+            part = np.tril(np.ones(shape, dtype=int)) if piece.causal else np.ones(shape, dtype=int)
+            seen[slice(*(piece.rows or (0, rows))), piece.q0 : piece.q1, piece.k0 : piece.k1] += part
+            assert not (piece.causal and met_rectangle)
+            met_rectangle |= not piece.causal
+        wanted = (places[:, None] >= theirs[None]) & (ids[:, places][:, :, None] == ids[:, theirs][:, None])
+        np.testing.assert_array_equal(seen, wanted.astype(int))
+
+
+@pytest.mark.parametrize("mode", ["gather", "ring"])
+def test_ranks_have_nearly_the_same_work(mode):
+    """Zigzag: with whole sequences, all ranks compute the same number of pairs."""
+
+    def work(rank: int) -> float:
+        order = Order(mode, 8, rank, 16 * 64)
+        found = [piece for source in range(8) for piece in pieces(order.chunks(), order.chunks(source), 64)]
+        return sum((p.q1 - p.q0) * (p.k1 - p.k0) * (0.5 if p.causal else 1.0) for p in found)
+
+    assert len({work(rank) for rank in range(8)}) == 1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+def test_plain_arithmetic_equals_the_fused_kernel(heads, kv_heads, causal, monkeypatch):
+    """What devices without a fused kernel run, in several blocks of rows."""
+    torch.manual_seed(0)
+    keys = 12 if causal else 7
+    q, grad = (torch.randn(2, heads, 12, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, kv_heads, keys, 8, dtype=torch.float64) for _ in range(2))
+    out, lse = kernel.attend(q, k, v, causal, 0.4)
+    fused = (out, lse, *kernel.attend_backward(grad, q, k, v, out, lse, causal, 0.4))
+    monkeypatch.setattr(kernel, "_kind", lambda q: "plain")
+    monkeypatch.setattr(kernel, "_SCORES", 2 * heads * keys * 5)
+    out, lse = kernel.attend(q, k, v, causal, 0.4)
+    plain = (out, lse, *kernel.attend_backward(grad, q, k, v, out, lse, causal, 0.4))
+    for ours, theirs in zip(plain, fused, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)

@@ -1,0 +1,122 @@
+"""Attention of a cut sequence equals attention over the whole one: output and gradients, each way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.comm import Ledger
+from weft.mesh import build_mesh
+from weft.parallel.context.order import Order
+from weft.parallel.context.ways import View, attend_cut
+from weft.spec.context import sent_bytes
+from weft.spec.plan import Plan
+
+BATCH, WIDTH = 2, 8
+MODES = ("gather", "ring", "ulysses")
+#: Documents of the two sequences of a batch: borders inside chunks, at chunks' ends, and across several chunks.
+DOCUMENTS = {
+    "whole": None,
+    "same": ((0, 5, 16, 48), (0, 5, 16, 48)),
+    "unlike": ((0, 3, 4, 30, 48), (0, 48)),
+    "short": (tuple(range(0, 49, 2)), (0, 1, 47, 48)),
+}
+
+
+def inputs(heads: int, kv_heads: int, seq_len: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    shapes = [(BATCH, count, seq_len, WIDTH) for count in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def dense(q, k, v, borders):
+    """Attention with a mask over all pairs, by the definition."""
+    seq_len = q.shape[2]
+    mask = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()[None].repeat(BATCH, 1, 1)
+    for row, starts in enumerate(borders or ()):
+        ids = torch.zeros(seq_len, dtype=torch.long)
+        ids[list(starts[1:-1])] = 1
+        ids = ids.cumsum(0)
+        mask[row] &= ids[:, None] == ids[None]
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~mask[:, None], -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def reference(heads, kv_heads, seq_len, dtype, borders):
+    *qkv, grad = (x.double() for x in inputs(heads, kv_heads, seq_len, dtype))
+    qkv = [x.requires_grad_() for x in qkv]
+    out = dense(*qkv, borders)
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in qkv)]
+
+
+def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders):
+    """This rank's output and gradients, the bytes that were counted in forward and backward, and those kept."""
+    ledger = Ledger()
+    size = torch.distributed.get_world_size()
+    axis = build_mesh(Plan(cp=size), record=ledger.record)["cp"]
+    order = Order(mode, size, axis.rank, seq_len)
+    *qkv, grad = (order.cut(x.transpose(1, 2)).transpose(1, 2) for x in inputs(heads, kv_heads, seq_len, dtype))
+    qkv = [x.clone().requires_grad_() for x in qkv]
+    kept: dict[int, int] = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attend_cut(*qkv, 0.3, View(axis, order, borders))
+    counts = [sum(entry.num_bytes for _, _, entry in ledger.rows())]
+    out.backward(grad)
+    counts.append(sum(entry.num_bytes for _, _, entry in ledger.rows()) - counts[0])
+    return [out.detach(), *(x.grad for x in qkv)], counts, sum(kept.values())
+
+
+def joined(results, mode, seq_len):
+    order = Order(mode, len(results), 0, seq_len)
+    columns = zip(*(tensors for tensors, _, _ in results), strict=True)
+    return [order.join([x.transpose(1, 2) for x in column]).transpose(1, 2) for column in columns]
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (4, 1)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equal_to_attention_over_the_whole_sequence(ranks, heads, mode, documents, request):
+    borders = DOCUMENTS[documents]
+    case = (*heads, 48, torch.float64, borders)
+    results = request.getfixturevalue(f"ranks{ranks}").run(attend_on_ranks, mode, *case)
+    for ours, theirs in zip(joined(results, mode, 48), reference(*case), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("mode", MODES)
+def test_other_formats(mode, dtype, limit, ranks4):
+    case = (8, 2, 64, dtype, None)
+    results = ranks4.run(attend_on_ranks, mode, *case)
+    for ours, theirs in zip(joined(results, mode, 64), reference(*case), strict=True):
+        assert ours.dtype == dtype
+        assert float((ours.double() - theirs).abs().max() / theirs.abs().max()) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_ledger_counts_what_the_formula_says(mode, heads, dtype, ranks4):
+    [(_, counts, _), *_] = ranks4.run(attend_on_ranks, mode, *heads, 48, dtype, None)
+    sums = 8 if dtype == torch.float64 else 4
+    shape = {"cp": 4, "tokens": BATCH * 12, "num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": WIDTH}
+    for counted, backward in zip(counts, (False, True), strict=True):
+        assert counted == sent_bytes(mode, **shape, itemsize=dtype.itemsize, sum_itemsize=sums, backward=backward)
+
+
+@pytest.mark.parametrize("documents", ["whole", "same"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_for_backward_falls_with_the_number_of_ranks(mode, documents, ranks2, ranks4):
+    case = (mode, 4, 4, 48, torch.float64, DOCUMENTS[documents])
+    two = max(kept for _, _, kept in ranks2.run(attend_on_ranks, *case))
+    four = max(kept for _, _, kept in ranks4.run(attend_on_ranks, *case))
+    token = (4 * 4 * WIDTH + 4) * 8  # queries, keys, values, output of all heads, and one sum for each
+    assert (two, four) == (BATCH * 24 * token, BATCH * 12 * token)

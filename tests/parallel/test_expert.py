@@ -1,0 +1,272 @@
+"""Experts over ranks at the edges: nobody's tokens or labels, other people's modules, refusals, bytes, resume."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase
+from weft.checkpoint import load_checkpoint, save_checkpoint
+from weft.comm import Ledger
+from weft.errors import CommError, ModelError
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.models.moe import routers
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.expert import _by_expert, spread_experts
+from weft.spec.layout import Layout
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase, train_case
+from weft.testing.parity import local_microbatches
+from weft.train import TrainStep
+from weft.train.state import capture, restore
+
+RTOL = 1e-10
+BIAS = dataclasses.replace(MOE, balance="bias", balance_rate=0.02)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstTwoCase(MoECase):
+    """Every token goes to experts 0 and 1: the ranks behind get none, ever."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for router in routers(model):
+            router.bias_ppm[:2] = 10**9
+        return model
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceFirstTwoCase(HuggingFaceMoECase):
+    def model(self) -> nn.Module:
+        model = super().model()
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(_to_first_two)
+        return model
+
+
+def _to_first_two(gate, args, output):
+    logits, scores, ids = output
+    return logits, scores, torch.arange(2).expand_as(ids)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_ranks_that_no_token_reaches_go_along(zero, ranks2):
+    for case in (
+        FirstTwoCase(BIAS, global_batch=4, num_steps=2),
+        HuggingFaceFirstTwoCase(MOE, global_batch=4, num_steps=2),
+    ):
+        reference = train_case("precision=fp64", case)
+        for result in ranks2.run(train_case, f"dp_shard=2 ep=2 zero={zero} precision=fp64", case):
+            assert result.largest_difference(reference) < RTOL
+        idle = [name for name in reference.grads if "experts" in name]
+        assert idle
+        assert all(not reference.grads[name][2:].any() for name in idle)
+
+
+def test_a_rank_whose_labels_are_all_masked_still_runs_its_experts(ranks2):
+    case = MoECase(MOE, global_batch=2, num_steps=2)  # the last sample has no label
+    assert (case.batch(0)["labels"][1] == -100).all()
+    reference = train_case("precision=fp64", case)
+    for result in ranks2.run(train_case, "dp_shard=2 ep=2 zero=1 precision=fp64", case):
+        assert result.largest_difference(reference) < RTOL
+
+
+def train(plan_text: str, case: DecoderCase, first: int, last: int, load: str = "", save: str = ""):
+    """Losses, weights and biases of some steps, from the start or from a checkpoint."""
+    plan = Plan.parse(f"{plan_text} precision=fp64")
+    mesh = build_mesh(plan)
+    model = parallelize(case.model(), mesh)
+    step = TrainStep(model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=0.5)
+    if load:
+        checkpoint = load_checkpoint(load)
+        restore(model, step.optimizer, {group: checkpoint.tensors(group) for group in ("model", "optimizer")})
+    losses = [step(local_microbatches(case.batch(index), plan, mesh.data.rank)).loss for index in range(first, last)]
+    groups = capture(model, step.optimizer, keep=mesh.rank == 0)
+    if save and mesh.rank == 0:
+        save_checkpoint(save, last, groups, {})
+    weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
+    return losses, weights, [router.bias_ppm.tolist() for router in routers(model)]
+
+
+def test_biases_follow_the_tokens_of_all_ranks_and_runs_go_on_under_any_number_of_ep(ranks2, ranks4, tmp_path):
+    case = MoECase(BIAS, global_batch=4, num_steps=4)
+    losses, weights, biases = train("", case, 0, 4)
+    assert any(any(bias) for bias in biases)
+    assert all(value % 20_000 == 0 for bias in biases for value in bias)  # whole steps of the rate
+    saved = ranks4.run(train, "dp_shard=4 ep=4 zero=2", case, 0, 2, save=str(tmp_path))[0]
+    assert saved[0] == pytest.approx(losses[:2], rel=1e-12)
+    path = str(tmp_path / "step_00000002")
+    runs = [train("", case, 2, 4, load=path)]
+    for ranks, plans in (
+        (ranks2, ["dp_shard=2 ep=2 zero=3", "dp_shard=2 zero=1", "cp=2 ep=2"]),
+        (ranks4, ["dp_shard=4 ep=2 zero=1", "dp_replicate=2 dp_shard=2 ep=2 zero=0 accumulation=1"]),
+    ):
+        for plan in plans:
+            runs += ranks.run(train, plan, case, 2, 4, load=path)
+    for went_on in runs:
+        assert went_on[0] == pytest.approx(losses[2:], rel=1e-12)
+        assert went_on[2] == biases
+        for name, weight in weights.items():
+            torch.testing.assert_close(went_on[1][name], weight, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def weights_from_shapes(plan_text: str) -> dict[str, torch.Tensor]:
+    """Of a model that was built on the meta device, where no rank ever has all experts."""
+    mesh = build_mesh(Plan.parse(plan_text))
+    model = parallelize(build_decoder(BIAS, device="meta", dtype=torch.float64), mesh, seed=3)
+    return {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_experts_are_made_from_shapes_with_the_weights_of_one_process(zero, ranks2):
+    expected = dict(build_decoder(BIAS, dtype=torch.float64, seed=3).named_parameters())
+    for weights in ranks2.run(weights_from_shapes, f"dp_shard=2 ep=2 zero={zero}"):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def bytes_of_one_step(plan_text: str, spec, num_tokens: int) -> tuple[int, int, int]:
+    """Calls and bytes of all_to_all over ep, and of anything else over it."""
+    plan, ledger = Plan.parse(f"{plan_text} precision=fp64"), Ledger()
+    mesh = build_mesh(plan, record=ledger.record)
+    model = build_decoder(spec, dtype=torch.float64)
+    spread_experts(model, mesh)
+    ledger.clear()
+    model(torch.zeros(1, num_tokens, dtype=torch.int64)).sum().backward()
+    entry = ledger.entry("ep", "all_to_all")
+    return entry.calls, entry.num_bytes, sum(row.num_bytes for axis, name, row in ledger.rows() if axis == "ep")
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_bytes_are_those_of_the_formula(ep, ranks4):
+    """Dispatch and combine, forward and backward: 4 exchanges of M * k * h values for each layer with experts.
+
+    Of each, (ep - 1) / ep leaves the rank. Tokens that visit all experts are spread evenly, as the formula has it.
+    """
+    spec, num_tokens = dataclasses.replace(MOE, num_experts=4, top_k=4, balance="none"), 24
+    layers = len(spec.moe_layers)
+    for calls, num_bytes, all_bytes in ranks4.run(bytes_of_one_step, f"dp_shard=4 ep={ep}", spec, num_tokens):
+        assert calls == 4 * layers
+        assert num_bytes == calls * num_tokens * spec.top_k * spec.dim * 8
+        assert all_bytes - num_bytes == layers * ep * spec.num_experts * 4  # all ranks' counts, int32
+
+
+class UsersExperts(nn.Module):
+    """Somebody's own module of stacked experts, with a bias in each."""
+
+    def __init__(self, num_experts: int, dim: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.matrices = nn.Parameter(torch.randn(num_experts, dim, dim, generator=generator, dtype=torch.float64))
+        self.shifts = nn.Parameter(torch.randn(num_experts, dim, generator=generator, dtype=torch.float64))
+
+    def forward(self, x, ids, weights):
+        y = x.new_zeros(x.shape)
+        for expert in range(self.matrices.shape[0]):
+            tokens, places = torch.where(ids == expert)
+            out = (x[tokens] @ self.matrices[expert] + self.shifts[expert]).tanh()
+            y = y.index_add(0, tokens, out * weights[tokens, places, None])
+        return y
+
+
+class UsersModel(nn.Module):
+    def __init__(self, num_experts: int = 4, dim: int = 3):
+        super().__init__()
+        self.experts = UsersExperts(num_experts, dim)
+
+    def forward(self, x, ids, weights):
+        return self.experts(x, ids, weights)
+
+
+def users_inputs(num_tokens: int, part: int):
+    generator = torch.Generator().manual_seed(part)
+    x = torch.randn(num_tokens, 3, generator=generator, dtype=torch.float64)
+    weights = torch.rand(num_tokens, 2, generator=generator, dtype=torch.float64)
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(num_tokens)])
+    return x.requires_grad_(), ids, weights.requires_grad_()
+
+
+def run_users(plan_text: str, num_tokens: int) -> dict[str, torch.Tensor]:
+    """Output and gradients; under tp all ranks come with the same tokens."""
+    mesh = build_mesh(Plan.parse(plan_text))
+    model = UsersModel()
+    spread_experts(model, mesh, Layout.parse("experts=expert"))
+    x, ids, weights = users_inputs(num_tokens, mesh.data.rank)
+    out = model(x, ids, weights)
+    out.square().sum().backward()
+    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    return found | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2 ep=2", "tp=2 ep=2", "tp=2"])
+@pytest.mark.parametrize("num_tokens", [6, 7, 1])
+def test_any_module_of_stacked_experts_is_spread_by_layout(plan, num_tokens, ranks2):
+    """Numbers of tokens that tp does not divide are padded; gradients of experts are partial sums over tp."""
+    results = ranks2.run(run_users, plan, num_tokens)
+    whole = [run_users("", num_tokens)]
+    parts = Plan.parse(plan).dp_size
+    if parts == 2:
+        model, (x, ids, weights) = UsersModel(), users_inputs(num_tokens, 1)
+        out = model(x, ids, weights)
+        out.square().sum().backward()
+        whole.append({"out": out.detach(), "x": x.grad, "weights": weights.grad}
+                     | {name: parameter.grad for name, parameter in model.named_parameters()})  # fmt: skip
+    for rank, result in enumerate(results):
+        for name in ("out", "x", "weights"):
+            torch.testing.assert_close(result[name], whole[rank % parts][name], rtol=1e-12, atol=1e-12)
+    for name in ("experts.matrices", "experts.shifts"):
+        total = sum(one[name] for one in whole)
+        ours = [torch.zeros(()) if one[name] is None else one[name] for one in results]
+        if "ep=2" in plan:
+            for rank, grad in enumerate(ours):
+                torch.testing.assert_close(grad + torch.zeros_like(total[:2]), total[2 * rank : 2 * rank + 2])
+        else:
+            torch.testing.assert_close(sum(ours), total)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_rows_that_arrive_by_rank_are_put_in_order_of_their_expert(by_source):
+    index, inverse, ends = _by_expert(torch.tensor(by_source), torch.device("cpu"))
+    arrived = [(expert, source, row) for source, counts in enumerate(by_source)
+               for expert, count in enumerate(counts) for row in range(count)]  # fmt: skip
+    ordered = [arrived[place] for place in index.tolist()]
+    assert ordered == sorted(arrived)
+    assert [ordered[place] for place in inverse.tolist()] == arrived
+    assert ends.tolist() == [sum(row[0] <= expert for row in arrived) for expert in range(3)]
+
+
+class Unstacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Linear(4, 6)
+
+
+def spread(plan_text: str, model: nn.Module, layout: str | None = None, times: int = 1) -> None:
+    mesh = build_mesh(Plan.parse(plan_text))
+    for _ in range(times):
+        spread_experts(model, mesh, Layout.parse(layout) if layout else None)
+
+
+@pytest.mark.parametrize(("model", "layout", "times", "text"), [
+    (nn.Linear(2, 2), None, 1, "ep=2: the model Linear has no experts. Use ep=1, or name its modules of stacked "
+     "experts in a layout, such as blocks.*.mlp.experts=expert."),
+    (UsersModel(3), "experts=expert", 1, "ep=2: 'experts' has 3 experts, and 3 is not a multiple of 2. "
+     "Use ep=1 or 3."),
+    (Unstacked(), "experts=expert", 1, "module 'experts': experts are divided where each parameter holds all of them "
+     "in dim 0, and its parameters are weight (6, 4), bias (6,). Stack the experts, or leave the module out of the "
+     "layout."),
+    (UsersModel(4), "experts=expert", 2, "module of type UsersExperts: its experts were spread before. "
+     "Build a new model."),
+])  # fmt: skip
+def test_what_cannot_be_spread_is_refused_in_a_sentence(model, layout, times, text, ranks2):
+    with pytest.raises(CommError) as caught:
+        ranks2.run(spread, "dp_shard=2 ep=2", model, layout, times)
+    assert text in str(caught.value)
+    assert ModelError.__name__ in str(caught.value)

@@ -1,0 +1,47 @@
+"""Tensor and sequence parallelism against one process: losses and every gradient, on models nobody rewrote."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.tensor_cases import FAMILIES, worst
+
+DECODERS = ("decoder", "decoder-gpt2")
+TEXT = (*DECODERS, *(name for name in FAMILIES if name != "vit"))
+
+
+def check(pool, cases):
+    for rank in pool.run(worst, cases):
+        for case, (where, difference) in rank.items():
+            assert difference < 1e-10, f"{case}: {where} differs by {difference}"
+
+
+def cases(ranks):
+    """Every family with and without sequence parallelism; whole logits where the other case has none."""
+    found = [(f"tp={ranks}", name, {"fused": False}) for name in TEXT]
+    found += [(f"tp={ranks} sp=on", name, {"fused": True}) for name in TEXT]
+    return [*found, (f"tp={ranks}", "vit", {"fused": False})]
+
+
+def test_every_family_on_two_ranks(ranks2):
+    check(ranks2, cases(2))
+
+
+def test_every_family_on_four_ranks(ranks4):
+    check(ranks4, cases(4))
+
+
+@pytest.mark.parametrize("sp", ["", " sp=on"])
+def test_heads_vocabulary_and_widths_of_every_kind(ranks4, sp):
+    """One key-value head for all, as many as ranks, a vocabulary smaller than the padding, three heads a rank."""
+    wide = {"dim": 48, "num_heads": 12, "ffn_dim": 12}
+    check(
+        ranks4,
+        [
+            (f"tp=4{sp}", "decoder", {"num_kv_heads": 1}),
+            (f"tp=4{sp}", "decoder", {"num_kv_heads": 4, "vocab_size": 64}),
+            (f"tp=4{sp}", "decoder", {**wide, "num_kv_heads": 2, "tied": False}),
+            (f"tp=4{sp}", "decoder", {**wide, "num_kv_heads": 12, "vocab_size": 62}),
+            (f"tp=2 dp_replicate=2{sp}", "llama", {"num_key_value_heads": 1, "attention_bias": True}),
+        ],
+    )

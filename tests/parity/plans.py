@@ -1,0 +1,135 @@
+"""The matrix: which models are trained under which plans, on ranks that are there, against PyTorch alone.
+
+Plans are listed from the rules. One cell is a plan and a subject. The gate runs a choice of cells in which all pairs
+occur; `pytest tests/parity --all-plans` runs every one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tests.memory.links import LateLink
+from tests.parity.cases import GPT2, LLAMA, cases
+from tests.parity.families import FAMILIES, FamilyCase, shape_of
+from weft.memory import activations, offload
+from weft.memory.pool import HostPool
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan, plan_fields
+from weft.testing import Case, ParityResult, RankPool, covering, legal, train_case, train_plain
+from weft.testing.matrix import layout_of, pairs, row_of
+
+RTOL = 1e-10
+#: The axes that a model without layers and heads has no place for.
+ONLY_DATA = frozenset({"pp", "cp", "tp", "ep"})
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A case, and what the rules may know of it. without: axes that it cannot be laid over."""
+
+    case: Case
+    shape: DecoderSpec | None = None
+    without: frozenset[str] = frozenset()
+
+    def plans(self, num_ranks: int, **only: Sequence[object]) -> list[Plan]:
+        """Every legal plan for it."""
+        size = {
+            "global_batch": getattr(self.case, "global_batch", None),
+            "seq_len": getattr(self.case, "seq_len", None),
+        }
+        return legal(num_ranks, model=self.shape, **size, **{**dict.fromkeys(self.without, (1,)), **only})
+
+
+class Cell(NamedTuple):
+    """One training to compare."""
+
+    subject: str
+    plan: Plan
+
+
+def subjects() -> dict[str, Subject]:
+    """The four models of the full matrix."""
+    chosen = cases()
+    return {
+        "decoder": Subject(chosen["decoder"], LLAMA),
+        "hf-qwen2": Subject(chosen["hf-qwen2"], LLAMA),
+        "hf-gpt2": Subject(chosen["hf-gpt2"], GPT2),
+        "cnn": Subject(chosen["cnn"], without=ONLY_DATA),
+    }
+
+
+def families() -> dict[str, Subject]:
+    """All Hugging Face families."""
+    return {name: Subject(FamilyCase(name), shape_of(family), family.without) for name, family in FAMILIES.items()}
+
+
+#: Covered besides all pairs of fields: what data parallelism does, in threes, and each of its layouts with each model.
+THREES = tuple(itertools.combinations(("zero", "recompute", "offload", "accumulation", "subject"), 3))
+GROUPS = (
+    *pairs((*plan_fields(), "subject")),
+    *THREES,
+    ("layout",),
+    ("dp_replicate", "dp_shard", "zero", "reshard", "subject"),
+)
+
+
+def full_matrix(num_ranks: int) -> list[Cell]:
+    """Every legal layout and accumulation, with {none, full, selective} recompute and {none, optimizer, params} off."""
+    only = {"recompute": ("none", "full", "selective"), "offload": ((), ("optimizer",), ("params",))}
+    return [Cell(name, plan) for name, one in subjects().items() for plan in one.plans(num_ranks, **only)]
+
+
+def chosen_cells(cells: Sequence[Cell], seed: int = 0) -> list[Cell]:
+    """The gate's share."""
+    rows = [row_of(cell.plan, subject=cell.subject) for cell in cells]
+    return [cells[index] for index in covering(rows, GROUPS, seed)]
+
+
+def by_layout(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Cells that one test runs: those of one layout."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(layout_of(cell.plan), []).append(cell)
+    return found
+
+
+def train_quietly(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
+    """On each rank: several cases under one plan. Copies to the host happen as late as their waits allow."""
+    module = importlib.import_module("weft.parallel.parallelize")
+    before = module.open_host, activations.LEAST_BYTES
+    module.open_host = lambda plan, device: offload.Host(LateLink(), HostPool(1 << 30)) if plan.offload else None
+    activations.LEAST_BYTES = 0
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {name: train_case(plan, case) for name, case in chosen.items()}
+    finally:
+        module.open_host, activations.LEAST_BYTES = before
+
+
+def differing(cells: Sequence[Cell], known: dict[str, Subject], references: References, pool: RankPool) -> list[str]:
+    """Those cells in which some rank differs from PyTorch alone, with the difference."""
+    names: dict[str, list[str]] = {}
+    for cell in cells:
+        names.setdefault(cell.plan.format(), []).append(cell.subject)
+    found = []
+    for plan, chosen in names.items():
+        for rank, results in enumerate(pool.run(train_quietly, plan, {name: known[name].case for name in chosen})):
+            for name, result in results.items():
+                difference = result.largest_difference(references[known[name].case])
+                if not difference < RTOL:
+                    found.append(f"{name} under {plan} on rank {rank}: {difference:.1e}")
+    return found
+
+
+class References(dict[Case, ParityResult]):
+    """What PyTorch alone computes, made when it is asked for."""
+
+    def __missing__(self, case: Case) -> ParityResult:
+        self[case] = train_plain(case)
+        return self[case]

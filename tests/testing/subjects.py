@@ -1,0 +1,62 @@
+"""Models for `weft verify`, as users have them: named by package.module:function."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.5)) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Mixes(Net):
+    """Its second block sees the other samples of its batch, so no plan that cuts the batch can equal one process."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](x) * (1 + x.mean()))
+        return self.head(x)
+
+
+class Rounds(Net):
+    """Its gradients depend on the size of the batch, its outputs do not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = len(x)
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad * size)
+        return out
+
+
+def batch(step: int, size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(size, 6, generator=generator), "labels": torch.randint(3, (size,), generator=generator)}
+
+
+def net() -> tuple[nn.Module, object]:
+    return Net(), batch
+
+
+def mixes() -> tuple[nn.Module, object]:
+    return Mixes(), batch
+
+
+def rounds() -> tuple[nn.Module, object]:
+    return Rounds(), batch
+
+
+def without_data() -> nn.Module:
+    return Net()
+
+
+def no_model() -> int:
+    return 3

@@ -1,0 +1,61 @@
+"""The choice of plans: complete where it says so, small, and the same everywhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.spec.plan import plan_fields
+from weft.spec.rules import LASTING
+from weft.testing.matrix import LAYOUT_FIELDS, covering, layout_of, legal, pairs, row_of, sample, values_tried
+
+
+def test_every_field_of_a_plan_has_values_that_are_tried():
+    """A new field: name its values in values_tried, and see whether it says how ranks divide the work."""
+    assert set(values_tried(2)) == set(plan_fields())
+    assert set(LAYOUT_FIELDS) < set(plan_fields())
+
+
+def test_a_plan_that_becomes_legal_is_listed_without_being_asked_for():
+    today, some_day = legal(4), legal(4, rules=LASTING)
+    assert set(today) < set(some_day)
+    assert not any(plan.world_size != 4 for plan in some_day)
+    assert {plan.tp for plan in some_day} == {1, 2, 4}
+    assert {plan.schedule for plan in some_day if plan.pp > 1} > {"1f1b", "zb_v"}
+
+
+rows = st.lists(st.fixed_dictionaries({name: st.integers(0, 3) for name in "abcd"}), min_size=1, max_size=60)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=rows, seed=st.integers(0, 9))
+def test_a_choice_covers_every_pair(rows, seed):
+    groups = [*pairs("abcd"), ("a", "b", "c")]
+    chosen = covering(rows, groups, seed)
+    assert chosen == covering(rows, groups, seed) == sorted(set(chosen))
+    for group in groups:
+        seen = {tuple(rows[index][column] for column in group) for index in chosen}
+        assert seen == {tuple(row[column] for column in group) for row in rows}
+
+
+def test_a_choice_is_small_and_has_every_layout():
+    plans = legal(4)
+    chosen = [plans[index] for index in covering([row_of(plan) for plan in plans])]
+    assert {layout_of(plan) for plan in chosen} == {layout_of(plan) for plan in plans}
+    assert len(chosen) < len(plans) / 4
+
+
+def test_a_sample_is_drawn_by_its_seed_and_keeps_the_order():
+    plans = legal(2)
+    assert sample(plans, 5, 1) == sample(plans, 5, 1) != sample(plans, 5, 2)
+    assert [plan for plan in plans if plan in sample(plans, 5, 1)] == sample(plans, 5, 1)
+    assert sample(plans, 10**6) == plans
+
+
+def test_listing_plans_needs_no_torch():
+    code = "import sys; from weft.testing import legal; legal(2); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,155 @@
+"""`weft verify`: right plans pass, a wrong one is found and named, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.cli.main import run
+from weft.cli.verify import describe
+from weft.errors import WeftError
+from weft.spec.model import decoder_spec
+from weft.spec.plan import Plan
+from weft.testing import verify
+from weft.testing.subject import Settings, find_subject, reduced
+from weft.testing.verify import Verifier
+
+HERE = "tests.testing.subjects"
+SMALL = Settings(num_steps=2, num_layers=2, dim=16, vocab_size=61, seq_len=8)
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 61, "hidden_size": 16,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24,
+    "max_position_embeddings": 64, "attention_dropout": 0.3,
+}  # fmt: skip
+
+
+@pytest.fixture
+def shared_ranks(ranks2, monkeypatch):
+    """Verify on the ranks that are there already."""
+
+    class There:
+        def __init__(self, num_ranks, timeout_s):
+            assert num_ranks == 2
+
+        def __enter__(self):
+            return ranks2
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(verify, "RankPool", There)
+
+
+def verdict_of(source: str, plan: str, settings: Settings = SMALL):
+    with Verifier(find_subject(source, settings), 2) as verifier:
+        return verifier.verify(Plan.parse(plan))
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3 recompute=full"])
+def test_right_plans_of_every_kind_of_model_pass(plan, shared_ranks, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    toml = tmp_path / "run.toml"
+    toml.write_text("[model]\nname = 'tiny'\n[optimizer]\nname = 'sgd'\nlr = 0.1\n")
+    for source in ("tiny", str(tmp_path), str(toml), f"{HERE}:net"):
+        verdict = verdict_of(source, plan)
+        assert verdict.passed, (source, verdict)
+        assert verdict.max_rel_diff < 1e-10
+        assert verdict.loss == pytest.approx(verdict.reference_loss, rel=1e-10)
+        assert len(verdict.loss) == len(verdict.grad_norm) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_other_formats_pass_within_their_bounds(dtype, shared_ranks):
+    verdict = verdict_of("tiny", "dp_shard=2 zero=2", Settings(2, dtype, 8, 8, 0, 2, 16, 61))
+    assert verdict.passed, verdict
+    assert verdict.max_rel_diff > 0
+
+
+def test_a_plan_that_differs_is_named_with_the_module_where_it_parts(shared_ranks):
+    verdict = verdict_of(f"{HERE}:mixes", "dp_shard=2 zero=1")
+    assert not verdict.passed
+    assert verdict.max_rel_diff > 1e-3
+    assert verdict.parts.startswith("output of blocks.1.0 in step 1")
+    assert "DIFFERS" in describe(verdict)[-1]
+
+
+def test_gradients_that_part_are_told_from_outputs(shared_ranks):
+    verdict = verdict_of(f"{HERE}:rounds", "dp_shard=2 zero=3")
+    assert not verdict.passed
+    assert verdict.parts.startswith("gradient of head.bias in step 1")
+    assert "outputs agree" in verdict.parts
+
+
+def test_the_model_is_reduced_as_asked():
+    small = reduced(decoder_spec("llama3-8b"), Settings(num_layers=3, dim=64, vocab_size=100))
+    assert (small.num_layers, small.dim, small.vocab_size) == (3, 64, 100)
+    assert (small.num_heads, small.num_kv_heads, small.ffn_dim) == (32, 8, 224)
+
+
+@pytest.mark.parametrize(
+    "source, text",
+    [
+        ("tinny", "model=tinny: no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
+        (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or (model, batch_fn)."),
+        (f"{HERE}:without_data", "nothing says what its inputs are. Return (model, batch_fn)"),
+        (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
+        ("tests", "model=tests: the folder has no config.json. Name a Hugging Face model's folder."),
+    ],
+)
+def test_models_that_cannot_be_had(source, text):
+    with pytest.raises(WeftError) as caught:
+        find_subject(source, SMALL).build()
+    assert text in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "args, text",
+    [
+        (["--plan", "dp_shard=3 zero=1"], "train.global_batch=8: 3 data-parallel ranks"),
+        (["--plan", "dp_shrad=2"], "unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?"),
+        (["--plan", "zero=1"], "zero=1: ZeRO shards over dp_shard"),
+        (["--plan", "dp_shard=2 zero=1", "--dtype", "int8"], "dtype=int8: not one of float64"),
+        (["--plan", "dp_shard=2 zero=1", "--all", "2"], "all=2: every legal plan of 1 to 64 ranks is listed"),
+        (["--all", "0"], "all=0: every legal plan of 1 to 64 ranks"),
+        ([], "plan=: nothing says which plan. Give --plan"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(args, text, capsys):
+    assert run(["verify", "--model", "tiny", *args]) == 2
+    told = capsys.readouterr().err
+    assert text in told
+    assert "Traceback" not in told
+
+
+def test_exit_codes_and_json_of_one_plan(shared_ranks, capsys):
+    words = ["--plan", "dp_shard=2 zero=2", "--steps", "1", "--json"]
+    assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"] == "dp_shard=2 zero=2"
+    assert told["passed"] is True
+    assert told["max_rel_diff"] < 1e-10
+    assert len(told["loss"]) == len(told["reference_loss"]) == 1
+    assert run(["verify", "--model", f"{HERE}:mixes", *words]) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+def test_all_plans_with_one_start_of_the_ranks(shared_ranks, capsys):
+    words = ["--all", "2", "--sample", "4", "--steps", "1", "--json"]
+    assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verified"], told["num_passed"], told["passed"]) == (4, 4, True)
+    assert told["legal"] > 50
+    assert len({plan["plan"] for plan in told["plans"]}) == 4
+
+
+def test_the_command_itself_starts_its_ranks():
+    command = [sys.executable, "-m", "weft", "verify", "--model", f"{HERE}:net", "--plan", "dp_shard=2 zero=1"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"] is True
