@@ -24,13 +24,9 @@ from weft.data import ShardedLoader
 from weft.errors import PlanError
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.parallel import parallelize
-<<<<<<< HEAD
+from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
-=======
-from weft.spec.layout import Layout
-from weft.spec.plan import Plan
->>>>>>> c-pipe
 from weft.spec.rules import Facts, check
 from weft.train.step import ForwardFn, LossFn, TrainStep
 

@@ -100,11 +100,8 @@ RELATED = [
     (("eval", "every"), 0, ["eval", "train"]),
 ]
 BAD_PLANS = {
-<<<<<<< HEAD
-    "dp_shrad=4": "dp_shrad", "tp=0": "tp", "tp=two": "tp", "zero=4": "zero", "auto tp=0": "tp", "auto tp": "tp", "tp": "tp", "tp=2": "tp",
-=======
-    "dp_shrad=4": "dp_shrad", "tp=0": "tp", "tp=two": "tp", "zero=4": "zero", "auto": "plan", "tp": "tp", "sp=on": "sp",
->>>>>>> c-pipe
+    "dp_shrad=4": "dp_shrad", "tp=0": "tp", "tp=two": "tp", "zero=4": "zero", "auto tp=0": "tp", "auto tp": "tp",
+    "tp": "tp", "sp=on": "sp",
     "dp_replicate=* tp=*": "tp", "dp_shard=2 zero=0": "dp_shard",
     "zero=0 reshard=after_step": "reshard", "precision=bf61": "precision", "sp=maybe": "sp",
     "offload=disk": "offload", "recompute=most": "recompute", "dp_replicate=99999999999999": "dp_replicate",
