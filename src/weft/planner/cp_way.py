@@ -1,28 +1,25 @@
-"""The ways of context parallelism: their names in the planner's columns, and in plans as far as plans name them."""
+"""The ways of context parallelism: their names in the planner's columns, and in plans."""
 
 from __future__ import annotations
 
-import importlib
-
 from weft.errors import PlanError, Problem
 from weft.planner.columns import CP_MODES
+from weft.spec.context import choose_cp_mode
 from weft.spec.model import DecoderSpec
-from weft.spec.plan import Plan, plan_fields
+from weft.spec.plan import Plan
 
 #: The word of a plan for each of CP_MODES; "auto" in a plan is one of them by the shape.
 WORDS = {"ring": "ring", "all_gather": "gather", "ulysses": "ulysses"}
-#: Whether plans say the way; else it is told beside the plan.
-IN_PLAN = "cp_mode" in plan_fields()
 
 
 def plan_word(mode: str) -> str:
     """The word for one of CP_MODES in a plan."""
-    return WORDS[mode] if IN_PLAN else mode
+    return WORDS[mode]
 
 
 def with_way(plan: Plan, mode: str) -> Plan:
     """The plan with its way said, where a plan with context parallelism says it."""
-    return plan.replace(cp_mode=WORDS[mode]) if IN_PLAN and plan.cp > 1 else plan
+    return plan.replace(cp_mode=WORDS[mode]) if plan.cp > 1 else plan
 
 
 def read_way(word: str) -> str | None:
@@ -38,9 +35,7 @@ def read_way(word: str) -> str | None:
 
 def way_of(plan: Plan, model: DecoderSpec, seq_len: int) -> str:
     """The way that a plan takes with a model."""
-    if not IN_PLAN or plan.cp == 1:
+    if plan.cp == 1:
         return CP_MODES[0]
-    context = importlib.import_module("weft.spec.context")  # is there where plans have the word
-    mode = getattr(plan, "cp_mode")  # noqa: B009
-    word = context.choose_cp_mode(mode, plan.cp, model.num_heads, model.num_kv_heads, seq_len, plan.tp)
+    word = choose_cp_mode(plan.cp_mode, plan.cp, model.num_heads, model.num_kv_heads, seq_len, plan.tp)
     return read_way(word) or CP_MODES[0]

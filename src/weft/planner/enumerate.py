@@ -18,7 +18,7 @@ from weft.spec.plan import RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rule import Facts, Rule, common_divisors
 
 #: What a plan without context parallelism says of its way.
-_NO_WAY = getattr(Plan(), "cp_mode", CP_MODES[0])
+_NO_WAY = Plan().cp_mode
 #: Tokens of one pass on one rank beyond which no device gets faster.
 MOST_TOKENS = 2**18
 
