@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.mesh import Mesh, _members, build_mesh
+from weft.mesh import Mesh, _members, build_mesh, join_group
 from weft.spec.plan import AXES, Plan
 
 sizes = st.tuples(*[st.integers(1, 3)] * len(AXES))
@@ -126,3 +126,21 @@ def test_experts_have_groups_of_real_ranks(ranks4):
         [12, 5, 5, 5],
         [12, 10, 10, 10],
     ]
+
+
+def groups_of_some_then_of_all() -> list[int]:
+    """Two ranks make a group that the others know nothing of; then all make groups of two."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    if rank in (0, 3):
+        join_group((0, 3), "test")
+    others = (0, 2) if rank % 2 == 0 else (1, 3)
+    number = torch.tensor([rank])
+    dist.all_reduce(number, group=join_group(others, "test"))
+    return number.tolist()
+
+
+def test_groups_that_only_some_ranks_made_do_not_part_the_others(ranks4):
+    assert ranks4.run(groups_of_some_then_of_all) == [[2], [4], [2], [4]]

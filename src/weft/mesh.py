@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -145,8 +146,16 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc == description:
             return group
-    # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
-    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+    names = dist.distributed_c10d
+    by_count = names._hash_ranks_to_str
+    # torch names a group by its ranks and by how many groups this rank has made, which is not the same on all ranks
+    # where only members make a group: they would wait for each other under different names. The description is.
+    names._hash_ranks_to_str = lambda ranks: hashlib.sha1(description.encode(), usedforsecurity=False).hexdigest()
+    try:
+        # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
+        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+    finally:
+        names._hash_ranks_to_str = by_count
 
 
 def _strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:

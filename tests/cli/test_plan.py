@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from weft.cli.main import run
 from weft.cli.plan import NOTHING_FITS
 from weft.cli.world import count_ranks
+from weft.spec.cluster import device
 from weft.spec.config_file import load_config
 from weft.spec.plan import Plan
 
@@ -77,6 +79,15 @@ def test_a_config_is_kept_but_for_its_plan(capsys, tmp_path):
     config = load_config(path).config
     assert (config.seed, config.run.name, config.train.global_batch) == (7, "mine", 8)
     assert Plan.parse(config.plan).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_shipped_recipes_get_a_plan_that_the_rules_allow(capsys, tmp_path, recipe):
+    path = tmp_path / "plan.toml"
+    assert run(["plan", str(recipe), "4xa100", "--out", str(path)]) == 0
+    load_config(path).check(world_size=4, device=device("a100"))
 
 
 def test_a_hugging_face_model_that_weft_builds_is_written_field_by_field(capsys, tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.planner.columns import CP_MODES, PRECISIONS, Columns
+from weft.planner.cp_way import with_way
 from weft.planner.enumerate import Tally, enumerate_space
 from weft.planner.question import Question
 from weft.planner.space import Space
@@ -65,20 +66,23 @@ def plans_of_the_space(draw) -> tuple[int, Plan]:
     whole = ((0, "after_forward"), *(space.shardings if sizes["cp"] > 1 else ()))
     shardings = space.shardings if sizes["dp_shard"] > 1 else whole
     zero, reshard = draw(st.sampled_from(shardings))
-    return world, Plan(
-        **sizes,
-        dp_replicate=rest,
-        zero=zero,
-        reshard=reshard,
-        sp=draw(st.booleans()) and sizes["tp"] > 1,
-        schedule=schedule,
-        virtual_stages=stages,
-        microbatches=passes if sizes["pp"] > 1 else 1,
-        accumulation=1 if sizes["pp"] > 1 else passes,
-        precision=draw(st.sampled_from(space.precisions)),
-        recompute=draw(st.sampled_from(space.recomputes)),
-        offload=draw(st.sampled_from(space.offloads)),
-        compile=draw(st.booleans()),
+    return world, with_way(
+        Plan(
+            **sizes,
+            dp_replicate=rest,
+            zero=zero,
+            reshard=reshard,
+            sp=draw(st.booleans()) and sizes["tp"] > 1,
+            schedule=schedule,
+            virtual_stages=stages,
+            microbatches=passes if sizes["pp"] > 1 else 1,
+            accumulation=1 if sizes["pp"] > 1 else passes,
+            precision=draw(st.sampled_from(space.precisions)),
+            recompute=draw(st.sampled_from(space.recomputes)),
+            offload=draw(st.sampled_from(space.offloads)),
+            compile=draw(st.booleans()),
+        ),
+        "ring",
     )
 
 

@@ -72,9 +72,10 @@ def test_only_what_is_built_unless_all_is_asked_for():
     assert all(not check(one.plan, built.question.facts, RULES) and one.built for one in built)
 
 
-@pytest.mark.parametrize("fixed", ["precision=fp32", "zero=1 dp_shard=2", "recompute=full offload=optimizer"])
-def test_decided_fields_stay(fixed):
-    found = search("small", "4xa100", fixed=fixed, **SMALL)
+@pytest.mark.parametrize("fixed", ["precision=fp32", "zero=2", "zero=1 dp_shard=2", "recompute=full offload=optimizer"])
+@pytest.mark.parametrize("built_only", [True, False])
+def test_decided_fields_stay(fixed, built_only):
+    found = search("small", "4xa100", fixed=fixed, built_only=built_only, **SMALL)
     wanted = Plan.parse(fixed)
     names = [word.partition("=")[0] for word in fixed.split()]
     assert found.best is not None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.planner.columns import CP_MODES, Columns
+from weft.planner.cp_way import with_way
 from weft.planner.enumerate import Refused
 from weft.planner.estimate import Estimates
 from weft.planner.figures import Cost, model_flops_utilisation, step_cost
@@ -153,7 +154,7 @@ def candidates(
     return [
         Candidate(
             question=question,
-            plan=columns.plan(row) if plans is None else plans[row],
+            plan=with_way(columns.plan(row), CP_MODES[columns.cp_mode[row]]) if plans is None else plans[row],
             cp_mode=CP_MODES[columns.cp_mode[row]],
             microbatch=int(columns.microbatch[row]),
             terms={name: float(values[row]) for name, values in found.terms.items()},

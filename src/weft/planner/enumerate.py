@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
+from weft.planner.cp_way import plan_word, read_way
 from weft.planner.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
 from weft.planner.space import Space
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rule import Facts, Rule, common_divisors
 
+#: What a plan without context parallelism says of its way.
+_NO_WAY = Plan().cp_mode
 #: Tokens of one pass on one rank beyond which no device gets faster.
 MOST_TOKENS = 2**18
 
@@ -234,7 +237,7 @@ def _flags(space: Space, sharded: bool, tensor: bool, context: bool) -> PartialP
         {
             "sharding": shardings,
             "sp": space.sequence_parallel if tensor or "sp" in space.fixed else (False,),
-            "cp_mode": space.cp_modes if context else space.cp_modes[:1],
+            "cp_mode": [plan_word(mode) for mode in space.cp_modes] if context else [_NO_WAY],
             "recompute": space.recomputes,
             "offload": space.offloads,
             "precision": space.precisions,
@@ -283,8 +286,10 @@ def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
     ):
         levels = Columns.of([Plan(**{word: level}) for level in flags.levels[word]], job)
         columns |= {name: getattr(levels, name)[flags.codes[word]] for name in names}
-    for name, known in (("precision", PRECISIONS), ("reshard", RESHARDS), ("cp_mode", CP_MODES)):
+    for name, known in (("precision", PRECISIONS), ("reshard", RESHARDS)):
         columns[name] = _codes(flags, name, known)
+    ways = [read_way(level) or CP_MODES[0] for level in flags.levels["cp_mode"]]
+    columns["cp_mode"] = np.array([CP_MODES.index(way) for way in ways], dtype=np.uint8)[flags.codes["cp_mode"]]
     for name, kind in (("zero", np.uint8), ("sp", np.bool_), ("compile", np.bool_)):
         columns[name] = flags.values(name, kind)
     return columns

@@ -11,6 +11,7 @@ import numpy as np
 from weft.errors import PlanError
 from weft.planner.answer import Candidate, candidates
 from weft.planner.columns import CP_MODES, Columns
+from weft.planner.cp_way import with_way
 from weft.planner.estimate import estimate
 from weft.planner.question import Question
 from weft.planner.space import Space
@@ -42,19 +43,23 @@ class Choice:
 def neighbours(one: Choice, question: Question, *, fine: bool = False) -> Iterator[Choice]:
     """Legal plans that are one change away, each once; decided fields stay as they are. fine: in small steps."""
     space = Space.whole(question.job, question.cluster, question.fixed)
-    seen = {one}
+    seen = {one, _settled(one.words)}
     for change in _changes(one.plan, space, question, fine):
         values = one.words | change
-        if any(values.get(name) != value for name, value in question.fixed.items()):
-            continue
         try:
             found = _settled(values)
         except PlanError:
             continue
-        if found not in seen:
+        if found not in seen and _keeps(found, question.fixed):
             seen.add(found)
             if not check(found.plan, question.facts, question.rules):
                 yield found
+
+
+def _keeps(one: Choice, fixed: Mapping[str, Any]) -> bool:
+    """Whether every decided field has its value; the way of context parallelism counts only where there is any."""
+    words = one.words
+    return all(words[name] == value or (name == "cp_mode" and one.plan.cp == 1) for name, value in fixed.items())
 
 
 def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
@@ -133,7 +138,8 @@ def _settled(values: Mapping[str, Any]) -> Choice:
         found["reshard"] = default.reshard
     if found["cp"] == 1:
         found["cp_mode"] = CP_MODES[0]
-    return Choice(Plan(**{name: found[name] for name in plan_fields()}), found["cp_mode"])
+    fields = {name: found[name] for name in plan_fields() if name != "cp_mode"}
+    return Choice(with_way(Plan(**fields), found["cp_mode"]), found["cp_mode"])
 
 
 def columns_of(choices: Sequence[Choice], question: Question) -> Columns:

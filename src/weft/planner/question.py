@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, PlanError, Problem
-from weft.planner.columns import CP_MODES, Job
+from weft.planner.columns import Job
+from weft.planner.cp_way import read_way
 from weft.planner.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
@@ -121,15 +122,12 @@ def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
 def read_fixed(text: str) -> dict[str, Any]:
     """Decided fields from a plan's text: only those that are named, with their values. Raises PlanError."""
     words, problems = split_plan(text)
-    cp_mode = words.pop("cp_mode", None)
+    way = read_way(str(words.pop("cp_mode", "auto")))
     if problems:
         raise PlanError(problems)
-    if cp_mode is not None and cp_mode not in CP_MODES:
-        rule = f"not one of {', '.join(CP_MODES)}. Use cp_mode={CP_MODES[0]}."
-        raise PlanError([Problem("cp_mode", f"cp_mode={cp_mode}: {rule}")])
     plan = Plan.from_mapping(words)
     fixed = {name: getattr(plan, name) for name in words}
-    return fixed | ({"cp_mode": cp_mode} if cp_mode else {})
+    return fixed | ({"cp_mode": way} if way else {})
 
 
 def _positive(name: str, value: int) -> int:

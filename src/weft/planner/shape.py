@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from weft.spec.model import DecoderSpec
 
@@ -62,6 +63,7 @@ class Shape:
             biases=gpt2,
             layer_norm=gpt2,
             learned_positions=spec.max_seq_len if gpt2 else 0,
+            **_experts_of(spec),
         )
 
     @property
@@ -112,3 +114,19 @@ class Shape:
         ends = self.hidden * (self.vocab * (1 if self.tied else 2) + self.learned_positions + (2 if self.biases else 1))
         mixture = self.moe_layers * (self.moe_shared_params + self.num_experts * self.expert_params)
         return ends + (self.layers - self.moe_layers) * self.dense_layer_params + mixture
+
+
+def _experts_of(spec: Any) -> dict[str, int]:
+    """What a decoder's shape says of mixtures of experts, where shapes have words for them."""
+    if not getattr(spec, "num_experts", 0):
+        return {}
+    width = spec.expert_ffn_dim or spec.ffn_dim
+    first, every = spec.first_moe_layer, spec.moe_every
+    mixtures = sum(layer >= first and (layer - first) % every == 0 for layer in range(spec.num_layers))
+    return {
+        "num_experts": spec.num_experts,
+        "top_k": spec.top_k,
+        "expert_ffn": width,
+        "shared_ffn": spec.num_shared_experts * width,
+        "dense_layers": spec.num_layers - mixtures,
+    }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.errors import PlanError, Problem
+from weft.errors import PlanError
 from weft.planner.answer import Answer, Candidate
-from weft.planner.columns import CP_MODES
+from weft.planner.cp_way import read_way, way_of, with_way
 from weft.planner.explain import TERMS, differences, fit_words
 from weft.planner.moves import Choice, changed_words, estimated, neighbours
 from weft.planner.question import Question
@@ -105,11 +105,11 @@ def read_choice(text: str, question: Question) -> Choice:
     words, problems = split_plan(text)
     if problems:
         raise PlanError(problems)
-    mode = str(words.pop("cp_mode", CP_MODES[0]))
-    if mode not in CP_MODES:
-        rule = f"not one of {', '.join(CP_MODES)}. Use cp_mode={CP_MODES[0]}."
-        raise PlanError([Problem("cp_mode", f"cp_mode={mode}: {rule}")])
-    return Choice(Plan.from_mapping(words, question.cluster.num_devices), mode)
+    way = read_way(str(words.pop("cp_mode", "auto")))
+    plan = Plan.from_mapping(words, question.cluster.num_devices)
+    if way is None:
+        return Choice(plan, way_of(plan, question.model.spec, question.job.seq_len))
+    return Choice(with_way(plan, way), way)
 
 
 def _against_rules(
