@@ -31,6 +31,7 @@ from weft.parallel.cut_modules import (
 from weft.parallel.head import fuse_head, make_head
 from weft.parallel.heads import Heads, localise
 from weft.parallel.layout_find import find_layout, find_lm_head, scales_logits
+from weft.parallel.pipeline.absent import StandIn
 from weft.parallel.placement import Placement
 from weft.parallel.sequence import Sequence, cut_sequence, plan_sequence
 from weft.spec.layout import Layout, Style
@@ -221,7 +222,8 @@ def _read_styles(layout: Layout, modules: dict[str, nn.Module], tp: int) -> dict
     """The style of each module that the layout names. LayoutError where the module cannot have it."""
     if unused := layout.unused(modules):
         raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
-    styles = {path: style for path in modules if (style := layout.style(path)) is not None}
+    here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # of this stage's modules
+    styles = {path: style for path in here if (style := layout.style(path)) is not None}
     for path, style in styles.items():
         module = modules[path]
         if style.name in ("colwise", "rowwise") and not is_linear(module):

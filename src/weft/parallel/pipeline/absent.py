@@ -39,7 +39,7 @@ class Left(BaseException):
         self.output = output
 
 
-class _StandIn(nn.Module):
+class StandIn(nn.Module):
     """Answers for another module: its attributes are that module's, its parameters are none."""
 
     def __init__(self, module: nn.Module, path: str, flow: Flow):
@@ -66,7 +66,7 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_for"][0], name)
 
 
-class Absent(_StandIn):
+class Absent(StandIn):
     """A module of an earlier stage gives what that stage sent, whatever it is asked. One of a later stage is an error.
 
     Only what the stage's first block takes counts, and that takes the received activation itself.
@@ -85,7 +85,7 @@ class Absent(_StandIn):
         return flow.incoming.detach()
 
 
-class Entry(_StandIn):
+class Entry(StandIn):
     """The first block of a stage: takes what was received in place of its first input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class Entry(_StandIn):
         return self.stands_for(**{**kwargs, _stream(self.path, kwargs): flow.incoming})
 
 
-class Exit(_StandIn):
+class Exit(StandIn):
     """The first block of the next stage: forward is left with what it would take."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
