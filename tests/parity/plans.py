@@ -72,14 +72,12 @@ def families() -> dict[str, Subject]:
     return {name: Subject(FamilyCase(name), shape_of(family), family.without) for name, family in FAMILIES.items()}
 
 
-#: Covered besides all pairs of fields: what data parallelism does, in threes, and each of its layouts with each model.
+#: Covered besides all pairs of fields: what data parallelism does, in threes.
 THREES = tuple(itertools.combinations(("zero", "recompute", "offload", "accumulation", "subject"), 3))
-GROUPS = (
-    *pairs((*plan_fields(), "subject")),
-    *THREES,
-    ("layout",),
-    ("dp_replicate", "dp_shard", "zero", "reshard", "subject"),
-)
+GROUPS = (*pairs((*plan_fields(), "subject")), *THREES)
+#: Of the families: all pairs of axes, and each family on each of them.
+FAMILY_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "pp", "schedule")
+FAMILY_GROUPS = (*pairs(FAMILY_AXES), *((axis, "subject") for axis in ("zero", "tp", "sp", "cp", "pp")))
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:
@@ -88,10 +86,16 @@ def full_matrix(num_ranks: int) -> list[Cell]:
     return [Cell(name, plan) for name, one in subjects().items() for plan in one.plans(num_ranks, **only)]
 
 
-def chosen_cells(cells: Sequence[Cell], seed: int = 0) -> list[Cell]:
+def chosen_cells(cells: Sequence[Cell], seed: int = 0, groups: Sequence[Sequence[str]] = GROUPS) -> list[Cell]:
     """The gate's share."""
     rows = [row_of(cell.plan, subject=cell.subject) for cell in cells]
-    return [cells[index] for index in covering(rows, GROUPS, seed)]
+    return [cells[index] for index in covering(rows, groups, seed)]
+
+
+def family_cells() -> list[Cell]:
+    """Every layout of 2 ranks that is legal for a family."""
+    only = {"accumulation": (1,), "microbatches": (1, 2), "recompute": ("none",), "offload": ((),)}
+    return [Cell(name, plan) for name, family in families().items() for plan in family.plans(2, **only)]
 
 
 def by_layout(cells: Sequence[Cell]) -> dict[str, list[Cell]]:

@@ -1,17 +1,23 @@
-"""Hugging Face's families, built from their configs, train as on one process under every legal layout of 2 ranks."""
+"""Hugging Face's families, built from their configs, train as on one process under the legal layouts of 2 ranks."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.parity.families import FAMILIES
-from tests.parity.plans import Cell, differing, families
+from tests.parity.plans import FAMILY_GROUPS, chosen_cells, differing, families, family_cells
+
+
+@pytest.fixture(scope="module")
+def cells(request):
+    """By family. The gate's share covers all pairs of axes; `--all-plans` runs every layout."""
+    every = family_cells()
+    return every if request.config.getoption("--all-plans") else chosen_cells(every, groups=FAMILY_GROUPS)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_equals_one_process(name, plain, ranks2):
-    known = families()
-    plans = known[name].plans(2, accumulation=(1,), microbatches=(1, 2), recompute=("none",), offload=((),))
-    assert {plan.zero for plan in plans} == {0, 1, 2, 3}
-    found = differing([Cell(name, plan) for plan in plans], known, plain, ranks2)
+def test_a_family_equals_one_process(name, cells, plain, ranks2):
+    mine = [cell for cell in cells if cell.subject == name]
+    assert {cell.plan.zero for cell in mine} == {0, 1, 2, 3}
+    found = differing(mine, families(), plain, ranks2)
     assert not found, "\n".join(found)
