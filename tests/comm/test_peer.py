@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.comm import Ledger, autograd
+from weft.comm import Ledger, all_reduce, autograd, start_all_reduce
 from weft.comm.meet import join
 from weft.comm.peer import all_to_all, shift, start_receive, start_send
 from weft.comm.segment import SLOT_BYTES
@@ -192,3 +193,36 @@ def test_gradients_travel_back_with_their_rows(ranks2):
     for (y, grad), one, x in zip(ranks2.run(exchanged, 2), expected, (a, b), strict=True):
         assert torch.equal(y, one.detach())
         assert torch.equal(grad, x.grad)
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operations that a dispatch mode sees, as selective recompute does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_seen(size: int, transport: str) -> list[int]:
+    axis = axis_of(size, transport)
+    found = []
+    for is_busy in (False, True):
+        big, small = torch.ones(1 << 21), torch.ones(4)
+        pending = start_all_reduce(big, axis) if is_busy else None
+        with Seen() as seen:
+            all_reduce(small, axis)
+        if pending is not None:
+            pending.wait()
+        found.append(seen.count)
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_wait_carries_on_is_not_seen_by_dispatch_modes(ranks4, transport):
+    """Else a recomputed forward would differ from the first by what happened to be under way."""
+    for alone, beside in ranks4.run(operations_seen, 4, transport):
+        assert alone == beside

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.combine import Combiner
-from weft.comm.link import Operation, failed
+from weft.comm.link import Operation, failed, unobserved
 from weft.comm.parts import Parts
 from weft.comm.routes import same_memory
 from weft.mesh import join_group
@@ -116,7 +116,8 @@ class ExchangeLink:
         _join(operation)
         stages = self._stages(operation)
         try:
-            self._works[operation] = next(stages, [])
+            with unobserved():
+                self._works[operation] = next(stages, [])
         except RuntimeError as error:
             raise failed(operation, error) from error
         self._queue.append((operation, stages))
@@ -138,7 +139,7 @@ class ExchangeLink:
         try:
             for work in self._works[operation]:
                 work.wait()
-            with torch.no_grad():
+            with torch.no_grad(), unobserved():
                 self._works[operation] = next(stages)
         except StopIteration:
             operation.finished = True

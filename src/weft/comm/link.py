@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.errors import CommError
 
@@ -103,6 +105,15 @@ class Patience:
             return None
         self._looked = now
         return waited
+
+
+def unobserved() -> AbstractContextManager[object]:
+    """No dispatch mode sees what is done inside.
+
+    What a wait carries on depends on time, so it differs between two runs of the same forward; selective recompute
+    counts operations by such a mode, and would take the second run for another computation.
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:

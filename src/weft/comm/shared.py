@@ -13,7 +13,7 @@ import threading
 import torch
 
 from weft.comm.combine import Combiner
-from weft.comm.link import Operation
+from weft.comm.link import Operation, unobserved
 from weft.comm.route_of import route
 from weft.comm.routes import Route, Span
 from weft.comm.segment import CONSUMED, FAILED, NUM_SLOTS, PUBLISHED, REDUCED, SIGNATURES, Segment
@@ -46,7 +46,8 @@ class SharedLink:
 
     def start(self, operation: Operation) -> None:
         self._refuse_if_broken(operation)
-        way = route(operation, self._segment.rank, self._segment.size, self._combine)
+        with unobserved():
+            way = route(operation, self._segment.rank, self._segment.size, self._combine)
         signature = sign(operation)
         with self._lock:
             spans = way.spans(self._segment.slot_bytes)
@@ -60,7 +61,7 @@ class SharedLink:
 
     def advance(self) -> bool:
         moved = False
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), unobserved():
             while self._publish() or self._reduce() or self._collect():
                 moved = True
         return moved
