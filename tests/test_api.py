@@ -15,8 +15,8 @@ def loss_fn(output, batch):
 
 
 def test_a_plan_that_is_not_built_is_refused_by_its_rule():
-    with pytest.raises(PlanError, match=r"tp=2: tensor parallelism is not built yet"):
-        weft.init("tp=2")
+    with pytest.raises(PlanError, match=r"activations on the host together with recompute=full is not built yet"):
+        weft.init("recompute=full offload=activations")
 
 
 def test_a_plan_for_more_ranks_than_were_started_is_refused():

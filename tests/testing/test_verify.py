@@ -142,7 +142,9 @@ def test_all_plans_with_one_start_of_the_ranks(shared_ranks, capsys):
     words = ["--all", "2", "--sample", "4", "--steps", "1", "--json"]
     assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["verified"], told["num_passed"], told["passed"]) == (4, 4, True)
+    assert (told["verified"], told["passed"]) == (4, True)
+    # Two linear layers have no blocks and heads: plans that need them are refused by the model, and said to be.
+    assert told["num_passed"] + told["num_refused"] == 4
     assert told["legal"] > 50
     assert len({plan["plan"] for plan in told["plans"]}) == 4
 

@@ -41,6 +41,7 @@ def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Se
         "schedule": SCHEDULES,
         "microbatches": sorted({*passes, num_ranks, 2 * num_ranks}),  # some schedules want two for each stage
         "virtual_stages": (1, 2),
+        "split": ((),),  # uneven ones depend on the model: tests/parity/test_pipeline.py
         "accumulation": passes,
         "precision": ("fp64",),
         "recompute": ("none", "full", "selective", "attention"),
