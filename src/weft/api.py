@@ -112,7 +112,8 @@ def init(
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
     plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it needs
-    the model (a size, a Hugging Face config folder, or a spec), tokens of a sequence and sequences of a step.
+    the model (a size, a Hugging Face config folder, package.module:function, or a spec), tokens of a sequence and
+    sequences of a step.
     device: "auto", "cpu" or "cuda".
     Raises PlanError when the plan breaks a rule or needs another number of ranks than were started.
     """
@@ -140,7 +141,8 @@ def _chosen(
     place: env.RankEnv | None,
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
-    from weft.planner.model_source import read_model
+    from weft.parallel.traced import trace
+    from weft.planner.model_source import CODE, read_model
     from weft.train.auto_plan import choose_plan, chosen_line, this_cluster
 
     if model is None or seq_len is None or global_batch is None:
@@ -148,7 +150,8 @@ def _chosen(
         raise PlanError(f"plan=auto: the planner must know model, seq_len and global_batch. Write e.g. {call}.")
     sizes = (place.world_size, place.local_world_size) if place else (1, 1)
     machines = this_cluster(*sizes, device)
-    best = choose_plan(read_model(model), machines, auto_fields(plan), seq_len=seq_len, global_batch=global_batch)
+    described = trace(model) if isinstance(model, str) and CODE.fullmatch(model) else model
+    best = choose_plan(read_model(described), machines, auto_fields(plan), seq_len=seq_len, global_batch=global_batch)
     if place is None or place.rank == 0:
         print(chosen_line(best), flush=True)
     return best.plan

@@ -16,12 +16,25 @@ from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
 from weft.spec.rule import alternatives, common_divisors, nearest
 from weft.spec.rules import LASTING, NOT_BUILT, RULES, Facts, check, check_plan
+from weft.spec.traced import Limit
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=6, num_heads=32, num_kv_heads=8, ffn_dim=768, max_seq_len=1024)
 FACTS = Facts(model=MODEL, world_size=8, global_batch=16, seq_len=1024)
 OPEN = Facts(open_axis="dp_replicate")
+#: What tracing may find of a model.
+PICTURES = Facts(limits={
+    "tp": Limit((1, 2, 4), "its layers can be shared evenly by 1, 2, 4 ranks"),
+    **{name: Limit((1,), "the model reads no sequence that could be cut") for name in ("cp", "ep", "pp")},
+    "sp": Limit((0,), "the model reads no sequence that could be cut"),
+})  # fmt: skip
 
 CASES = [
+    ("model-allows-tp", "tp=3", PICTURES,
+     "tp=3: its layers can be shared evenly by 1, 2, 4 ranks. Use tp=1, 2 or 4.", "tp=2"),
+    ("model-allows-sp", "tp=2 sp=on", PICTURES,
+     "sp=on: the model reads no sequence that could be cut. Use sp=off.", "tp=2"),
+    *((f"model-allows-{name}", f"{name}=2", PICTURES,
+       f"{name}=2: the model reads no sequence that could be cut. Use {name}=1.", "") for name in ("cp", "ep", "pp")),
     ("pp-recompute-budget-not-built", "pp=2 recompute=12GiB", Facts(),
      "recompute=12GiB: a budget for a pipeline, whose microbatches in flight share it, is not built yet. "
      "Use recompute=full, selective, attention or none.", "pp=2 recompute=selective"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.planner.question import Question
     from weft.planner.what_if import Scenario
     from weft.planner.why_not import WhyNot
+    from weft.spec.traced import TracedModel
 
 #: Exit code where no plan fits: as of a rank that runs out of memory.
 NOTHING_FITS = 4
@@ -54,6 +55,7 @@ def plan(
     waterfall: options.Waterfall = None,
     memory: options.Memory = None,
     out: options.Out = None,
+    save_model: options.SaveModel = None,
     json: options.Json = False,
     price: options.Price = None,
     tier: options.Tier = "tables",
@@ -71,7 +73,7 @@ def plan(
     from weft.planner.question import Question
 
     asked = Question.of(
-        model,
+        _described(model, save_model),
         cluster,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -92,6 +94,25 @@ def plan(
         print_findings(found, top=top, reasons=reasons, hour_price=price)
     if found.answer.best is None and not found.only_judges:
         raise typer.Exit(NOTHING_FITS)
+
+
+def _described(model: str, save: Path | None) -> str | TracedModel:
+    """The model's name, or what tracing finds where the name is that of code: that alone needs torch."""
+    from weft.cli.console import say
+    from weft.planner.model_source import CODE
+
+    if not CODE.fullmatch(model):
+        if save is not None:
+            rule = "only what is traced is saved, and this model is read from a config"
+            raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
+        return model
+    from weft.parallel.traced import trace
+
+    found = trace(model)
+    if save is not None:
+        found.save(save)
+        say(f"wrote {save}.")
+    return found
 
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:

@@ -11,7 +11,8 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A size (`weft models`), a Hugging Face config folder, or a config of Weft (.toml).",
+        help="A size (`weft models`), a Hugging Face config folder, a config of Weft (.toml), package.module:function, "
+        "or a file of --save-model.",
         show_default=False,
     ),
 ]
@@ -50,6 +51,10 @@ Memory = Annotated[
     Path | None, typer.Option("--memory", metavar="FILE.svg", help="Draw the best plan's memory, rank by rank.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE.toml", help="Write a config that `weft train` runs.")]
+SaveModel = Annotated[
+    Path | None,
+    typer.Option("--save-model", metavar="FILE.json", help="Write what tracing found; plan from it without torch."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Price = Annotated[
     float | None, typer.Option("--price", min=0.0, help="Dollars of one device for one hour.", show_default=False)

@@ -16,6 +16,16 @@ from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
 from weft.planner.kernels import bytes_s, core_s, flash_s, gemm_s
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
+from weft.planner.traced import (
+    Cut,
+    TracedShape,
+    attention_s,
+    end_s,
+    moved_bytes,
+    num_calls,
+    products_s,
+    tensor_traffic,
+)
 
 Array = NDArray[np.float64]
 
@@ -79,6 +89,8 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
     width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)  # 4-byte elements
     q = np.ceil(shape.heads / t) * shape.head_dim
     kv = np.ceil(shape.kv_heads / t) * shape.head_dim
+    if isinstance(shape, TracedShape):
+        return _traced(job, shape, columns, tables, fabric, (tokens, q, kv, rate, half, width))
     gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, q, kv, rate)
     attn_f, attn_b = _attention(job, columns, tables, q, half)
     memory_f, memory_b = _passes(job, columns, tokens, q, kv)
@@ -109,6 +121,66 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
         head_tp=head[2],
         embed=bytes_s(tables, tokens * shape.hidden * 16.0),
         embed_tp=np.where(t > 1, fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, columns.tp_stride), 0.0),
+    )
+
+
+def _traced(
+    job: Job, shape: TracedShape, columns: Columns, tables: Tables, fabric: Fabric, cut: tuple[Array, ...]
+) -> LayerCosts:
+    """The same for a model that was traced: its own products, attention and passes in the place of formulas."""
+    tokens, q, kv, rate, half, width = cut
+    own = own_cut(job, columns, rate=rate, half=half)
+    gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
+    pieces = np.where(columns.cp_mode == CP_MODES.index("ring"), columns.cp, 1)
+    attn_f, attn_b = attention_s(shape, None, own, tables, pieces, job.stack.attn_gain)
+    memory_f, memory_b = moved_bytes(shape, None, own)
+    calls = num_calls(shape, columns.compile) + np.where(own.t > 1, 4, 0)
+    sums = tensor_traffic(shape, own)
+    tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, gemm_f, dgrad + wgrad)
+    cp_f, cp_b = _cp(columns, tables, fabric, tokens, q, kv, attn_f, attn_b)
+    before, after = (end_s(shape, each, own, tables) for each in (shape.traced.before, shape.traced.after))
+    head = _head(job, columns, tables, fabric, tokens, half) if shape.vocab else (0.0, 0.0, 0.0)
+    none = np.zeros(len(columns))
+    return LayerCosts(
+        gemm_f=gemm_f * width,
+        gemm_b=(dgrad + wgrad) * width,
+        wgrad=wgrad * width,
+        attn_f=attn_f,
+        attn_b=attn_b,
+        memory_f=bytes_s(tables, memory_f) * width + calls * 0.5 * tables.launch_s,
+        memory_b=bytes_s(tables, memory_b) * width + calls * 0.7 * tables.launch_s,
+        tp_f=tp_f * sums,
+        tp_b=tp_b * sums,
+        cp_f=cp_f,
+        cp_b=cp_b,
+        ep_f=none,
+        ep_b=none,
+        host_f=calls * tables.host_op_s / job.stack.host_gain,
+        head_gemm=head[0] + after[0] * width,
+        head_memory=head[1] + after[1] * width,
+        head_tp=head[2] + none,
+        embed=(before[0] + before[1]) * width,
+        embed_tp=np.where(
+            (own.t > 1) & (shape.vocab > 0),
+            fabric.ring_s("all_reduce", tokens * shape.hidden * 2, own.t, columns.tp_stride),
+            0.0,
+        ),
+    )
+
+
+def own_cut(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> Cut:
+    """A rank's share of a pass, as a traced model asks for it."""
+    t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
+    peak = np.ones_like(t)
+    return Cut(
+        batch=columns.microbatch.astype(np.float64),
+        seq=job.seq_len / c,
+        t=t,
+        c=c,
+        between=np.where(columns.sp, t, 1.0),
+        fused=columns.compile,
+        rate=peak if rate is None else rate,
+        half=peak if half is None else half,
     )
 
 

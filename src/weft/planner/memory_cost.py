@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import PRECISIONS, Columns, Job
-from weft.planner.layer_cost import padded_vocab
+from weft.planner.layer_cost import own_cut, padded_vocab
 from weft.planner.overlap import Shares
 from weft.planner.pipeline import Stages, in_flight
 from weft.planner.tables import Tables
+from weft.planner.traced import TracedShape, end_params, end_saved_bytes, layer_params, saved_bytes
 from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]
@@ -39,6 +40,8 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
         dense = dense + moe * shape.moe_shared_params
     split = e if job.stack.fold_experts else e * t
     experts = layers * moe * shape.num_experts * shape.expert_params / split
+    if isinstance(shape, TracedShape):
+        dense = layer_params(shape, t) * t
     table = padded_vocab(job, t) * shape.hidden
     alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has a copy of its own
     ends = np.zeros(len(columns))
@@ -46,7 +49,10 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
         ends = ends + table + shape.learned_positions * shape.hidden
     if head:
         ends = ends + table * (1.0 if not shape.tied else (alone if embedding is False else 0.0))
-    return Shares(dense=layers * dense / t, experts=experts, ends=ends / t)
+    ends = ends / t
+    if isinstance(shape, TracedShape):
+        ends = ends + embedding * end_params(shape.traced.before, t) + head * end_params(shape.traced.after, t)
+    return Shares(dense=layers * dense / t, experts=experts, ends=ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,9 @@ class LayerBytes:
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     """Saved activations of a mean layer, without and with the plan's recompute."""
     shape, stack = job.shape, job.stack
+    width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)
+    if isinstance(shape, TracedShape):
+        return _traced_bytes(job, shape, columns, width)
     t = columns.tp.astype(np.float64)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     h = float(shape.hidden)
@@ -78,10 +87,28 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)
     fp8 = columns.precision == PRECISIONS.index("fp8")
     copies = np.where(fp8, 0.0, 0.0)
     return LayerBytes(whole=tokens * (whole + copies) * width, kept=tokens * (kept + copies) * width)
+
+
+def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
+    cut = own_cut(job, columns)
+    left = [saved_bytes(shape, cut, name) for name in RECOMPUTES]
+    kept = np.choose(columns.recompute, left)
+    whole = left[RECOMPUTES.index("none")]
+    kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
+    return LayerBytes(whole=whole * width, kept=kept * width)
+
+
+def _end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
+    """Bytes that one pass keeps before and after the layers, where they are known."""
+    found = np.zeros(len(columns))
+    if isinstance(job.shape, TracedShape):
+        cut, traced = own_cut(job, columns), job.shape.traced
+        for there, layer in ((embedding, traced.before), (head, traced.after)):
+            found = found + (end_saved_bytes(layer, cut) if there else 0.0)
+    return found
 
 
 def _score_bytes(job: Job, t: Array) -> Array:
@@ -129,12 +156,13 @@ def _rank_bytes(
     held = in_flight(columns, rank)
     offloaded = 1 - columns.offload_activations
     saved = layers * held * layer.kept
+    ends = _end_bytes(job, columns, embedding, head) * held
     budget = np.where(
         columns.activation_budget < 1,
         columns.activation_budget * layers * held * layer.whole,
         columns.activation_budget,
     )
-    saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0)
+    saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     logits = _logits(job, columns, tokens) if head else np.zeros(len(columns))
     gathered, reduced = _buffers(job, columns, shares, layers)

@@ -18,6 +18,7 @@ from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, split_plan
 from weft.spec.rule import Facts, Rule
 from weft.spec.rules import LASTING, RULES
+from weft.spec.traced import TracedModel
 
 #: Probability of fitting into memory from which on a plan is listed.
 FITS = 0.9
@@ -47,7 +48,7 @@ class Question:
     @classmethod
     def of(
         cls,
-        model: str | ModelSpec | DecoderSpec | Shape | PlannedModel,
+        model: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel,
         cluster: str | ClusterSpec,
         *,
         seq_len: int | None = None,
@@ -62,8 +63,11 @@ class Question:
         planned = read_model(model)
         machines = read_cluster(cluster)
         assumed = [] if planned.config else [
-            name for name, value in (("seq_len", seq_len), ("global_batch", global_batch)) if value is None
+            name for name, value in (("seq_len", seq_len), ("global_batch", global_batch))
+            if value is None and (name == "global_batch" or planned.reads_sequence)
         ]  # fmt: skip
+        if seq_len is not None and not planned.reads_sequence:
+            raise _error("seq-len", f"seq-len={seq_len}: {planned.name} reads no sequence. Leave it out.")
         seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
         if global_batch is None:
             global_batch = default_batch(planned, seq_len, machines.num_devices)
@@ -94,6 +98,7 @@ class Question:
             global_batch=self.job.global_batch,
             seq_len=self.job.seq_len,
             device=self.cluster.device,
+            limits=self.model.limits,
         )
 
     @property

@@ -22,6 +22,7 @@ from weft.planner.space import Space
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.traced import TracedModel
 from weft.units import format_bytes
 
 Floats = NDArray[np.float64]
@@ -37,7 +38,7 @@ _CLOCKED = 12
 
 
 def search(
-    model: str | ModelSpec | DecoderSpec | Shape,
+    model: str | ModelSpec | DecoderSpec | Shape | TracedModel,
     cluster: str | ClusterSpec,
     *,
     seq_len: int | None = None,
@@ -49,7 +50,8 @@ def search(
     """The best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
 
     model: a size, a path to a Hugging Face config folder or to a config of Weft, or a spec. cluster: "2x8xh100", a
-    .toml file, or a ClusterSpec. seq_len: tokens of a sequence; global_batch: sequences of a step; by default the
+    .toml file, or a ClusterSpec; a model by its code is given as weft.trace(...). seq_len: tokens of a sequence;
+    global_batch: sequences of a step; by default the
     config's, else usual ones. fixed: decided fields as plan text, such as "tp=8 precision=bf16". built_only: only
     plans that the runtime runs today. options: as in `Question`.
     Raises ModelError, ConfigError or PlanError for what cannot be read.

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from weft.errors import PlanError, Problem
 from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
 from weft.spec.expert_rules import EXPERT_RULES
+from weft.spec.limit_rules import LIMIT_RULES
 from weft.spec.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
@@ -113,6 +114,7 @@ def _precision_choices(facts: Facts) -> list[str]:
 
 #: Combinations that cannot work, whatever is built.
 LASTING: tuple[Rule, ...] = (
+    *LIMIT_RULES,
     Rule(
         name="world-size",
         field="world_size",
