@@ -9,9 +9,9 @@ import numpy as np
 from weft.errors import PlanError, Problem
 from weft.planner.answer import Candidate
 from weft.planner.collective_cost import Fabric
+from weft.planner.columns import Columns
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import _rank_bytes, layer_bytes
-from weft.planner.moves import Choice, columns_of
 from weft.planner.partition import split_stages
 from weft.planner.pipeline_sim import Durations
 from weft.planner.stages import divide_layers
@@ -44,7 +44,7 @@ class Passes:
 def passes(one: Candidate) -> Passes:
     """What the estimate of a candidate takes for its parts, recompute and communication between ranks included."""
     question = one.question
-    columns = columns_of([Choice(one.plan, one.cp_mode)], question)
+    columns = Columns.of([one.plan], question.job)
     tables = question.tables
     costs = layer_costs(question.job, columns, tables, Fabric.of(tables, question.cluster.devices_per_node))
     layer = _layer(one, costs)
@@ -126,7 +126,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     question, plan = one.question, one.plan
     if plan.pp == 1:
         return [dict(one.memory)]
-    columns = columns_of([Choice(plan, one.cp_mode)], question)
+    columns = Columns.of([plan], question.job)
     layer = layer_bytes(question.job, columns)
     layers = stage_layers(one)
     found: list[dict[str, float]] = []
