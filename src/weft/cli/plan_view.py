@@ -43,11 +43,10 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
 
 def _heading(console: Console, answer: Answer) -> None:
     question = answer.question
-    job = question.job
     assumed = f" (assumed: {' '.join(question.assumed)})" if question.assumed else ""
     console.print(
-        f"[bold]{question.model.name}[/], {format_count(job.shape.num_params)} parameters, on "
-        f"[bold]{question.cluster}[/]: {job.global_batch} sequences of {job.seq_len} tokens a step{assumed}"
+        f"[bold]{question.model.name}[/], {format_count(question.job.shape.num_params)} parameters, on "
+        f"[bold]{question.cluster}[/]: {question.work}{assumed}"
     )
     kind = "plans that run today" if question.built_only else "plans, those that are not built yet too"
     console.print(
@@ -62,7 +61,8 @@ def _heading(console: Console, answer: Answer) -> None:
 def _ranking(answer: Answer, top: int, hour_price: float | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     table.add_column("#", justify="right")
-    for title in ("step", "tokens/s", "MFU", "memory", "$/B tokens"):
+    unit = answer.question.unit
+    for title in ("step", f"{unit}/s", "MFU", "memory", f"$/B {unit}"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     table.add_column("plan (the best of each layout)", overflow="fold")
@@ -117,7 +117,8 @@ def _nothing(console: Console, answer: Answer) -> None:
 def _scenarios(answer: Answer, scenarios: tuple[Scenario, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("what if", no_wrap=True)
-    for title in ("step", "tokens/s", "speed", "MFU", "memory", "$/B tokens"):
+    unit = answer.question.unit
+    for title in ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("best plan", overflow="fold")
     base = answer.best

@@ -38,5 +38,5 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
     model, *rest = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module):
         rule = f"it returned {type(model).__name__}, not an nn.Module"
-        raise ModelError(f"model={source}: {rule}. Return a model, or it and an example or a batch_fn.")
+        raise ModelError(f"model={source}: {rule}. Return a model, or (model, batch_fn).")
     return model, tuple(rest)

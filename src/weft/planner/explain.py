@@ -40,16 +40,16 @@ def explain(one: Candidate, hour_price: float | None = None) -> str:
 def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     """Plan, step time, throughput, utilisation, price, energy."""
     job, cluster = one.question.job, one.question.cluster
-    tokens = job.global_batch * job.seq_len
+    tokens, unit = job.global_batch * job.seq_len, one.question.unit
     cost = one.cost(hour_price)
-    money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion tokens"]
-    energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion tokens"]
+    money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion {unit}"]
+    energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion {unit}"]
     waiting = [] if one.built else ["note    the runtime does not run this plan yet (see the rules)"]
     return [
         f"plan    {one.plan}",
         f"job     {one.question.model.name}, {format_count(job.shape.num_params)} parameters, on {cluster}; "
-        f"{job.global_batch} sequences of {job.seq_len} tokens a step, {one.microbatch} in a pass",
-        f"speed   {format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} tokens/s "
+        f"{one.question.work}, {one.microbatch} in a pass",
+        f"speed   {format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} {unit}/s "
         f"({format_count(one.tokens_per_s / cluster.num_devices)} per device)",
         f"MFU     {one.mfu:.1%} with attention counted whole, {one.causal_mfu:.1%} as the causal mask leaves it; "
         "recompute not counted",

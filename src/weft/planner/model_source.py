@@ -169,6 +169,8 @@ def _numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
         found[field] = value
     missing = [keys[0] for field, keys in _NAMES.items() if field in ("vocab", "hidden", "layers", "heads")
                and not found.get(field)]  # fmt: skip
+    if found.get("num_experts", 0) > 1 and not found.get("top_k"):
+        missing.append("num_experts_per_tok")
     if missing:
         raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Give a whole config.json.")
     if found["hidden"] % found["heads"] and "head_dim" not in found:

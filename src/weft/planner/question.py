@@ -101,6 +101,18 @@ class Question:
         )
 
     @property
+    def unit(self) -> str:
+        """What throughput counts: "tokens", or "samples" of a model that reads no sequence."""
+        return "tokens" if self.model.reads_sequence else "samples"
+
+    @property
+    def work(self) -> str:
+        """What a step reads, in words."""
+        if not self.model.reads_sequence:
+            return f"{self.job.global_batch} samples a step"
+        return f"{self.job.global_batch} sequences of {self.job.seq_len} tokens a step"
+
+    @property
     def limit(self) -> int:
         """Plans that are looked at."""
         return self.most_plans or (160_000 if self.cluster.num_devices <= 64 else 1_000_000)

@@ -13,8 +13,6 @@ the losses and their number.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from torch.nn import functional as F
 from weft import env
 from weft.errors import ConfigError, MissingExtra, ModelError
 from weft.models import build_decoder
+from weft.models.code import call_function
 from weft.optim import build_optimizer
 from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
@@ -74,13 +73,8 @@ class Subject:
         if self.kind == "hf":
             config = _hf_config(Path(self.source), self.settings)
             return BuiltCase(self, _hf_model(config).to(dtype), vocab_size=getattr(config, "vocab_size", None))
-        made = _call(self.source)
-        model, batch_fn, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
-        if not isinstance(model, nn.Module):
-            raise ModelError(
-                f"model={self.source}: it returned {type(model).__name__}, not an nn.Module. "
-                f"Return a model, or (model, batch_fn)."
-            )
+        model, rest = call_function(self.source)
+        batch_fn, loss_fn = (*rest, None, None)[:2]
         config = getattr(model, "config", None)
         vocab_size = getattr(config, "vocab_size", None) or getattr(getattr(model, "spec", None), "vocab_size", None)
         if batch_fn is None and vocab_size is None and not _image_size(model):
@@ -195,20 +189,6 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
     if problems := shape_problems(found):
         raise ConfigError(problems)
     return found
-
-
-def _call(source: str) -> Any:
-    module_name, _, name = source.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(
-            f"model={source}: it cannot be imported ({error}). "
-            f"Write package.module:function, importable from this folder."
-        ) from None
-    return function()
 
 
 def _hf_config(path: Path, settings: Settings) -> Any:
