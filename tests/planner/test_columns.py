@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.mesh import _strides
 from weft.planner.columns import CP_MODES, Columns, Job, settled
 from weft.planner.shape import Shape
 from weft.spec.model import ModelSpec, decoder_spec, model_names
-from weft.spec.plan import PRECISIONS, RESHARDS, SCHEDULES, Plan
+from weft.spec.plan import AXES, PRECISIONS, RESHARDS, SCHEDULES, Plan
 
 JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=8192, global_batch=64)
 
@@ -107,3 +108,18 @@ def test_parameters_of_mixtures():
         vocab=151_936, hidden=4096, layers=94, heads=64, kv_heads=4, num_experts=128, top_k=8, expert_ffn=1536
     )
     assert qwen.num_params == pytest.approx(235.1e9, rel=1e-3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.tuples(*[st.integers(1, 3)] * len(AXES)), st.permutations(AXES))
+def test_strides_are_those_of_the_mesh(sizes, order):
+    named = dict(zip(AXES, sizes, strict=True))
+    plan = Plan(**named, order=tuple(name for name in order if named[name] > 1))
+    columns = Columns.of([Plan(), plan, plan.replace(order=())], JOB)
+    places = _strides(plan, ())
+    for name in AXES:
+        if named[name] > 1:
+            assert columns.stride(name)[1] == places[name][0]
+            assert columns.stride(name)[2] == _strides(plan.replace(order=()), ())[name][0]
+    usual = [name for name in AXES if named[name] > 1]
+    assert columns.plan(1).order == (() if list(plan.order) == usual else plan.order)

@@ -56,6 +56,14 @@ CASES = [
     ("microbatches-fill-dualpipe", "pp=4 schedule=dualpipe_v virtual_stages=2 microbatches=6", Facts(),
      "microbatches=6: schedule=dualpipe_v needs at least 8 with pp=4. "
      "Use microbatches=8 or more, or schedule=zb_v.", "pp=4 schedule=dualpipe_v virtual_stages=2 microbatches=8"),
+    ("order-names-axes", "tp=2 dp_shard=4 zero=1 order=tp+pp", Facts(),
+     "order=tp+pp: the axes in use are dp_shard, tp. Name each of them once, outermost first, or leave order out.",
+     "tp=2 dp_shard=4 zero=1"),
+    ("order-is-another", "tp=2 dp_shard=4 zero=1 order=dp_shard+tp", Facts(),
+     "order=dp_shard+tp: these axes stand in this order anyway. Leave order out.", "tp=2 dp_shard=4 zero=1"),
+    ("order-without-ep", "tp=2 dp_shard=4 zero=1 ep=2 order=tp+dp_shard", Facts(),
+     "order=tp+dp_shard: ep=2 is a view over dp_shard, cp and tp in their usual order. "
+     "Leave order out, or use ep=1.", "tp=2 dp_shard=4 zero=1 ep=2"),
     ("split-needs-pp", "split=2+4", Facts(),
      "split=2+4: stages belong to a pipeline, and pp is 1. Leave split out, or use pp=2 or more.", ""),
     ("split-fits-model", "pp=2 split=2+5", FACTS,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +14,16 @@ from weft import units
 from weft.planner.shape import Shape
 from weft.planner.stack import Stack
 from weft.spec.context import choose_cp_mode
+from weft.spec.plan import AXES, RECOMPUTES, RESHARDS, SCHEDULES, Plan
 from weft.spec.plan import PRECISIONS as PLAN_PRECISIONS
-from weft.spec.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
 
 #: What a code in `Columns.precision` stands for; fp8 and fp4 (matmuls of layers alone) are no plans of the runtime yet.
 PRECISIONS = (*PLAN_PRECISIONS, "fp8", "fp4")
 #: What a code in `Columns.cp_mode` stands for: the ways of a plan's `cp_mode`, "auto" settled.
 CP_MODES = ("ring", "gather", "ulysses")
+
+#: What a code in `Columns.order` stands for: the axes from outermost to innermost, first the usual order.
+ORDERS = tuple(itertools.permutations(AXES))
 
 Ints = NDArray[np.int64]
 Codes = NDArray[np.uint8]
@@ -48,7 +53,7 @@ class Columns:
     CP_MODES. microbatch: sequences of one pass on one data-parallel rank. num_micro: passes of one step.
     recompute_share: part of the layers to which `recompute` applies, 0 to 1. activation_budget: bytes that saved
     activations may take on one rank (inf: no budget; below 1: share of what recompute=none keeps).
-    offload_*: share on the host, 0 to 1. tp_stride: ranks from one tp neighbour to the next.
+    offload_*: share on the host, 0 to 1. order: of the axes, position in ORDERS.
     """
 
     pp: Ints
@@ -73,7 +78,7 @@ class Columns:
     precision: Codes
     compile: NDArray[np.bool_]
     reshard: Codes
-    tp_stride: Ints
+    order: Codes
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -91,6 +96,28 @@ class Columns:
     def dp(self) -> Ints:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    def stride(self, axis: str) -> Ints:
+        """Ranks from one neighbour on an axis to the next: the product of the axes inside of it."""
+        usual = self._inside(ORDERS[0], axis, slice(None))
+        if not self.order.any():
+            return usual
+        found = usual.copy()
+        for code in np.unique(self.order).tolist():
+            rows = self.order == code
+            found[rows] = self._inside(ORDERS[code], axis, rows)
+        return found
+
+    @property
+    def tp_stride(self) -> Ints:
+        """Ranks from one tp neighbour to the next."""
+        return self.stride("tp")
+
+    def _inside(self, order: tuple[str, ...], axis: str, rows: Any) -> Ints:
+        found = np.ones_like(self.tp[rows])
+        for name in order[order.index(axis) + 1 :]:
+            found = found * getattr(self, name)[rows]
+        return found
 
     @classmethod
     def make(cls, num_rows: int, **values: object) -> Columns:
@@ -124,6 +151,7 @@ class Columns:
             zero=int(self.zero[row]),
             reshard=RESHARDS[self.reshard[row]],
             sp=bool(self.sp[row]),
+            order=_order_words(self, row),
             cp_mode=CP_MODES[self.cp_mode[row]] if self.cp[row] > 1 else Plan().cp_mode,
             schedule=SCHEDULES[self.schedule[row]],
             microbatches=passes if piped else 1,
@@ -150,7 +178,7 @@ _DEFAULTS: dict[str, tuple[float, type]] = {
     "precision": (PRECISIONS.index("bf16"), np.uint8),
     "compile": (0, np.bool_),
     "reshard": (0, np.uint8),
-    "tp_stride": (1, np.int64),
+    "order": (0, np.uint8),
 }
 
 
@@ -173,7 +201,7 @@ def _row(plan: Plan, job: Job) -> dict[str, object]:
         "precision": PRECISIONS.index(plan.precision),
         "compile": plan.compile,
         "reshard": RESHARDS.index(plan.reshard),
-        "tp_stride": 1,
+        "order": ORDERS.index(plan.axis_order),
     }
 
 
@@ -204,6 +232,14 @@ def _recompute_text(policy: str, budget: float) -> str:
     if np.isinf(budget):
         return policy
     return f"{budget * 100:.0f}%" if budget < 1 else f"{budget / 2**30:.2f}GiB"
+
+
+def _order_words(columns: Columns, row: int) -> tuple[str, ...]:
+    """The axes in use where they stand in another order than the usual one."""
+    usual, found = (
+        tuple(axis for axis in order if getattr(columns, axis)[row] > 1) for order in (AXES, ORDERS[columns.order[row]])
+    )
+    return () if found == usual else found
 
 
 def _offload_words(columns: Columns, row: int) -> tuple[str, ...]:

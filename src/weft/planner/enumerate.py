@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
+from weft.planner.columns import CP_MODES, ORDERS, PRECISIONS, Columns, Job
 from weft.planner.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
 from weft.planner.space import Space
 from weft.spec.cluster import ClusterSpec
@@ -241,6 +241,7 @@ def _flags(space: Space, sharded: bool, tensor: bool, context: bool) -> PartialP
             "offload": space.offloads,
             "precision": space.precisions,
             "compile": space.compiles,
+            "order": (space.fixed.get("order", ()),),
         }
     )
     chosen = table.codes["sharding"]
@@ -289,6 +290,8 @@ def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
         columns[name] = _codes(flags, name, known)
     ways = [0 if level == _NO_WAY else CP_MODES.index(level) for level in flags.levels["cp_mode"]]
     columns["cp_mode"] = np.array(ways, dtype=np.uint8)[flags.codes["cp_mode"]]
+    orders = [ORDERS.index(Plan(order=level).axis_order) for level in flags.levels["order"]]
+    columns["order"] = np.array(orders, dtype=np.uint8)[flags.codes["order"]]
     for name, kind in (("zero", np.uint8), ("sp", np.bool_), ("compile", np.bool_)):
         columns[name] = flags.values(name, kind)
     return columns

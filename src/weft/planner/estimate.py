@@ -193,8 +193,7 @@ def _pipeline_terms(
     terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, layers * costs.wgrad, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
-    ranks_inside = columns.tp * columns.cp * columns.dp_shard * columns.dp_replicate
-    each = fabric.send_s(tokens * job.shape.hidden * 2.0 / slices, ranks_inside)
+    each = fabric.send_s(tokens * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
     many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
     terms["pp_p2p"] = many * each
 

@@ -74,6 +74,9 @@ def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> L
         key = key * size + getattr(columns, name)
     code = columns.precision * 16 + columns.sp * 8 + columns.compile * 4 + columns.cp_mode.astype(np.int64)
     _, first, index = np.unique(key * 256 + code, return_index=True, return_inverse=True)
+    if columns.order.any():  # then neighbours of one size may lie near or far
+        apart = (index.reshape(-1) * (1 << 20) + columns.stride("tp")) * (1 << 20) + columns.stride("cp")
+        _, first, index = np.unique(apart, return_index=True, return_inverse=True)
     return _distinct(job, columns[first], tables, fabric).rows(index.reshape(-1))
 
 
@@ -334,7 +337,7 @@ def _cp(
     columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, q: Array, kv: Array, attn_f: Array, attn_b: Array
 ) -> tuple[Array, Array]:
     """Exposed seconds of context-parallel traffic: forward, backward."""
-    c, stride = columns.cp.astype(np.float64), columns.tp * columns.tp_stride
+    c, stride = columns.cp.astype(np.float64), columns.stride("cp")
     chunk = tokens * kv * 4.0  # keys and values of a rank's own part
     step_f = fabric.send_s(chunk, stride)
     step_b = fabric.send_s(2 * chunk, stride)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -63,8 +64,20 @@ def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterat
     if plan.pp > 1:
         for schedule, stages in space.schedules:
             yield {"schedule": schedule, "virtual_stages": stages}
+    for order in _orders(plan):
+        yield {"order": order}
     yield from _batches(plan, question)
     yield from _meshes(plan, question)
+
+
+def _orders(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Other orders of the axes in use: all of up to three, and of more those in which two neighbours change places."""
+    now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
+    if len(now) <= 3:
+        yield from itertools.permutations(now)
+        return
+    for place in range(len(now) - 1):
+        yield (*now[:place], now[place + 1], now[place], *now[place + 2 :])
 
 
 def _batches(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
@@ -123,6 +136,9 @@ def _fitted(values: Mapping[str, Any], job: Job) -> Plan:
         found["zero"] = max(1, found["zero"])
     if found["zero"] != 3:
         found["reshard"] = default.reshard
+    in_use = tuple(axis for axis in AXES if found[axis] > 1)
+    if found["order"] == in_use or set(found["order"]) != set(in_use) or found["ep"] > 1:
+        found["order"] = ()
     return settled(Plan(**found), job)
 
 

@@ -18,7 +18,8 @@ from weft import env, units
 from weft.errors import PlanError, Problem, did_you_mean
 from weft.spec.context import CP_MODES
 
-#: Mesh axes, outermost first. `ep` is a second view over dp_shard x cp x tp, so it is no factor of the world size.
+#: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
+#: is no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 RECOMPUTES = ("none", "full", "attention", "selective")
@@ -41,6 +42,8 @@ class Plan:
 
     pp, dp_replicate, dp_shard, cp, tp: sizes of the mesh axes; their product is the world size.
     ep: expert-parallel size, a second view over dp_shard x cp x tp.
+    order: the axes in use from outermost to innermost ("tp+dp_shard"); empty: the order in which they stand here.
+        Ranks that are neighbours on the innermost axis are neighbours on the machine.
     zero: ZeRO stage; what is sharded over dp_shard (0 nothing, 1 optimizer, 2 + gradients, 3 + parameters).
     reshard: when zero=3 lets gathered parameters go: "after_forward" (least memory), "after_backward" (gathered
         once in a pass), "after_step" (once in a step, in which gradients travel once too).
@@ -65,6 +68,7 @@ class Plan:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    order: tuple[str, ...] = ()
     zero: int = 0
     reshard: str = "after_forward"
     sp: bool = False
@@ -109,9 +113,14 @@ class Plan:
         shares = [part.partition(":")[2] or "1" for part in self.offload if part.partition(":")[0] == name]
         return float(shares[0]) if shares else 0.0
 
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """All mesh axes, outermost first; those that `order` leaves out have one rank and come first."""
+        return (*(axis for axis in AXES if axis not in self.order), *self.order)
+
     def axis_sizes(self) -> dict[str, int]:
         """Size of each mesh axis, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in self.axis_order}
 
     def replace(self, **changes: object) -> Plan:
         """A new plan with some fields changed."""
@@ -276,7 +285,9 @@ def _read(name: str, value: object) -> object:
         return tuple(part for part in value.split("+") if part != "none")
     if name == "split" and isinstance(value, str) and _COUNTS.fullmatch(value):
         return tuple(map(int, value.split("+")))
-    if name in ("offload", "split") and isinstance(value, list):
+    if name == "order" and isinstance(value, str):
+        return tuple(value.split("+"))
+    if name in ("offload", "order", "split") and isinstance(value, list):
         return tuple(cast(list[object], value))
     if name in ("schedule", "precision", "recompute", "reshard", "cp_mode"):
         return value
@@ -303,6 +314,8 @@ def _checked(name: str, value: object) -> object:
         return _offload(value)
     if name == "split":
         return _split(value)
+    if name == "order":
+        return _order(value)
     low, high = (0, 3) if name == "zero" else (1, _LARGEST)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         size = f"a whole number from 1 to {high} is needed. Use {name}=1 to leave it out."
@@ -347,6 +360,16 @@ def _split(value: object) -> tuple[int, ...]:
         return cast(tuple[int, ...], counts)
     rule = "the blocks of each stage are whole numbers from 1. Use e.g. split=3+4+4+3, or leave it out."
     raise _error("split", f"split={_shown(cast(object, value))}: {rule}")
+
+
+def _order(value: object) -> tuple[str, ...]:
+    names = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
+    for name in names:
+        _choice("order", name, AXES)
+    if len(set(names)) < len(names):
+        rule = "an axis stands in it once. Use e.g. order=tp+dp_shard, or leave it out."
+        raise _error("order", f"order={'+'.join(map(str, names))}: {rule}")
+    return cast(tuple[str, ...], names)
 
 
 def _offload_part(part: object) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from weft.errors import PlanError, Problem
 from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
 from weft.spec.expert_rules import EXPERT_RULES
 from weft.spec.limit_rules import LIMIT_RULES
+from weft.spec.order_rules import ORDER_RULES
 from weft.spec.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
@@ -279,6 +280,7 @@ LASTING: tuple[Rule, ...] = (
         remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
+    *ORDER_RULES,
     *PIPELINE_LASTING,
     *EXPERT_RULES,
     Rule(
