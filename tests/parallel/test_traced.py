@@ -174,10 +174,10 @@ def test_a_saved_description_is_planned_without_torch(tmp_path):
     code = (
         "import sys; from weft.planner.search import search; "
         f"best = search({str(path)!r}, '2xa100', global_batch=32).best; "
-        "assert 'torch' not in sys.modules; print(best.text)"
+        "assert 'torch' not in sys.modules; print(best.plan)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == search(found, "2xa100", global_batch=32)[0].text
+    assert ran.stdout.strip() == search(found, "2xa100", global_batch=32)[0].plan.format()
     table = json.loads(path.read_text()) | {"version": 99}
     path.write_text(json.dumps(table))
     with pytest.raises(ModelError, match="version=99"):

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import PRECISIONS, Columns, Job
+from weft.planner.context_cost import buffer_bytes
 from weft.planner.layer_cost import own_cut, padded_vocab
 from weft.planner.overlap import Shares
 from weft.planner.pipeline import Stages, in_flight
@@ -57,10 +58,14 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes that a mean layer keeps of one pass on a rank: all of it, and what recompute leaves."""
+    """Bytes of a mean layer and one pass on a rank.
+
+    whole: all that it saves. kept: what recompute leaves of it. beside: buffers while its backward runs.
+    """
 
     whole: Array
     kept: Array
+    beside: Array
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
@@ -87,9 +92,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    fp8 = columns.precision == PRECISIONS.index("fp8")
-    copies = np.where(fp8, 0.0, 0.0)
-    return LayerBytes(whole=tokens * (whole + copies) * width, kept=tokens * (kept + copies) * width)
+    beside = buffer_bytes(job, columns, tokens, q, kv)
+    return LayerBytes(whole=tokens * whole * width, kept=tokens * kept * width, beside=beside)
 
 
 def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
@@ -98,7 +102,9 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     kept = np.choose(columns.recompute, left)
     whole = left[RECOMPUTES.index("none")]
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    return LayerBytes(whole=whole * width, kept=kept * width)
+    q, kv = (np.ceil(each / cut.t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
+    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv)
+    return LayerBytes(whole=whole * width, kept=kept * width, beside=beside)
 
 
 def _end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
@@ -166,6 +172,7 @@ def _rank_bytes(
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     logits = _logits(job, columns, tokens) if head else np.zeros(len(columns))
     gathered, reduced = _buffers(job, columns, shares, layers)
+    reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
     loss, backward = saved + logits + gathered, saved + layer.whole + gathered + reduced

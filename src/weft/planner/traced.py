@@ -103,20 +103,19 @@ def products_s(shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: 
     return forward, dgrad, wgrad
 
 
-def attention_s(shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: Tables, pieces: Any, gain: float
-                ) -> tuple[Array, Array]:  # fmt: skip
-    """Seconds of fused attention: forward, backward. pieces: in how many calls the keys are taken."""
-    forward, backward = np.zeros_like(cut.batch), np.zeros_like(cut.batch)
+def attention_s(
+    shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: Tables, gain: float
+) -> tuple[Array, Array]:
+    """Seconds of fused attention over whole sequences: forward, backward. gain: speed over the table's."""
+    found = [np.zeros_like(cut.batch), np.zeros_like(cut.batch)]
     for one, share in _weighted(shape, layer):
         for each in one.attentions:
             flops = each.flops(cut.batch, cut.seq, cut.t, cut.c)
-            keys = each.keys.at(cut.batch, cut.seq * cut.c) / pieces
-            part = share / gain
-            forward = forward + part * flash_s(tables, flops, keys, each.head_dim, False, cut.half)
-            backward = backward + part * flash_s(
-                tables, _ATTENTION_BACKWARD * flops, keys, each.head_dim, True, cut.half
-            )
-    return forward, backward
+            keys = each.keys.at(cut.batch, cut.seq * cut.c)
+            for place, times in enumerate((1.0, _ATTENTION_BACKWARD)):
+                seconds = flash_s(tables, times * flops, keys, each.head_dim, bool(place), cut.half, masked=each.causal)
+                found[place] = found[place] + share / gain * seconds
+    return found[0], found[1]
 
 
 def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: Cut) -> tuple[Array, Array]:
@@ -148,7 +147,7 @@ def tensor_traffic(shape: TracedShape, cut: Cut) -> Array:
 def end_s(shape: TracedShape, layer: TracedLayer, cut: Cut, tables: Tables) -> tuple[Array, Array]:
     """Seconds of forward and backward of what runs before or after the layers: products, and passes over memory."""
     products = sum(products_s(shape, layer, cut, tables))
-    scores = sum(attention_s(shape, layer, cut, tables, 1.0, 1.0))
+    scores = sum(attention_s(shape, layer, cut, tables, 1.0))
     moved = sum(bytes_s(tables, each) for each in moved_bytes(shape, layer, cut))
     return products + scores, moved
 
