@@ -37,7 +37,8 @@ CASES = [
        f"{name}=2: the model reads no sequence that could be cut. Use {name}=1.", "") for name in ("cp", "ep", "pp")),
     ("pp-recompute-budget-not-built", "pp=2 recompute=12GiB", Facts(),
      "recompute=12GiB: a budget for a pipeline, whose microbatches in flight share it, is not built yet. "
-     "Use recompute=full, selective, attention or none.", "pp=2 recompute=selective"),
+     "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank.",
+     "pp=2 recompute=selective"),
     ("pp-offload-activations-not-built", "pp=2 offload=optimizer+activations:0.5", Facts(),
      "offload=optimizer+activations:0.5: activations on the host under a pipeline is not built yet. "
      "Leave activations out, or use recompute=full.", "pp=2 offload=optimizer"),

@@ -51,8 +51,9 @@ class Columns:
 
     schedule, recompute, precision, reshard, cp_mode: codes, positions in SCHEDULES, RECOMPUTES, PRECISIONS, RESHARDS,
     CP_MODES. microbatch: sequences of one pass on one data-parallel rank. num_micro: passes of one step.
-    recompute_share: part of the layers to which `recompute` applies, 0 to 1. activation_budget: bytes that saved
-    activations may take on one rank (inf: no budget; below 1: share of what recompute=none keeps).
+    recompute_blocks: so many of a rank's layers have the policy `recompute` (0: all). recompute_share: which part of
+    the layers that is, 0 to 1. activation_budget: bytes that saved activations may take on one rank (inf: no budget;
+    below 1: share of what recompute=none keeps).
     offload_*: share on the host, 0 to 1. order: of the axes, position in ORDERS.
     """
 
@@ -69,6 +70,7 @@ class Columns:
     microbatch: Ints
     num_micro: Ints
     recompute: Codes
+    recompute_blocks: Ints
     recompute_share: Floats
     activation_budget: Floats
     cp_mode: Codes
@@ -134,7 +136,17 @@ class Columns:
     def of(cls, plans: Iterable[Plan], job: Job) -> Columns:
         """The columns of plans. A plan's microbatch is what the job's global batch leaves: at least one sequence."""
         rows = [_row(plan, job) for plan in plans]
-        return cls.make(len(rows), **{name: [row[name] for row in rows] for name in _DEFAULTS} if rows else {})
+        found = cls.make(len(rows), **{name: [row[name] for row in rows] for name in _DEFAULTS} if rows else {})
+        return found.with_recompute_share(job.shape.layers)
+
+    def with_recompute_share(self, num_layers: int) -> Columns:
+        """The share of the layers that blocks by number are of the fullest rank's."""
+        if not self.recompute_blocks.any():
+            return self
+        chunks = np.where(self.pp > 1, self.pp * self.virtual_stages, 1)
+        fullest = self.virtual_stages * -(-num_layers // chunks)
+        share = np.where(self.recompute_blocks > 0, self.recompute_blocks / np.maximum(1, fullest), 1.0)
+        return replace(self, recompute_share=np.minimum(1.0, share))
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
@@ -158,7 +170,7 @@ class Columns:
             virtual_stages=int(self.virtual_stages[row]),
             accumulation=1 if piped else passes,
             precision=PRECISIONS[self.precision[row]],
-            recompute=_recompute_text(RECOMPUTES[self.recompute[row]], float(self.activation_budget[row])),
+            recompute=_recompute_text(self, row),
             offload=_offload_words(self, row),
             compile=bool(self.compile[row]),
         )
@@ -171,6 +183,7 @@ _DEFAULTS: dict[str, tuple[float, type]] = {
     "schedule": (SCHEDULES.index("1f1b"), np.uint8),
     **dict.fromkeys(("virtual_stages", "microbatch", "num_micro"), (1, np.int64)),
     "recompute": (RECOMPUTES.index("none"), np.uint8),
+    "recompute_blocks": (0, np.int64),
     "recompute_share": (1.0, np.float64),
     "activation_budget": (np.inf, np.float64),
     "cp_mode": (0, np.uint8),
@@ -192,6 +205,7 @@ def _row(plan: Plan, job: Job) -> dict[str, object]:
         "microbatch": max(1, job.global_batch // (plan.dp_size * passes)),
         "num_micro": passes,
         "recompute": RECOMPUTES.index(recompute),
+        "recompute_blocks": plan.recompute_blocks,
         "recompute_share": 1.0,
         "activation_budget": budget,
         "cp_mode": CP_MODES.index(settled_cp_mode(plan, job)) if plan.cp > 1 else 0,
@@ -219,8 +233,9 @@ def settled(plan: Plan, job: Job) -> Plan:
 
 def _recompute_parts(text: str) -> tuple[str, float]:
     """Policy and budget of a plan's recompute: "50%" -> ("none", 0.5), "12GiB" -> ("none", bytes)."""
-    if text in RECOMPUTES:
-        return text, np.inf
+    policy = text.partition(":")[0]
+    if policy in RECOMPUTES:
+        return policy, np.inf
     if text.endswith("%"):
         return "none", float(text[:-1]) / 100
     if text.startswith(("0.", ".")):
@@ -228,9 +243,11 @@ def _recompute_parts(text: str) -> tuple[str, float]:
     return "none", float(units.parse_bytes(text))
 
 
-def _recompute_text(policy: str, budget: float) -> str:
+def _recompute_text(columns: Columns, row: int) -> str:
+    policy, budget = RECOMPUTES[columns.recompute[row]], float(columns.activation_budget[row])
     if np.isinf(budget):
-        return policy
+        blocks = int(columns.recompute_blocks[row])
+        return f"{policy}:{blocks}" if blocks else policy
     return f"{budget * 100:.0f}%" if budget < 1 else f"{budget / 2**30:.2f}GiB"
 
 

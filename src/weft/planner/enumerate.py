@@ -101,7 +101,7 @@ class Block:
             if len(mesh):
                 values = {name: array[rows][mesh] for name, array in left.items()}
                 values |= {name: array[flag] for name, array in right.items()}
-                yield Columns.make(len(mesh), **values)
+                yield Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
 
     def _alive(self, rows: slice, tally: Tally) -> Mask:
         alive = np.ones((rows.stop - rows.start, len(self.flags)), dtype=bool)
@@ -282,7 +282,7 @@ def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
     columns: dict[str, NDArray[Any]] = {}
     for word, names in (
         ("offload", ("offload_optimizer", "offload_params", "offload_activations")),
-        ("recompute", ("recompute", "activation_budget")),
+        ("recompute", ("recompute", "recompute_blocks", "activation_budget")),
     ):
         levels = Columns.of([Plan(**{word: level}) for level in flags.levels[word]], job)
         columns |= {name: getattr(levels, name)[flags.codes[word]] for name in names}

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import Columns, Job
-from weft.planner.host_cost import Work, budget_s, offload_s
+from weft.planner.host_cost import Work, offload_s
 from weft.planner.kernels import bytes_s
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
 from weft.planner.overlap import Shares, Window, exposed_s
 from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
+from weft.planner.recompute_cost import budget_s
+from weft.planner.stack import Stack
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import RECOMPUTES
@@ -121,9 +123,8 @@ def _chunk(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
-    *idle, layer = _layer_terms(columns, costs)
-    again = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
-    layer["recompute"] = layer["recompute"] + budget_s(job, columns, again, costs.gemm_f / 2 + costs.memory_f)
+    *idle, layer = _layer_terms(columns, costs, job.stack)
+    layer["recompute"] = layer["recompute"] + budget_s(job, columns, costs)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
     lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
@@ -146,14 +147,14 @@ def _chunk(
     return terms, memory_bytes(job, columns, tables, stages)
 
 
-def _layer_terms(columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
+def _layer_terms(columns: Columns, costs: LayerCosts, stack: Stack) -> tuple[Array, Array, dict[str, Array]]:
     """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     again = {
         "full": forward + costs.tp_f + costs.cp_f + costs.ep_f,
         "attention": costs.attn_f,
-        "selective": costs.gemm_f / 2 + costs.memory_f,
+        "selective": costs.memory_f + (costs.gemm_f / 2 if stack.half_selective else 0.0),
     }
     repeated = np.zeros(len(columns))
     for name, seconds in again.items():

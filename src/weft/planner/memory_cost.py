@@ -88,7 +88,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     scores = _score_bytes(job, t)
     ffn, ffn_up = _ffn_bytes(job, columns, t)
     whole = outside + core + product + scores + ffn
-    selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + ffn_up
+    # The layer's input, and what products and attention make, or half of the products.
+    selective = 4.0 * h / between + core * (0.5 if stack.half_selective else 1.0) + product + ffn_up
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
@@ -126,13 +127,14 @@ def _score_bytes(job: Job, t: Array) -> Array:
 
 
 def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array]:
-    """Bytes per token of the feed-forward part of a mean layer: all, and the half that selective recompute keeps."""
+    """Bytes per token of the feed-forward part of a mean layer: all, and what selective recompute keeps."""
     shape = job.shape
     moe = shape.moe_layers / shape.layers
     width = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     routed = moe * shape.top_k * 4.0 * shape.hidden / t
-    return per * width + routed, 2.0 * width + routed
+    ups = 2.0 if shape.gated and not job.stack.half_selective else 1.0
+    return per * width + routed, 2.0 * ups * width + routed
 
 
 def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:

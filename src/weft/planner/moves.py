@@ -53,7 +53,7 @@ def _keeps(plan: Plan, fixed: Mapping[str, Any]) -> bool:
 def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
     for zero, reshard in (*space.shardings, (0, "after_forward")):
         yield {"zero": zero, "reshard": reshard}
-    for recompute in (*space.recomputes, *(FINE_BUDGETS if fine else BUDGETS)):
+    for recompute in (*space.recomputes, *_mixtures(plan, question, fine)):
         yield {"recompute": recompute}
     for offload in (*space.offloads, *((share,) for share in (FINE_SHARES if fine else SHARES))):
         yield {"offload": offload}
@@ -68,6 +68,22 @@ def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterat
         yield {"order": order}
     yield from _batches(plan, question)
     yield from _meshes(plan, question)
+
+
+def _mixtures(plan: Plan, question: Question, fine: bool) -> Iterator[str]:
+    """Recompute of some layers: by a budget, and of a pipeline's ranks by a number of blocks."""
+    if plan.pp == 1:
+        yield from FINE_BUDGETS if fine else BUDGETS
+        if fine and plan.recompute.endswith("%"):
+            percent = int(plan.recompute[:-1])
+            yield from (f"{each}%" for each in range(max(1, percent - 4), min(99, percent + 4) + 1))
+        return
+    most = -(-question.job.shape.layers // plan.pp)
+    counts = {round(most * eighth / 8) for eighth in (range(1, 8) if fine else (4,))}
+    if fine and plan.recompute_blocks:
+        counts |= {plan.recompute_blocks + step for step in (-2, -1, 1, 2)}
+    for count in sorted(counts & set(range(1, most))):
+        yield from (f"{policy}:{count}" for policy in ("full", "selective"))
 
 
 def _orders(plan: Plan) -> Iterator[tuple[str, ...]]:

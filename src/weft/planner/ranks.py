@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -127,13 +127,15 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     if plan.pp == 1:
         return [dict(one.memory)]
     columns = Columns.of([plan], question.job)
-    layer = layer_bytes(question.job, columns)
     layers = stage_layers(one)
     found: list[dict[str, float]] = []
     for rank in range(plan.pp):
         own = stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)
         held = np.array([float(sum(layers[stage] for stage in own))])
         place = (held, rank, 0 in own, len(layers) - 1 in own)
+        if plan.recompute_blocks:
+            columns = replace(columns, recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
+        layer = layer_bytes(question.job, columns)
         classes = _rank_bytes(question.job, columns, question.tables, layer, place)
         found.append({name: _first(value) for name, value in classes.items()})
     return found

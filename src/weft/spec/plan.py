@@ -30,6 +30,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", 
 
 _LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_SOME_BLOCKS = re.compile(rf"({'|'.join(RECOMPUTES[1:])}):[1-9][0-9]{{0,5}}", re.ASCII)
 _FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
 _COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
 _SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
@@ -55,7 +56,8 @@ class Plan:
     split: how many of the model's blocks each stage takes, in order ("3+4+4+3"); empty: stages of equal work.
     accumulation: forward-backward passes per optimizer step when there is no pipeline.
     precision: of forward and backward; master weights and optimizer states stay fp32 (fp64 under "fp64").
-    recompute: "none", "full", "attention", "selective", or a budget for saved activations ("12GiB", "50%").
+    recompute: "none", "full", "attention", "selective", each also for the first blocks of a rank alone ("full:8"), or
+        a budget for saved activations ("12GiB", "50%").
     offload: what lives on the host: any of optimizer, params, activations, each whole or with a share of it
         ("optimizer:0.5"); `offload_share` reads it.
     compile: run blocks through torch.compile.
@@ -107,6 +109,17 @@ class Plan:
     def microbatches_per_step(self) -> int:
         """Forward passes per optimizer step on one data-parallel rank."""
         return self.microbatches if self.pp > 1 else self.accumulation
+
+    @property
+    def recompute_policy(self) -> str:
+        """One of RECOMPUTES, or "budget"."""
+        name = self.recompute.partition(":")[0]
+        return name if name in RECOMPUTES else "budget"
+
+    @property
+    def recompute_blocks(self) -> int:
+        """How many of a rank's blocks, from the first, have the policy; 0: all."""
+        return int(self.recompute.partition(":")[2] or 0)
 
     def offload_share(self, name: str) -> float:
         """Which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
@@ -389,7 +402,7 @@ def _offload_part(part: object) -> tuple[str, str]:
 
 def _recompute(value: object) -> str:
     if isinstance(value, str):
-        if value in RECOMPUTES or _FRACTION.fullmatch(value):
+        if value in RECOMPUTES or _SOME_BLOCKS.fullmatch(value) or _FRACTION.fullmatch(value):
             return value
         try:
             if not value.isdigit() and units.parse_bytes(value) > 0:
@@ -399,5 +412,5 @@ def _recompute(value: object) -> str:
     raise _error(
         "recompute",
         f"recompute={_shown(value)}: not one of {', '.join(RECOMPUTES)}, nor a budget. "
-        f"Use one of them, or e.g. recompute=12GiB or recompute=50%.",
+        f"Use one of them, or e.g. recompute=full:8, recompute=12GiB or recompute=50%.",
     )

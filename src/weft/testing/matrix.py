@@ -45,7 +45,7 @@ def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Se
         "split": ((),),  # uneven ones depend on the model: tests/parity/test_pipeline.py
         "accumulation": passes,
         "precision": ("fp64",),
-        "recompute": ("none", "full", "selective", "attention"),
+        "recompute": ("none", "full", "selective", "attention", "full:1"),
         "offload": ((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
         "compile": (False,),
     }
