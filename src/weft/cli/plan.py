@@ -59,6 +59,8 @@ def plan(
     tier: options.Tier = "tables",
     refine: options.Refine = 0.0,
     score: options.Score = None,
+    profile: options.ProfileFile = None,
+    learn: options.Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
     if score is not None:
@@ -66,6 +68,12 @@ def plan(
 
         score_runs(score, json)
         return
+    if learn is not None:
+        from weft.cli.plan_learn import learn_from
+
+        learn_from(learn, profile)
+        if model is None and cluster is None:
+            return
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
     from weft.planner.question import Question
@@ -79,6 +87,7 @@ def plan(
         built_only=built_only,
         tier=tier,
         refine_s=refine,
+        profile=profile,
     )
     found = _find(asked, why_not, compare, what_if or [])
     _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)

@@ -1,0 +1,229 @@
+"""Predicted beside measured: steps and peak bytes of many plans on this machine, with a profile of `weft calibrate`.
+
+    python benchmarks/calibration.py measure --ranks 2 --out runs2.json      real steps, all plans in turn, repeated
+    python benchmarks/calibration.py measure --ranks 4 --out runs4.json
+    python benchmarks/calibration.py compare runs2.json runs4.json --profile here.json
+
+`measure` builds every plan once on the same ranks and gives each a step in turn, so that drifts of the machine's speed
+touch all alike; a plan's time is the median over its steps of the slowest rank. Peak bytes are those of live tensors:
+what the model and its optimizer hold, and the most that a step makes beside it. `compare` predicts the same plans and
+prints the errors, their median, and the rank correlations. Measure in a quiet window, close to `weft calibrate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from weft.comm import Ledger
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.monitor import Meter
+from weft.parallel import parallelize
+from weft.parallel.live import live_bytes
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan
+from weft.testing import RankPool
+from weft.testing.live import LiveBytes
+from weft.train import TrainStep
+from weft.train.loss import model_forward, token_cross_entropy
+
+MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=768, max_seq_len=1024)
+SEQ_LEN, GLOBAL_BATCH = 256, 8
+PLANS = {
+    2: (
+        "dp_replicate=2",
+        "dp_replicate=2 accumulation=4",
+        "dp_replicate=2 recompute=full",
+        "dp_replicate=2 recompute=selective",
+        "dp_shard=2 zero=1",
+        "dp_shard=2 zero=1 accumulation=2",
+        "dp_shard=2 zero=2",
+        "dp_shard=2 zero=3",
+        "dp_shard=2 zero=3 accumulation=2",
+        "tp=2",
+        "tp=2 sp=on",
+        "tp=2 sp=on accumulation=4",
+        "tp=2 recompute=full",
+        "cp=2 cp_mode=gather",
+        "cp=2 cp_mode=ring",
+        "cp=2 cp_mode=ulysses",
+        "pp=2 microbatches=4",
+        "pp=2 microbatches=8",
+        "pp=2 microbatches=4 schedule=gpipe",
+        "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
+        "pp=2 microbatches=4 schedule=zb_h1",
+    ),
+    4: (
+        "dp_replicate=4",
+        "dp_shard=4 zero=1",
+        "dp_shard=4 zero=2 accumulation=2",
+        "dp_shard=4 zero=3",
+        "dp_replicate=2 dp_shard=2 zero=2",
+        "dp_shard=2 tp=2 zero=1",
+        "dp_shard=2 tp=2 sp=on zero=3",
+        "tp=4",
+        "tp=4 sp=on",
+        "cp=2 dp_shard=2 zero=1",
+        "cp=4 cp_mode=ring",
+        "pp=2 dp_shard=2 zero=1 microbatches=4",
+        "pp=2 tp=2 microbatches=4",
+        "pp=4 microbatches=8",
+        "pp=4 microbatches=4 schedule=gpipe",
+    ),
+}
+
+
+def batch_of(plan: Plan, rank_of_data: int) -> dict[str, torch.Tensor]:
+    """This rank's part of a global batch of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(MODEL.vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1), generator=generator)
+    rows = GLOBAL_BATCH // plan.dp_size
+    own = ids[rank_of_data * rows : (rank_of_data + 1) * rows]
+    positions = torch.arange(SEQ_LEN).repeat(rows, 1)
+    return {"input_ids": own[:, :-1].contiguous(), "labels": own[:, 1:].contiguous(), "positions": positions}
+
+
+class Running:
+    """One plan on this rank, ready to step."""
+
+    def __init__(self, text: str):
+        self.mesh = build_mesh(Plan.parse(text))
+        self.ledger = Ledger()
+        self.meter = Meter("cpu")
+        self.model = build_decoder(MODEL, seed=0)
+        parallelize(self.model, self.mesh)
+        optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.step = TrainStep(
+            self.model, optimizer, token_cross_entropy, self.mesh, forward=model_forward, max_grad_norm=1.0,
+            meter=self.meter,
+        )  # fmt: skip
+        self.batch = batch_of(self.mesh.plan, self.mesh["dp_replicate"].rank * self.mesh["dp_shard"].size
+                              + self.mesh["dp_shard"].rank)  # fmt: skip
+
+
+_running: dict[str, Running] = {}
+
+
+def build(text: str) -> None:
+    """Make a plan ready, with one step to warm up."""
+    _running[text] = Running(text)
+    _running[text].step(_running[text].batch)
+
+
+def timed_step(text: str) -> dict[str, Any]:
+    """Seconds of one step, all and by phase."""
+    one = _running[text]
+    torch.distributed.barrier()
+    one.meter.begin_step()
+    one.step(one.batch)
+    torch.distributed.barrier()
+    times = one.meter.end_step(0)
+    return {"total": times.total_s, "phases": times.phases}
+
+
+class StepBytes(LiveBytes):
+    """Counts what a step begins with too, as long as it lives, and what is read that was made out of sight.
+
+    Storages count with the size that they have: those of gathered parameters are emptied, and live on.
+    """
+
+    def __init__(self, begins_with: Iterable[torch.Tensor], outside: Iterable[torch.Tensor]):
+        super().__init__(outside)
+        for tensor in begins_with:
+            self._note(tensor)
+
+    @property
+    def now(self) -> int:
+        self._made = {key: value for key, value in self._made.items() if not value[0].expired()}
+        alive = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, _ in self._made.values())
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+
+
+def peak_bytes(text: str) -> dict[str, int]:
+    """Bytes of live tensors on this rank: the most there are in a step, and those that lie there between steps."""
+    one = _running[text]
+    gc.collect()
+    held = live_bytes(one.model, one.step.optimizer)
+    watch = StepBytes(_states(one), one.batch.values())
+    with watch:
+        one.step(one.batch)
+    return {"peak": watch.peak, "params": held.params, "grads": held.grads, "optimizer": held.optimizer}
+
+
+def _states(one: Running) -> Iterator[torch.Tensor]:
+    """Weights, gradients and optimizer states. Nobody keeps what this gives."""
+    optimizer = one.step.optimizer
+    pieces = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in (*one.model.parameters(), *pieces):
+        yield param.detach()
+        if param.grad is not None:
+            yield param.grad.detach()
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    yield from one.step.held_gradients()
+
+
+def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:
+    plans = chosen or list(PLANS[num_ranks])
+    found: dict[str, dict[str, Any]] = {text: {"steps": [], "phases": []} for text in plans}
+    start = time.perf_counter()
+    with RankPool(num_ranks) as pool:
+        for text in plans:
+            pool.run(build, text)
+        print(f"built in {time.perf_counter() - start:.0f} s", flush=True)
+        for _ in range(rounds):
+            for text in plans:
+                ranks = pool.run(timed_step, text)
+                found[text]["steps"].append(max(one["total"] for one in ranks))
+                found[text]["phases"].append([one["phases"] for one in ranks])
+            out.write_text(json.dumps({"ranks": num_ranks, "plans": found}))
+        for text in plans if rounds == 0 else ():
+            found[text]["bytes"] = pool.run(peak_bytes, text)
+    out.write_text(json.dumps({"ranks": num_ranks, "plans": found}))
+    for text in plans:
+        steps = found[text]["steps"]
+        if steps:
+            print(f"{text:60s} {min(steps):.3f} s, median {statistics.median(steps):.3f}")
+        else:
+            print(f"{text:60s} {max(one['peak'] for one in found[text]['bytes']) / 2**20:.1f} MiB")
+    print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("measure")
+    one.add_argument("--ranks", type=int, choices=tuple(PLANS), required=True)
+    one.add_argument("--rounds", type=int, default=5)
+    one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--plan", action="append", default=[])
+    options = parser.parse_args()
+    measure(options.ranks, options.rounds, options.out, options.plan)
+
+
+if __name__ == "__main__":
+    main()
