@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ from weft.models import build_decoder
 from weft.monitor import Meter
 from weft.parallel import parallelize
 from weft.parallel.live import live_bytes
+from weft.planner.cp_way import way_of
+from weft.planner.estimate import estimate
+from weft.planner.measured import here
+from weft.planner.measured.profile import load_profile
+from weft.planner.moves import Choice, columns_of
+from weft.planner.question import Question
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
@@ -47,40 +55,40 @@ PLANS = {
         "dp_replicate=2 accumulation=4",
         "dp_replicate=2 recompute=full",
         "dp_replicate=2 recompute=selective",
-        "dp_shard=2 zero=1",
         "dp_shard=2 zero=1 accumulation=2",
         "dp_shard=2 zero=2",
         "dp_shard=2 zero=3",
-        "dp_shard=2 zero=3 accumulation=2",
+        "dp_shard=2 zero=3 accumulation=4",
         "tp=2",
         "tp=2 sp=on",
-        "tp=2 sp=on accumulation=4",
-        "tp=2 recompute=full",
+        "tp=2 accumulation=8",
+        "tp=2 sp=on accumulation=4 recompute=full",
         "cp=2 cp_mode=gather",
-        "cp=2 cp_mode=ring",
+        "cp=2 cp_mode=ring accumulation=4",
         "cp=2 cp_mode=ulysses",
         "pp=2 microbatches=4",
-        "pp=2 microbatches=8",
-        "pp=2 microbatches=4 schedule=gpipe",
+        "pp=2 microbatches=2",
+        "pp=2 microbatches=2 schedule=gpipe recompute=full",
         "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
-        "pp=2 microbatches=4 schedule=zb_h1",
+        "pp=2 microbatches=8 schedule=zb_h1",
     ),
     4: (
         "dp_replicate=4",
         "dp_shard=4 zero=1",
         "dp_shard=4 zero=2 accumulation=2",
         "dp_shard=4 zero=3",
-        "dp_replicate=2 dp_shard=2 zero=2",
+        "dp_replicate=2 dp_shard=2 zero=2 recompute=full",
         "dp_shard=2 tp=2 zero=1",
         "dp_shard=2 tp=2 sp=on zero=3",
         "tp=4",
-        "tp=4 sp=on",
+        "tp=4 sp=on accumulation=4",
+        "tp=4 recompute=full accumulation=2",
         "cp=2 dp_shard=2 zero=1",
-        "cp=4 cp_mode=ring",
+        "cp=4 cp_mode=ring accumulation=2",
         "pp=2 dp_shard=2 zero=1 microbatches=4",
-        "pp=2 tp=2 microbatches=4",
+        "pp=2 tp=2 microbatches=2",
         "pp=4 microbatches=8",
-        "pp=4 microbatches=4 schedule=gpipe",
+        "pp=4 microbatches=2 schedule=gpipe",
     ),
 }
 
@@ -213,16 +221,69 @@ def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
+def compare(files: list[Path], times_of: str, profile: Path) -> None:
+    """Print predicted beside measured of every plan in the files, the errors and how well the order is kept."""
+    known = load_profile(profile)
+    errors: list[float] = []
+    memory: list[float] = []
+    pairs: list[tuple[float, float]] = []
+    print(f"{'plan':58s} predicted measured")
+    for file in files:
+        table = json.loads(file.read_text())
+        asked = Question.of(MODEL, here.cluster_of(known, f"{table['ranks']}xhere"), seq_len=SEQ_LEN,
+                            global_batch=GLOBAL_BATCH)  # fmt: skip
+        asked = replace(asked, profile=known)
+        plans = [Plan.parse(text) for text in table["plans"]]
+        columns = columns_of([Choice(plan, way_of(plan, MODEL, SEQ_LEN)) for plan in plans], asked)
+        found = estimate(asked.job, asked.cluster, columns, asked.tables)
+        for row, (text, one) in enumerate(table["plans"].items()):
+            if one["steps"]:
+                measured = getattr(statistics, times_of)(one["steps"]) if times_of != "min" else min(one["steps"])
+                predicted = float(found.step_s[row])
+                errors.append(abs(predicted / measured - 1))
+                pairs.append((predicted, measured))
+                print(f"{text:58s} {predicted:7.3f} s {measured:7.3f} s {predicted / measured - 1:+5.0%}")
+            if "bytes" in one:
+                peak = max(rank["peak"] for rank in one["bytes"])
+                memory.append(abs(float(found.allocated_bytes[row]) / peak - 1))
+                told = float(found.allocated_bytes[row]) / 2**20, peak / 2**20
+                print(f"{text:58s} {told[0]:7.1f}   {told[1]:7.1f} MiB {told[0] / told[1] - 1:+6.1%}")
+    if errors:
+        print(f"step time of {len(errors)} plans: median error {statistics.median(errors):.1%}, mean "
+              f"{statistics.fmean(errors):.1%}, largest {max(errors):.0%}; Spearman {_spearman(pairs):.2f}, "
+              f"Kendall {_kendall(pairs):.2f}")  # fmt: skip
+    if memory:
+        middle, worst = statistics.median(memory), max(memory)
+        print(f"peak bytes of {len(memory)} plans: median error {middle:.2%}, largest {worst:.1%}")
+
+
+def _kendall(pairs: list[tuple[float, float]]) -> float:
+    both = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in itertools.combinations(pairs, 2)]
+    return sum((one > 0) - (one < 0) for one in both) / len(both)
+
+
+def _spearman(pairs: list[tuple[float, float]]) -> float:
+    ranks = [[sorted(side).index(value) for value in side] for side in zip(*pairs, strict=True)]
+    return statistics.correlation(*ranks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    one = verbs.add_parser("measure")
+    one = verbs.add_parser("measure", help="real steps; with --rounds 0 peak bytes instead")
     one.add_argument("--ranks", type=int, choices=tuple(PLANS), required=True)
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--plan", action="append", default=[])
+    two = verbs.add_parser("compare", help="lay the planner's estimates beside them")
+    two.add_argument("files", type=Path, nargs="+")
+    two.add_argument("--profile", type=Path, required=True)
+    two.add_argument("--times", choices=("median", "min"), default="median")
     options = parser.parse_args()
-    measure(options.ranks, options.rounds, options.out, options.plan)
+    if options.verb == "measure":
+        measure(options.ranks, options.rounds, options.out, options.plan)
+    else:
+        compare(options.files, options.times, options.profile)
 
 
 if __name__ == "__main__":

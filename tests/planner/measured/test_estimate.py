@@ -114,7 +114,7 @@ def test_a_gpu_profile_gives_constants() -> None:
         Sample(op="copy", size=(8192, 8192), seconds=4 * 8192**2 / 3e12, dtype="bf16"),
         *(
             Sample(op="all_gather", size=(n,), seconds=1e-5 + n / 2 / 3e11, ranks=2, group=2)
-            for n in (1 << 12, 1 << 28)
+            for n in (1 << 12, 1 << 18, 1 << 24, 1 << 28)
         ),
     )
     tables = measured_tables(replace(known, machine=machine, samples=samples), cluster, "tables")

@@ -70,7 +70,7 @@ def ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tup
     found: list[tuple[str, float]] = []
     for name in PARTS:
         mine, theirs = predicted.get(name, 0.0), measured.get(name, 0.0)
-        if name in _FOLLOWS or min(mine, theirs) < _LEAST_SHARE * whole:
+        if name in _FOLLOWS or mine <= 0 or theirs < _LEAST_SHARE * whole:
             continue
         found.append((name, round(min(_MOST, max(1 / _MOST, theirs / mine)), 4)))
     return tuple(found)
