@@ -63,17 +63,8 @@ def plan(
     learn: options.Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
-    if score is not None:
-        from weft.cli.plan_score import score_runs
-
-        score_runs(score, json)
+    if _needs_no_question(score, learn, profile, as_json=json, has_model=model is not None):
         return
-    if learn is not None:
-        from weft.cli.plan_learn import learn_from
-
-        learn_from(learn, profile)
-        if model is None and cluster is None:
-            return
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
     from weft.planner.question import Question
@@ -101,6 +92,23 @@ def plan(
         print_findings(found, top=top, reasons=reasons, hour_price=price)
     if found.answer.best is None and not found.only_judges:
         raise typer.Exit(NOTHING_FITS)
+
+
+def _needs_no_question(
+    score: Path | None, learn: Path | None, profile: Path | None, *, as_json: bool, has_model: bool
+) -> bool:
+    """Score, or teach a profile; whether that was all."""
+    if score is not None:
+        from weft.cli.plan_score import score_runs
+
+        score_runs(score, as_json)
+        return True
+    if learn is None:
+        return False
+    from weft.cli.plan_learn import learn_from
+
+    learn_from(learn, profile)
+    return not has_model
 
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
