@@ -34,11 +34,10 @@ from weft.models import build_decoder
 from weft.monitor import Meter
 from weft.parallel import parallelize
 from weft.parallel.live import live_bytes
-from weft.planner.cp_way import way_of
+from weft.planner.columns import Columns
 from weft.planner.estimate import estimate
 from weft.planner.measured import here
 from weft.planner.measured.profile import load_profile
-from weft.planner.moves import Choice, columns_of
 from weft.planner.question import Question
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
@@ -234,7 +233,7 @@ def compare(files: list[Path], times_of: str, profile: Path) -> None:
                             global_batch=GLOBAL_BATCH)  # fmt: skip
         asked = replace(asked, profile=known)
         plans = [Plan.parse(text) for text in table["plans"]]
-        columns = columns_of([Choice(plan, way_of(plan, MODEL, SEQ_LEN)) for plan in plans], asked)
+        columns = Columns.of(plans, asked.job)
         found = estimate(asked.job, asked.cluster, columns, asked.tables)
         for row, (text, one) in enumerate(table["plans"].items()):
             if one["steps"]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner.columns import Columns, Job
+from weft.planner.columns import CP_MODES, Columns, Job, settled
 from weft.planner.shape import Shape
 from weft.spec.model import ModelSpec, decoder_spec, model_names
 from weft.spec.plan import PRECISIONS, RESHARDS, SCHEDULES, Plan
@@ -27,6 +27,7 @@ PLANS = st.builds(
     recompute=st.sampled_from(["none", "full", "attention", "selective", "50%", "0.25", "12GiB"]),
     offload=st.sampled_from([(), ("optimizer",), ("optimizer:0.5", "activations")]),
     compile=st.booleans(),
+    cp_mode=st.sampled_from(CP_MODES),
 )
 
 
@@ -36,10 +37,27 @@ def test_a_plan_comes_back(plan, passes):
     plan = plan.replace(**{"microbatches" if plan.pp > 1 else "accumulation": passes})
     columns = Columns.of([plan, Plan()], JOB)
     again = columns.plan(0)
-    assert again.replace(recompute="none") == plan.replace(recompute="none")
+    assert again.replace(recompute="none") == settled(plan, JOB).replace(recompute="none")
     assert Columns.of([again], JOB).activation_budget[0] == pytest.approx(columns.activation_budget[0])
     assert columns.world_size[0] == plan.world_size
     assert columns.dp[0] == plan.dp_size
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("cp=2 cp_mode=ring", "ring"),
+        ("cp=2 cp_mode=gather", "gather"),
+        ("cp=2 cp_mode=ulysses", "ulysses"),
+        ("cp=2", "ring"),  # 4096 tokens on a rank
+        ("cp=4", "gather"),  # 2048
+        ("cp=8", "ulysses"),  # as many ranks as key-value heads: queries and outputs are less than all keys and values
+    ],
+)
+def test_the_way_of_context_parallelism_is_the_one_that_the_runtime_takes(text, mode):
+    columns = Columns.of([Plan.parse(text)], JOB)
+    assert CP_MODES[columns.cp_mode[0]] == mode
+    assert columns.plan(0).cp_mode == mode
 
 
 def test_the_batch_is_shared_by_ranks_and_passes():

@@ -8,7 +8,7 @@ import pytest
 
 from weft.planner.moves import estimated
 from weft.planner.question import Question
-from weft.planner.why_not import read_choice
+from weft.planner.why_not import read_plan
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128, built_only=False)
 BASE = "dp_shard=8 zero={zero} accumulation=16 precision=bf16"
@@ -16,7 +16,7 @@ BASE = "dp_shard=8 zero={zero} accumulation=16 precision=bf16"
 
 def candidates(words, zero=1):
     base = BASE.format(zero=zero)
-    return estimated([read_choice(f"{base} {word}", QUESTION) for word in words], QUESTION)
+    return estimated([read_plan(f"{base} {word}", QUESTION) for word in words], QUESTION)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_the_best_plans_are_legal_fit_and_come_fastest_first(six):
         assert sum(one.memory.values()) == pytest.approx(one.total_bytes)
         assert 0 < one.causal_mfu < one.mfu < 1
     assert six.best is six[0]
-    assert len({one.key for one in six}) == len(six)
+    assert len({one.plan for one in six}) == len(six)
 
 
 def test_every_plan_is_accounted_for(six):
@@ -125,7 +125,7 @@ def test_a_question_that_nothing_fits_has_its_nearest_plan():
 def test_the_python_door():
     found = weft.search("tiny", "2xh100")
     text = found[0].explain()
-    assert text.startswith(f"plan    {found[0].text}\n")
+    assert text.startswith(f"plan    {found[0].plan}\n")
     assert "MFU" in text
     assert found.question.assumed == ("--seq-len 1024", "--global-batch 512")
 

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from weft import units
 from weft.planner.shape import Shape
 from weft.planner.stack import Stack
+from weft.spec.context import choose_cp_mode
 from weft.spec.plan import PRECISIONS as PLAN_PRECISIONS
 from weft.spec.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
 
 #: What a code in `Columns.precision` stands for; fp8 and fp4 (matmuls of layers alone) are no plans of the runtime yet.
 PRECISIONS = (*PLAN_PRECISIONS, "fp8", "fp4")
-#: What a code in `Columns.cp_mode` stands for.
-CP_MODES = ("ring", "all_gather", "ulysses")
+#: What a code in `Columns.cp_mode` stands for: the ways of a plan's `cp_mode`, "auto" settled.
+CP_MODES = ("ring", "gather", "ulysses")
 
 Ints = NDArray[np.int64]
 Codes = NDArray[np.uint8]
@@ -123,6 +124,7 @@ class Columns:
             zero=int(self.zero[row]),
             reshard=RESHARDS[self.reshard[row]],
             sp=bool(self.sp[row]),
+            cp_mode=CP_MODES[self.cp_mode[row]] if self.cp[row] > 1 else Plan().cp_mode,
             schedule=SCHEDULES[self.schedule[row]],
             microbatches=passes if piped else 1,
             virtual_stages=int(self.virtual_stages[row]),
@@ -164,7 +166,7 @@ def _row(plan: Plan, job: Job) -> dict[str, object]:
         "recompute": RECOMPUTES.index(recompute),
         "recompute_share": 1.0,
         "activation_budget": budget,
-        "cp_mode": 0,
+        "cp_mode": CP_MODES.index(settled_cp_mode(plan, job)) if plan.cp > 1 else 0,
         "offload_optimizer": plan.offload_share("optimizer"),
         "offload_params": plan.offload_share("params"),
         "offload_activations": plan.offload_share("activations"),
@@ -173,6 +175,18 @@ def _row(plan: Plan, job: Job) -> dict[str, object]:
         "reshard": RESHARDS.index(plan.reshard),
         "tp_stride": 1,
     }
+
+
+def settled_cp_mode(plan: Plan, job: Job) -> str:
+    """The way of context parallelism that the runtime takes: "auto" settled by the job's shape."""
+    shape = job.shape
+    return choose_cp_mode(plan.cp_mode, plan.cp, shape.heads, shape.kv_heads, job.seq_len, plan.tp)
+
+
+def settled(plan: Plan, job: Job) -> Plan:
+    """The plan with its way of context parallelism said where it has any, and not said where it has none."""
+    mode = settled_cp_mode(plan, job) if plan.cp > 1 else Plan().cp_mode
+    return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
 
 
 def _recompute_parts(text: str) -> tuple[str, float]:

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
-from weft.planner.cp_way import plan_word, read_way
 from weft.planner.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
 from weft.planner.space import Space
 from weft.spec.cluster import ClusterSpec
@@ -237,7 +236,7 @@ def _flags(space: Space, sharded: bool, tensor: bool, context: bool) -> PartialP
         {
             "sharding": shardings,
             "sp": space.sequence_parallel if tensor or "sp" in space.fixed else (False,),
-            "cp_mode": [plan_word(mode) for mode in space.cp_modes] if context else [_NO_WAY],
+            "cp_mode": space.cp_modes if context else [_NO_WAY],
             "recompute": space.recomputes,
             "offload": space.offloads,
             "precision": space.precisions,
@@ -288,8 +287,8 @@ def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
         columns |= {name: getattr(levels, name)[flags.codes[word]] for name in names}
     for name, known in (("precision", PRECISIONS), ("reshard", RESHARDS)):
         columns[name] = _codes(flags, name, known)
-    ways = [read_way(level) or CP_MODES[0] for level in flags.levels["cp_mode"]]
-    columns["cp_mode"] = np.array([CP_MODES.index(way) for way in ways], dtype=np.uint8)[flags.codes["cp_mode"]]
+    ways = [0 if level == _NO_WAY else CP_MODES.index(level) for level in flags.levels["cp_mode"]]
+    columns["cp_mode"] = np.array(ways, dtype=np.uint8)[flags.codes["cp_mode"]]
     for name, kind in (("zero", np.uint8), ("sp", np.bool_), ("compile", np.bool_)):
         columns[name] = flags.values(name, kind)
     return columns

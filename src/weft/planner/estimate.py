@@ -136,7 +136,7 @@ def _chunk(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
-    layer = _layer_terms(columns, costs)
+    *idle, layer = _layer_terms(columns, costs)
     again = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
     layer["recompute"] = layer["recompute"] + budget_s(job, columns, again, costs.gemm_f / 2 + costs.memory_f)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
@@ -157,12 +157,12 @@ def _chunk(
         for name, seconds in part.items():
             terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
     _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
-    _step_terms(job, columns, cluster, tables, fabric, costs, stages, terms)
+    _step_terms(job, columns, cluster, tables, fabric, (costs, *idle), stages, terms)
     return terms, memory_bytes(job, columns, tables, stages)
 
 
-def _layer_terms(columns: Columns, costs: LayerCosts) -> dict[str, Array]:
-    """Seconds of one pass of one layer by term, what recompute does again included."""
+def _layer_terms(columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
+    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     again = {
@@ -174,20 +174,24 @@ def _layer_terms(columns: Columns, costs: LayerCosts) -> dict[str, Array]:
     for name, seconds in again.items():
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
     repeated = repeated * columns.recompute_share
-    whole = columns.recompute == RECOMPUTES.index("full")
-    twice = whole * columns.recompute_share
-    idle = np.maximum(0.0, costs.host_f - forward - costs.tp_f)
-    idle = idle + np.maximum(0.0, costs.host_f * (_HOST_BACKWARD + twice) - backward - costs.tp_b - repeated)
-    return {
-        "gemm": costs.gemm_f + costs.gemm_b,
-        "attention": costs.attn_f + costs.attn_b,
-        "memory_bound": costs.memory_f + costs.memory_b,
-        "host": idle,
-        "recompute": repeated,
-        "tp": costs.tp_f + costs.tp_b,
-        "cp": costs.cp_f + costs.cp_b,
-        "ep": costs.ep_f + costs.ep_b,
-    }
+    idle_f = np.maximum(0.0, costs.host_f - forward - costs.tp_f - costs.cp_f - costs.ep_f)
+    twice = (columns.recompute == RECOMPUTES.index("full")) * columns.recompute_share
+    calls_b = costs.host_f * (_HOST_BACKWARD + twice)
+    idle_b = np.maximum(0.0, calls_b - backward - costs.tp_b - costs.cp_b - costs.ep_b - repeated)
+    return (
+        idle_f,
+        idle_b,
+        {
+            "gemm": costs.gemm_f + costs.gemm_b,
+            "attention": costs.attn_f + costs.attn_b,
+            "memory_bound": costs.memory_f + costs.memory_b,
+            "host": idle_f + idle_b,
+            "recompute": repeated,
+            "tp": costs.tp_f + costs.tp_b,
+            "cp": costs.cp_f + costs.cp_b,
+            "ep": costs.ep_f + costs.ep_b,
+        },
+    )
 
 
 def _pipeline_terms(
@@ -228,17 +232,18 @@ def _step_terms(
     cluster: ClusterSpec,
     tables: Tables,
     fabric: Fabric,
-    costs: LayerCosts,
+    layer: tuple[LayerCosts, Array, Array],
     stages: Any,
     terms: dict[str, Array],
 ) -> None:
+    costs, idle_f, idle_b = layer
     first = rank_shares(job, columns, stages.first, True, False)
     both = rank_shares(job, columns, stages.middle, True, True)
     alone = columns.pp == 1
     shares = type(first)(*(np.where(alone, getattr(both, n), getattr(first, n)) for n in ("dense", "experts", "ends")))
     layers = np.where(alone, stages.middle, stages.first)
-    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f)
-    backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b)
+    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + idle_f)
+    backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)
     window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
     terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, shares, window)
     group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
@@ -246,10 +251,11 @@ def _step_terms(
     expert_group = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
     own = (shares.dense + shares.ends) / group + shares.experts / expert_group
     terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, shares)
-    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + tables.step_s
+    nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
+    barriers = tables.step_s * (1 + np.log2(nodes))  # the norm, the loss, the next batch
+    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + barriers
     each = np.maximum(1.0, layers)
     work = Work(forward=forward / each, backward=backward / each, layers=layers, own=own)
     terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
-    nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
     busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
     terms["straggler"] = busy * tables.straggler * np.sqrt(2 * np.log(nodes))

@@ -47,7 +47,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion tokens"]
     waiting = [] if one.built else ["note    the runtime does not run this plan yet (see the rules)"]
     return [
-        f"plan    {one.text}",
+        f"plan    {one.plan}",
         f"job     {one.question.model.name}, {format_count(job.shape.num_params)} parameters, on {cluster}; "
         f"{job.global_batch} sequences of {job.seq_len} tokens a step, {one.microbatch} in a pass",
         f"speed   {format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} tokens/s "

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.planner import context_cost
 from weft.planner.collective_cost import Fabric
-from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
+from weft.planner.columns import PRECISIONS, Columns, Job
 from weft.planner.kernels import bytes_s, core_s, flash_s, gemm_s
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
@@ -82,12 +83,16 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
     gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, q, kv, rate)
     attn_f, attn_b = _attention(job, columns, tables, q, half)
     memory_f, memory_b = _passes(job, columns, tokens, q, kv)
+    if (columns.cp > 1).any():
+        joined_f, joined_b = context_cost.joined_bytes(job, columns, tokens, q, kv)
+        memory_f, memory_b = memory_f + joined_f, memory_b + joined_b
     quantised = np.where(columns.precision >= PRECISIONS.index("fp8"), 6.0 * tokens * (2 * shape.hidden + q), 0.0)
     head = _head(job, columns, tables, fabric, tokens, half)
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, gemm_f, dgrad + wgrad)
-    cp_f, cp_b = _cp(columns, tables, fabric, tokens, q, kv, attn_f, attn_b)
+    cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, attn_f, attn_b)
     ep = _ep(job, columns, fabric, tokens)
     calls = np.where(stack.fused_norm | columns.compile, _CALLS_FUSED, _CALLS_EAGER) + np.where(t > 1, 4, 0)
+    calls = calls + context_cost.calls(columns)
     host = calls * tables.host_op_s / stack.host_gain * (0.0 if stack.cuda_graphs else 1.0)
     return LayerCosts(
         gemm_f=gemm_f * width,
@@ -161,16 +166,23 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
     if not stack.flash:
         return _unfused_attention(job, columns, tables, rows, q, peak)
     forward, backward = np.zeros_like(rows), np.zeros_like(rows)
+    cut = context_cost.is_cut(columns)
     for seen, layers in ((s, shape.layers - shape.windowed_layers), (min(shape.window, s), shape.windowed_layers)):
         if not layers:
             continue
         mean = (seen + 128) / 2 if seen == s else seen - seen * seen / (2 * s)
-        flops = 4.0 * rows * mean * q * (1 + shape.rope_dim / (2 * shape.head_dim))
+        width = q * (1 + shape.rope_dim / (2 * shape.head_dim))
+        flops = 4.0 * rows * mean * width
         share = layers / shape.layers / stack.attn_gain
-        # A ring takes the keys in as many pieces as it has ranks, and every call works on one.
-        piece = seen / np.where(columns.cp_mode == CP_MODES.index("ring"), columns.cp, 1)
-        forward = forward + share * flash_s(tables, flops, piece, shape.head_dim, False, peak)
-        backward = backward + share * flash_s(tables, 2.5 * flops, piece, shape.head_dim, True, peak)
+        pair = [
+            flash_s(tables, (2.5 if back else 1.0) * flops, seen, shape.head_dim, back, peak) for back in (False, True)
+        ]
+        if seen == s and cut.any():
+            pair = [
+                np.where(cut, context_cost.pieces_s(job, columns, tables, width, back, peak), whole)
+                for back, whole in zip((False, True), pair, strict=True)
+            ]
+        forward, backward = forward + share * pair[0], backward + share * pair[1]
     return forward, backward
 
 
@@ -256,26 +268,6 @@ def _tp(
     hidden_b = np.minimum(backward, gemm_b / tables.overlap_compute) * slices
     slow = tables.overlap_compute - 1
     return forward - hidden_f * (1 - slow), backward - hidden_b * (1 - slow)
-
-
-def _cp(
-    columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, q: Array, kv: Array, attn_f: Array, attn_b: Array
-) -> tuple[Array, Array]:
-    """Exposed seconds of context-parallel traffic: forward, backward."""
-    c, stride = columns.cp.astype(np.float64), columns.tp * columns.tp_stride
-    chunk = tokens * kv * 4.0  # keys and values of a rank's own part
-    step_f = fabric.send_s(chunk, stride)
-    step_b = fabric.send_s(2 * chunk, stride)
-    crowd = np.where(stride * c > fabric.domain, 1.0, tables.overlap_comm)
-    ring_f = (c - 1) * np.maximum(0, step_f * crowd - attn_f / c) + step_f
-    ring_b = (c - 1) * np.maximum(0, step_b * crowd - attn_b / c) + step_b
-    gather_f = fabric.ring_s("all_gather", chunk * c, c, stride)
-    gather_b = gather_f + fabric.ring_s("reduce_scatter", chunk * c, c, stride)
-    exchange = fabric.all_to_all_s(tokens * (2 * q + 2 * kv) * 2.0, c, stride)
-    modes = [columns.cp_mode == CP_MODES.index(name) for name in CP_MODES]
-    forward = np.select(modes, [ring_f, gather_f, exchange])
-    backward = np.select(modes, [ring_b, gather_b, exchange])
-    return np.where(c > 1, forward, 0.0), np.where(c > 1, backward, 0.0)
 
 
 def _ep(job: Job, columns: Columns, fabric: Fabric, tokens: Array) -> Array:

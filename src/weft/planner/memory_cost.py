@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import PRECISIONS, Columns, Job
+from weft.planner.context_cost import buffer_bytes
 from weft.planner.layer_cost import padded_vocab
 from weft.planner.overlap import Shares
 from weft.planner.pipeline import Stages, in_flight
@@ -51,10 +52,14 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes that a mean layer keeps of one pass on a rank: all of it, and what recompute leaves."""
+    """Bytes of a mean layer and one pass on a rank.
+
+    whole: all that it saves. kept: what recompute leaves of it. beside: buffers while its backward runs.
+    """
 
     whole: Array
     kept: Array
+    beside: Array
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
@@ -79,9 +84,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)
-    fp8 = columns.precision == PRECISIONS.index("fp8")
-    copies = np.where(fp8, 0.0, 0.0)
-    return LayerBytes(whole=tokens * (whole + copies) * width, kept=tokens * (kept + copies) * width)
+    beside = buffer_bytes(job, columns, tokens, q, kv)
+    return LayerBytes(whole=tokens * whole * width, kept=tokens * kept * width, beside=beside)
 
 
 def _score_bytes(job: Job, t: Array) -> Array:
@@ -138,6 +142,7 @@ def _rank_bytes(
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     logits = _logits(job, columns, tokens) if head else np.zeros(len(columns))
     gathered, reduced = _buffers(job, columns, shares, layers)
+    reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
     loss, backward = saved + logits + gathered, saved + layer.whole + gathered + reduced

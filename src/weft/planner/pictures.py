@@ -46,7 +46,7 @@ def _place(one: Candidate, most_x: float, most_y: float) -> tuple[float, float]:
 
 
 def _dot_title(one: Candidate) -> str:
-    return f"{one.text}\n{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} tokens/s"
+    return f"{one.plan}\n{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} tokens/s"
 
 
 def _axes(drawing: Drawing, most_x: float, most_y: float) -> None:
@@ -73,7 +73,7 @@ def waterfall(one: Candidate) -> Drawing:
     left, height = 280.0, 24.0
     drawing = Drawing(left + 710, _TOP + height * (len(rows) + 1) + 30)
     drawing.add(Text(20, 26, f"{one.question.model.name}: a step of {format_seconds(one.step_s)}", 16))
-    drawing.add(Text(20, 44, one.text, 11))
+    drawing.add(Text(20, 44, str(one.plan), 11))
     done = 0.0
     for row, (name, value) in enumerate(rows):
         x, width = left + 580 * done / one.step_s, 580 * value / one.step_s
@@ -97,7 +97,7 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
     row = 26.0 if len(ranks) <= 32 else 12.0
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + row * len(ranks) + 90)
     drawing.add(
-        Text(20, 26, f"{one.question.model.name}: memory by rank of the pipeline", 16), Text(20, 44, one.text, 11)
+        Text(20, 26, f"{one.question.model.name}: memory by rank of the pipeline", 16), Text(20, 44, str(one.plan), 11)
     )
     names = [name for name in ranks[0] if any(each.get(name, 0.0) > 0 for each in ranks)]
     colours = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}

@@ -10,7 +10,6 @@ from typing import Any
 
 from weft.errors import ConfigError, PlanError, Problem
 from weft.planner.columns import Job
-from weft.planner.cp_way import read_way
 from weft.planner.measured import here
 from weft.planner.measured.profile import Profile, load_profile
 from weft.planner.model_source import PlannedModel, default_batch, default_seq_len, read_model
@@ -161,12 +160,13 @@ def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
 def read_fixed(text: str) -> dict[str, Any]:
     """Decided fields from a plan's text: only those that are named, with their values. Raises PlanError."""
     words, problems = split_plan(text)
-    way = read_way(str(words.pop("cp_mode", "auto")))
     if problems:
         raise PlanError(problems)
     plan = Plan.from_mapping(words)
     fixed = {name: getattr(plan, name) for name in words}
-    return fixed | ({"cp_mode": way} if way else {})
+    if fixed.get("cp_mode") == "auto":
+        del fixed["cp_mode"]  # every way is looked at then
+    return fixed
 
 
 def _positive(name: str, value: int) -> int:

@@ -12,7 +12,6 @@ from weft.planner.collective_cost import Fabric
 from weft.planner.columns import Columns
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import _rank_bytes, layer_bytes
-from weft.planner.moves import Choice, columns_of
 from weft.planner.partition import split_stages
 from weft.planner.pipeline_sim import Durations
 from weft.planner.question import Question
@@ -46,7 +45,7 @@ class Passes:
 def passes(one: Candidate) -> Passes:
     """What the estimate of a candidate takes for its parts, recompute and communication between ranks included."""
     question = one.question
-    columns = columns_of([Choice(one.plan, one.cp_mode)], question)
+    columns = Columns.of([one.plan], question.job)
     costs = _costs(question, columns)
     layer = _layer(one, costs)
     head = _first(costs.head_gemm) + _first(costs.head_memory) + _first(costs.head_tp)
@@ -137,7 +136,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     question, plan = one.question, one.plan
     if plan.pp == 1 or question.tables.laws is not None:
         return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
-    columns = columns_of([Choice(plan, one.cp_mode)], question)
+    columns = Columns.of([plan], question.job)
     layer = layer_bytes(question.job, columns)
     layers = stage_layers(one)
     found: list[dict[str, float]] = []

@@ -93,10 +93,10 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
     cells: dict[tuple[int, int, int], Candidate] = {}
     for one in ranked:
         cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
-    starts = list({one.key: one for one in [*cells.values(), *layouts(ranked)]}.values())
+    starts = list({one.plan: one for one in [*cells.values(), *layouts(ranked)]}.values())
     found = descend(starts, question)
     found += anneal([*found, *starts], question, question.refine_s)
-    merged = {one.key: one for one in [*ranked, *found]}
+    merged = {one.plan: one for one in [*ranked, *found]}
     return _with_clock(sorted(merged.values(), key=lambda one: one.step_s), question)
 
 
@@ -107,14 +107,14 @@ def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
     for one in layouts(ranked)[:_CLOCKED]:
         steps += num_steps(one) if one.plan.pp > 1 else 0
         if one.plan.pp > 1 and steps <= most:
-            timed[one.key] = clocked(one)
-    order = [timed.get(one.key, one) for one in ranked]
+            timed[one.plan] = clocked(one)
+    order = [timed.get(one.plan, one) for one in ranked]
     return sorted((one for one in order if one.fits >= one.question.fits), key=_rank)
 
 
 def _rank(one: Candidate) -> tuple[float, int, str]:
     """Fastest first. What is alike in four digits goes by the fewer words: every machine then ranks alike."""
-    return float(f"{one.step_s:.3e}"), len(one.text.split()), one.text
+    return float(f"{one.step_s:.3e}"), len(str(one.plan).split()), str(one.plan)
 
 
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Block]]:

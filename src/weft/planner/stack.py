@@ -10,6 +10,9 @@ class Stack:
     """Features of a training stack. The defaults are what Weft's runtime does.
 
     flash: fused attention, no scores in memory. attn_gain: speed of its attention kernels over the table's.
+    eager_pieces: pieces of a cut sequence go through FlashAttention 2, whatever whole ones go through, and are joined
+    by single kernels (else through the same attention, and each is joined by one kernel).
+    cp_sum_bytes: of a key's gradient as it travels between the ranks of a sequence.
     fused_softmax: without flash, one kernel scales, masks and normalises the scores (else several, in fp32).
     fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
     fused_loss: the loss works in place on the logits (else fp32 copies of them).
@@ -32,6 +35,8 @@ class Stack:
     name: str = "weft"
     flash: bool = True
     attn_gain: float = 1.0
+    eager_pieces: bool = True
+    cp_sum_bytes: float = 4.0
     fused_softmax: bool = True
     fused_norm: bool = False
     fused_mlp: bool = False

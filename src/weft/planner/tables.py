@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: "datasheet": the vendor's rates and constants common to all devices. "tables": measured ones where there are any.
 TIERS = ("datasheet", "tables")
 _DEFAULT_SMS = 128
+#: Entries of a device that are facts of its make, which every tier reads.
+_HARDWARE = ("sms", "flash2_gain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Tables:
     host_rate: float
     memory_bytes: float
     sms: int
+    flash2_gain: float
     gemm_ceiling: float
     gemm_sustained: float
     gemm_k0: float
@@ -107,7 +110,7 @@ def _base_name(device: DeviceSpec) -> str:
 
 
 def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    own = {name: value for name, value in tables.get(_base_name(device), {}).items() if name != "sms"}
+    own = {name: value for name, value in tables.get(_base_name(device), {}).items() if name not in _HARDWARE}
     peak = device.peak_flops("bf16") or device.peak_flops("fp16")
     if device.measured_flops is not None and peak:
         own.setdefault("gemm_ceiling", device.measured_flops / peak)
@@ -115,7 +118,7 @@ def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]
 
 
 def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    sms = tables.get(_base_name(device), {}).get("sms", _DEFAULT_SMS)
+    own = tables.get(_base_name(device), {})
     flops = dict(device.peaks)
     half = flops.get("bf16") or flops.get("fp16") or flops.get("fp32") or 1e12
     flops = {"bf16": half, "fp16": half, "fp8": half, "fp32": flops.get("tf32", half / 2) / 8} | flops
@@ -130,7 +133,8 @@ def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dic
         "nic_rate": device.nic_bytes_per_s or 12.5e9,
         "host_rate": device.host_bytes_per_s or 12e9,
         "memory_bytes": float(device.memory_bytes),
-        "sms": sms,
+        "sms": own.get("sms", _DEFAULT_SMS),
+        "flash2_gain": own.get("flash2_gain", 1.0),
     }
 
 

@@ -20,13 +20,12 @@ import torch
 from weft.errors import WeftError
 from weft.mesh import Mesh
 from weft.planner.basis import time_by_rung
-from weft.planner.cp_way import way_of
+from weft.planner.columns import Columns
 from weft.planner.estimate import estimate
 from weft.planner.measured import here
 from weft.planner.measured.learn import FILE, measured_parts, parts_of
 from weft.planner.measured.profile import Profile, default_path
 from weft.planner.model_source import of_decoder
-from weft.planner.moves import Choice, columns_of
 from weft.planner.question import Question
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
 from weft.spec.config import RunConfig
@@ -73,7 +72,7 @@ def _expected(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> tuple[dict[st
         model = of_decoder(config.model.name, spec, config)
         asked = Question.of(model, cluster, seq_len=config.train.seq_len, global_batch=config.train.global_batch)
         asked = replace(asked, profile=profile)
-        columns = columns_of([Choice(mesh.plan, way_of(mesh.plan, spec, config.train.seq_len))], asked)
+        columns = Columns.of([mesh.plan], asked.job)
         found = estimate(asked.job, asked.cluster, columns, asked.tables)
     except WeftError as error:
         return None, str(error)

@@ -231,7 +231,7 @@ def _cp(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: A
     gathered = np.stack([gather, gather + clock.travel("reduce_scatter", both * c, c, stride)])
     swap = sum(clock.travel("all_to_all", tokens * width * VALUE, c, stride) for width in (q, kv, kv, q))
     swap = swap + clock.of("copy", tokens, 4 * q + 4 * kv)
-    modes = {"ring": ring, "all_gather": gathered, "ulysses": np.stack([swap, swap])}
+    modes = {"ring": ring, "gather": gathered, "ulysses": np.stack([swap, swap])}
     chosen = np.select([columns.cp_mode == CP_MODES.index(name) for name in modes], list(modes.values()))
     return np.where(c > 1, chosen, 0.0)
 
