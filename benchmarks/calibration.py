@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from weft.calibrate.compute import Place, calls_of
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models import build_decoder
@@ -37,7 +38,7 @@ from weft.parallel.live import live_bytes
 from weft.planner.columns import Columns
 from weft.planner.estimate import estimate
 from weft.planner.measured import here
-from weft.planner.measured.profile import load_profile
+from weft.planner.measured.profile import Profile, load_profile
 from weft.planner.question import Question
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
@@ -48,6 +49,8 @@ from weft.train.loss import model_forward, token_cross_entropy
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=768, max_seq_len=1024)
 SEQ_LEN, GLOBAL_BATCH = 256, 8
+#: A product that calibration times too: how fast the machine is now, beside then.
+REFERENCE, _REPEATS = (512, 512, 512), 24
 PLANS = {
     2: (
         "dp_replicate=2",
@@ -130,14 +133,20 @@ def build(text: str) -> None:
 
 
 def timed_step(text: str) -> dict[str, Any]:
-    """Seconds of one step, all and by phase."""
+    """Seconds of one step, all and by phase; and of the reference product just before it."""
     one = _running[text]
+    calls = calls_of("linear_f", REFERENCE, Place(torch.device("cpu"), torch.float32))
+    torch.distributed.barrier()
+    start = time.perf_counter()
+    for index in range(_REPEATS):
+        calls[index % len(calls)]()
+    reference_s = (time.perf_counter() - start) / _REPEATS
     torch.distributed.barrier()
     one.meter.begin_step()
     one.step(one.batch)
     torch.distributed.barrier()
     times = one.meter.end_step(0)
-    return {"total": times.total_s, "phases": times.phases}
+    return {"total": times.total_s, "phases": times.phases, "reference": reference_s}
 
 
 class StepBytes(LiveBytes):
@@ -196,7 +205,7 @@ def _states(one: Running) -> Iterator[torch.Tensor]:
 
 def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:
     plans = chosen or list(PLANS[num_ranks])
-    found: dict[str, dict[str, Any]] = {text: {"steps": [], "phases": []} for text in plans}
+    found: dict[str, dict[str, Any]] = {text: {"steps": [], "phases": [], "reference": []} for text in plans}
     start = time.perf_counter()
     with RankPool(num_ranks) as pool:
         for text in plans:
@@ -206,6 +215,7 @@ def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:
             for text in plans:
                 ranks = pool.run(timed_step, text)
                 found[text]["steps"].append(max(one["total"] for one in ranks))
+                found[text]["reference"].append(max(one["reference"] for one in ranks))
                 found[text]["phases"].append([one["phases"] for one in ranks])
             out.write_text(json.dumps({"ranks": num_ranks, "plans": found}))
         for text in plans if rounds == 0 else ():
@@ -220,40 +230,50 @@ def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 
-def compare(files: list[Path], times_of: str, profile: Path) -> None:
+def compare(files: list[Path], profile: Path, corrects_drift: bool) -> None:
     """Print predicted beside measured of every plan in the files, the errors and how well the order is kept."""
     known = load_profile(profile)
-    errors: list[float] = []
     memory: list[float] = []
     pairs: list[tuple[float, float]] = []
-    print(f"{'plan':58s} predicted measured")
+    print(f"{'plan':58s} predicted  measured")
     for file in files:
         table = json.loads(file.read_text())
-        asked = Question.of(MODEL, here.cluster_of(known, f"{table['ranks']}xhere"), seq_len=SEQ_LEN,
-                            global_batch=GLOBAL_BATCH)  # fmt: skip
+        cluster = here.cluster_of(known, f"{table['ranks']}xhere")
+        asked = Question.of(MODEL, cluster, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH)
         asked = replace(asked, profile=known)
-        plans = [Plan.parse(text) for text in table["plans"]]
-        columns = Columns.of(plans, asked.job)
+        columns = Columns.of([Plan.parse(text) for text in table["plans"]], asked.job)
         found = estimate(asked.job, asked.cluster, columns, asked.tables)
+        then = reference_of(known, table["ranks"]) if corrects_drift else None
         for row, (text, one) in enumerate(table["plans"].items()):
             if one["steps"]:
-                measured = getattr(statistics, times_of)(one["steps"]) if times_of != "min" else min(one["steps"])
-                predicted = float(found.step_s[row])
-                errors.append(abs(predicted / measured - 1))
-                pairs.append((predicted, measured))
-                print(f"{text:58s} {predicted:7.3f} s {measured:7.3f} s {predicted / measured - 1:+5.0%}")
+                pairs.append((float(found.step_s[row]), typical(one, then)))
+                print(f"{text:58s} {pairs[-1][0]:7.3f} s {pairs[-1][1]:7.3f} s {pairs[-1][0] / pairs[-1][1] - 1:+5.0%}")
             if "bytes" in one:
-                peak = max(rank["peak"] for rank in one["bytes"])
-                memory.append(abs(float(found.allocated_bytes[row]) / peak - 1))
-                told = float(found.allocated_bytes[row]) / 2**20, peak / 2**20
-                print(f"{text:58s} {told[0]:7.1f}   {told[1]:7.1f} MiB {told[0] / told[1] - 1:+6.1%}")
-    if errors:
-        print(f"step time of {len(errors)} plans: median error {statistics.median(errors):.1%}, mean "
-              f"{statistics.fmean(errors):.1%}, largest {max(errors):.0%}; Spearman {_spearman(pairs):.2f}, "
-              f"Kendall {_kendall(pairs):.2f}")  # fmt: skip
+                told = float(found.allocated_bytes[row]), max(rank["peak"] for rank in one["bytes"])
+                memory.append(abs(told[0] / told[1] - 1))
+                print(f"{text:58s} {told[0] / 2**20:7.1f}   {told[1] / 2**20:7.1f} MiB {told[0] / told[1] - 1:+6.1%}")
+    if pairs:
+        errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
+        print(
+            f"step time of {len(errors)} plans: median error {statistics.median(errors):.1%}, mean "
+            f"{statistics.fmean(errors):.1%}, largest {max(errors):.0%}; Spearman {_spearman(pairs):.2f}, "
+            f"Kendall {_kendall(pairs):.2f}"
+        )
     if memory:
         middle, worst = statistics.median(memory), max(memory)
         print(f"peak bytes of {len(memory)} plans: median error {middle:.2%}, largest {worst:.1%}")
+
+
+def reference_of(known: Profile, ranks: int) -> float:
+    """Seconds of the reference product when the profile was measured."""
+    return next(s.seconds for s in known.samples if s.op == "linear_f" and s.size == REFERENCE and s.ranks == ranks)
+
+
+def typical(one: dict[str, Any], then: float | None) -> float:
+    """The median step; then: with each brought to the speed at which the reference product took so long."""
+    if then is None:
+        return statistics.median(one["steps"])
+    return statistics.median(s * then / now for s, now in zip(one["steps"], one["reference"], strict=True))
 
 
 def _kendall(pairs: list[tuple[float, float]]) -> float:
@@ -277,12 +297,12 @@ def main() -> None:
     two = verbs.add_parser("compare", help="lay the planner's estimates beside them")
     two.add_argument("files", type=Path, nargs="+")
     two.add_argument("--profile", type=Path, required=True)
-    two.add_argument("--times", choices=("median", "min"), default="median")
+    two.add_argument("--correct-drift", action="store_true", help="by the reference product beside each step")
     options = parser.parse_args()
     if options.verb == "measure":
         measure(options.ranks, options.rounds, options.out, options.plan)
     else:
-        compare(options.files, options.times, options.profile)
+        compare(options.files, options.profile, options.correct_drift)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from weft.testing import RankPool
 Report = Callable[[str, int, int], None]
 #: Seconds of one window at most, and at least; and what a measurement takes besides its windows, in windows.
 _LONGEST_S, _SHORTEST_S, _BESIDE = 0.06, 0.001, 2.0
+#: How often all is measured, some time apart: machines have slow minutes, and the fastest of what was measured counts.
+ROUNDS = 2
 _STARTING_S = 3.0  # of ranks, for each that shares a core
 MOST_BUDGET_S = 600.0
 
@@ -48,17 +50,27 @@ def calibrate(
     with RankPool(
         most, timeout_s=MOST_BUDGET_S, backend="cpu:gloo,cuda:nccl" if machine.kind == "cuda" else "gloo"
     ) as pool:
-        points = sum(len(chapter.points) for chapter in chapters)
+        points = ROUNDS * sum(len(chapter.points) for chapter in chapters)
         left = budget_s - _STARTING_S * max(1.0, most / machine.cores)
         window_s = min(_LONGEST_S, max(_SHORTEST_S, left / (points * (WINDOWS + _BESIDE))))
-        for place, chapter in enumerate(chapters):
-            report(chapter.name, place, len(chapters))
+        for place, chapter in enumerate(chapters * ROUNDS):
+            report(chapter.name, place, len(chapters) * ROUNDS)
             if chapter.dtype != "fp32" and time.monotonic() - start > budget_s:
                 continue
             samples += joined(pool.run(measure, chapter, most, window_s, machine.kind))
-    report("done", len(chapters), len(chapters))
+    report("done", len(chapters) * ROUNDS, len(chapters) * ROUNDS)
     made = datetime.datetime.now().isoformat(timespec="seconds")
-    return Profile(machine=machine, samples=tuple(samples), made=made, took_s=time.monotonic() - start)
+    return Profile(machine=machine, samples=fastest(samples), made=made, took_s=time.monotonic() - start)
+
+
+def fastest(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The fastest of those that measure the same, in the order of the first ones."""
+    found: dict[tuple[object, ...], Sample] = {}
+    for sample in samples:
+        key = (sample.op, sample.size, sample.dtype, sample.ranks, sample.group, sample.stride)
+        if key not in found or sample.seconds < found[key].seconds:
+            found[key] = sample
+    return tuple(found.values())
 
 
 def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
