@@ -13,20 +13,15 @@ prints the errors, their median, and the rank correlations. Measure in a quiet w
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from weft.calibrate.compute import Place, calls_of
 from weft.comm import Ledger
@@ -43,7 +38,7 @@ from weft.planner.question import Question
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
-from weft.testing.live import LiveBytes
+from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep
 from weft.train.loss import model_forward, token_cross_entropy
 
@@ -149,65 +144,19 @@ def timed_step(text: str) -> dict[str, Any]:
     return {"total": times.total_s, "phases": times.phases, "reference": reference_s}
 
 
-class StepBytes(LiveBytes):
-    """Counts what a step begins with too, as long as it lives, and what is read that was made out of sight.
-
-    Storages count with the size that they have: those of gathered parameters are emptied, and live on.
-    """
-
-    def __init__(self, begins_with: Iterable[torch.Tensor], outside: Iterable[torch.Tensor]):
-        super().__init__(outside)
-        for tensor in begins_with:
-            self._note(tensor)
-
-    @property
-    def now(self) -> int:
-        self._made = {key: value for key, value in self._made.items() if not value[0].expired()}
-        alive = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, _ in self._made.values())
-        return sum(storage.nbytes() for storage in alive if storage is not None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                self._note(leaf)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-
-
 def peak_bytes(text: str) -> dict[str, int]:
     """Bytes of live tensors on this rank: the most there are in a step, and those that lie there between steps."""
     one = _running[text]
-    gc.collect()
     held = live_bytes(one.model, one.step.optimizer)
-    watch = StepBytes(_states(one), one.batch.values())
-    with watch:
-        one.step(one.batch)
-    return {"peak": watch.peak, "params": held.params, "grads": held.grads, "optimizer": held.optimizer}
-
-
-def _states(one: Running) -> Iterator[torch.Tensor]:
-    """Weights, gradients and optimizer states. Nobody keeps what this gives."""
-    optimizer = one.step.optimizer
-    pieces = [param for group in optimizer.param_groups for param in group["params"]]
-    for param in (*one.model.parameters(), *pieces):
-        yield param.detach()
-        if param.grad is not None:
-            yield param.grad.detach()
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    yield from one.step.held_gradients()
+    peak = peak_of_step(one.step, one.batch)
+    return {"peak": peak, "params": held.params, "grads": held.grads, "optimizer": held.optimizer}
 
 
 def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:
     plans = chosen or list(PLANS[num_ranks])
     found: dict[str, dict[str, Any]] = {text: {"steps": [], "phases": [], "reference": []} for text in plans}
     start = time.perf_counter()
-    with RankPool(num_ranks) as pool:
+    with RankPool(num_ranks, timeout_s=900.0) as pool:  # a busy machine may stop it for a while
         for text in plans:
             pool.run(build, text)
         print(f"built in {time.perf_counter() - start:.0f} s", flush=True)
