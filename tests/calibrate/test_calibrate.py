@@ -8,12 +8,13 @@ import pytest
 
 from weft.calibrate import calibrate
 from weft.calibrate.compute import PROBES
+from weft.calibrate.run import fastest
 from weft.calibrate.traffic import COLLECTIVES
 from weft.cli.main import run
 from weft.errors import ConfigError
 from weft.planner.measured.here import this_host
 from weft.planner.measured.laws import Laws
-from weft.planner.measured.profile import load_profile
+from weft.planner.measured.profile import Sample, load_profile
 from weft.planner.question import Question
 
 
@@ -77,3 +78,10 @@ def test_here_without_a_profile_names_the_command(
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
     assert run(["plan", "tiny", "here"]) == 2
     assert "Measure it first: weft calibrate" in capsys.readouterr().err
+
+
+def test_of_what_is_measured_twice_the_faster_counts() -> None:
+    slow, fast, other = (
+        Sample(op="add", size=size, seconds=seconds) for size, seconds in (((1, 2), 3.0), ((1, 2), 2.0), ((4, 4), 9.0))
+    )
+    assert fastest([slow, other, fast]) == (fast, other)

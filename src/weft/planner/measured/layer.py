@@ -23,6 +23,8 @@ Array = NDArray[np.float64]
 
 #: The layer that is timed whole: tokens, width, feed-forward width, heads. See calibrate/compute.py.
 TINY = (16, 64, 128, 4)
+#: Of a rank's queries, how many meet what a piece of another rank's keys is, in the mean.
+_MET = 0.75
 #: Bytes of a value that travels between ranks.
 VALUE = 4.0
 
@@ -71,7 +73,7 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
     q = np.ceil(shape.heads / t) * shape.head_dim
     kv = np.ceil(shape.kv_heads / t) * shape.head_dim
     products = _products(job, columns, clock, tokens, q, kv)
-    attention = _attention(job, columns, clock, q)
+    attention = _attention(job, columns, clock, q, kv)
     passes = _passes(job, columns, clock, tokens, q, kv)
     tp = _tp(job, columns, clock, tokens)
     cp = _cp(job, columns, clock, tokens, q, kv)
@@ -132,7 +134,7 @@ def _products(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array,
     return total
 
 
-def _attention(job: Job, columns: Columns, clock: Clock, q: Array) -> tuple[Array, Array]:
+def _attention(job: Job, columns: Columns, clock: Clock, q: Array, kv: Array) -> Array:
     """Forward and backward. Ring and gather take the keys in pieces without a mask; ulysses whole sequences."""
     shape, s = job.shape, float(job.seq_len)
     c = columns.cp.astype(float)
@@ -140,15 +142,21 @@ def _attention(job: Job, columns: Columns, clock: Clock, q: Array) -> tuple[Arra
     heads = q / shape.head_dim / np.where(ulysses, c, 1.0)
     rows = np.where(ulysses, s, s / c)
     # A causal call over its own rows counts its square; pieces beside it see rectangles, twice as much each.
-    pieces = np.where(
-        (c > 1) & ~ulysses, 1.5 * c - 0.5, 1.0
-    )  # of the two halves of a rank's rows, earlier ones see less
-    times = []
-    for op in ("attention_f", "attention_b"):
-        law = clock.of(op, columns.microbatch, heads, rows, float(shape.head_dim), s)
-        start = clock.of(op, 0.0, 1.0, 1.0, 1.0)
-        times.append(law + (pieces - 1) * start)
-    return times[0], times[1]
+    cut = (c > 1) & ~ulysses
+    pieces = np.where(cut, c + 0.5 * (c - 1), 1.0)  # what a rank meets of each other one is one rectangle or two
+    width = float(shape.head_dim)
+    calls = np.stack(
+        [
+            clock.of(op, columns.microbatch, heads, rows, width, s) + (pieces - 1) * clock.of(op, 0.0, 1.0, 1.0, 1.0)
+            for op in ("attention_f", "attention_b")
+        ]
+    )
+    # Outputs of pieces are weighed and added to what was seen before, gradients of each to those of the others.
+    tokens = columns.microbatch * rows
+    add_q, add_kv = clock.of("add_to", tokens, q), clock.of("add_to", tokens, kv)
+    packed = clock.of("copy", tokens, q + 2 * kv)
+    joins = np.stack([packed + (pieces - 1) * 3 * _MET * add_q, packed + pieces * _MET * (add_q + 2 * add_kv)])
+    return calls + np.where(cut, joins, 0.0)
 
 
 def _passes(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: Array) -> Array:
