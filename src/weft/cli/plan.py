@@ -61,12 +61,11 @@ def plan(
     tier: options.Tier = "tables",
     refine: options.Refine = 0.0,
     score: options.Score = None,
+    profile: options.ProfileFile = None,
+    learn: options.Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
-    if score is not None:
-        from weft.cli.plan_score import score_runs
-
-        score_runs(score, json)
+    if _needs_no_question(score, learn, profile, as_json=json, has_model=model is not None):
         return
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
@@ -81,6 +80,7 @@ def plan(
         built_only=built_only,
         tier=tier,
         refine_s=refine,
+        profile=profile,
     )
     found = _find(asked, why_not, compare, what_if or [])
     _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
@@ -113,6 +113,23 @@ def _described(model: str, save: Path | None) -> str | TracedModel:
         found.save(save)
         say(f"wrote {save}.")
     return found
+
+
+def _needs_no_question(
+    score: Path | None, learn: Path | None, profile: Path | None, *, as_json: bool, has_model: bool
+) -> bool:
+    """Score, or teach a profile; whether that was all."""
+    if score is not None:
+        from weft.cli.plan_score import score_runs
+
+        score_runs(score, as_json)
+        return True
+    if learn is None:
+        return False
+    from weft.cli.plan_learn import learn_from
+
+    learn_from(learn, profile)
+    return not has_model
 
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:

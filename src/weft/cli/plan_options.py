@@ -20,7 +20,7 @@ Cluster = Annotated[
     str | None,
     typer.Argument(
         metavar="CLUSTER",
-        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), or a .toml file.",
+        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), here, 4xhere, a profile or a .toml file.",
         show_default=False,
     ),
 ]
@@ -63,6 +63,13 @@ Tier = Annotated[str, typer.Option("--tier", help="datasheet, or tables: constan
 Score = Annotated[
     Path | None,
     typer.Option("--score", metavar="RUNS.csv", help="Lay predictions beside measured runs instead of planning."),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE.json", help="What `weft calibrate` measured."),
+]
+Learn = Annotated[
+    Path | None, typer.Option("--learn", metavar="RUN", help="First teach the profile what a finished run measured.")
 ]
 Refine = Annotated[
     float, typer.Option("--refine", min=0.0, max=3600.0, metavar="SECONDS", help="Time for annealing after the search.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,12 +105,27 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
     cluster: gives the size of a node; the rates are the tables'.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node)
+    if tables.laws is not None:
+        from weft.planner.measured.host import host_estimate
+
+        return _estimates(job, columns, tables, [host_estimate(job, columns, tables.laws)])
     parts = [
         _chunk(job, cluster, columns[slice(start, start + _CHUNK)], tables, fabric)
         for start in range(0, max(1, len(columns)), _CHUNK)
     ]
+    return _estimates(job, columns, tables, parts)
+
+
+def _estimates(
+    job: Job, columns: Columns, tables: Tables, parts: Sequence[tuple[Mapping[str, Array], Mapping[str, Array]]]
+) -> Estimates:
+    none = [np.zeros(len(columns))]
     return Estimates(
-        terms={name: np.concatenate([part[0][name] for part in parts]) for name in TERMS},
+        terms={
+            name: np.concatenate([part[0][name] for part in parts if name in part[0]] or none)
+            * tables.learned.get(name, 1.0)
+            for name in TERMS
+        },
         memory={name: np.concatenate([part[1][name] for part in parts]) for name in CLASSES},
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.global_batch) * job.seq_len,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from weft.planner.basis import basis_words, time_by_rung
+from weft.planner.question import Question
 from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -55,8 +56,20 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
         "recompute not counted",
         *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
         f"trust   {basis_words(time_by_rung(one.terms, one.question.tables))}",
+        *_learned(one.question),
         *waiting,
     ]
+
+
+def _learned(question: Question) -> list[str]:
+    """Which profile is in it, and what runs taught that."""
+    profile = question.profile
+    if profile is None:
+        return []
+    from weft.planner.measured.learn import lesson_words
+
+    lines = [f"        the profile of {profile.machine.device}, measured {profile.made}"]
+    return lines + ([f"        {words}"] if (words := lesson_words(profile)) else [])
 
 
 def waterfall(one: Candidate) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.spec.cluster import DeviceSpec
+
+if TYPE_CHECKING:
+    from weft.planner.measured.laws import Laws
 
 #: "datasheet": the vendor's rates and constants common to all devices. "tables": measured ones where there are any.
 TIERS = ("datasheet", "tables")
@@ -25,6 +28,7 @@ class Tables:
 
     The names are those of `tables.toml`. flops: dense peak by precision. rungs: constant -> "here" (measured on this
     machine), "table" (shipped measurement or fit of this device) or "common" (for every device).
+    laws: of a CPU host that was measured, which has a model of its own. learned: factor of terms, from runs.
     """
 
     flops: Mapping[str, float]
@@ -64,6 +68,8 @@ class Tables:
     reserve: float
     usable: float
     rungs: Mapping[str, str]
+    laws: Laws | None = None
+    learned: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, device: DeviceSpec, tier: str = "tables", profile: Mapping[str, float] | None = None) -> Tables:
@@ -80,7 +86,7 @@ class Tables:
         own = _own_constants(device, shipped["devices"]) if tier == "tables" else {}
         values |= own
         rungs |= dict.fromkeys(own, "table")
-        known = {each.name for each in fields(cls)} - {"rungs", "flops"}
+        known = {each.name for each in fields(cls)} - {"rungs", "flops", "laws", "learned"}
         for name, value in (profile or {}).items():
             if name not in known:
                 raise _error(name, f"profile.{name}: no such constant.{did_you_mean(name, known)}")

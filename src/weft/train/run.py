@@ -131,7 +131,7 @@ class _RankRun:
         finally:
             if recorder:
                 recorder.close()
-        times = report_times(self.folder, self.mesh, self.model, trainer.book)
+        times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config)
         if self.mesh.rank == 0:
             # Who stops a run wants it to end: writing a sample takes seconds.
             wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
