@@ -82,8 +82,9 @@ class FlatModel:
         self.own_loop = OwnLoop(self)
         shards = any(axes.shard.size > 1 for axes in self._kinds.values())
         stage = mesh.plan.zero if shards else 0
+        each = each_microbatch and stage == 2
         self.reducer = Reducer(
-            self._slots, self.axes, stage, mesh.device, self.own_loop.note, each_microbatch and stage == 2
+            self._slots, self.axes, stage, mesh.device, self.own_loop.note, each, self.precision.reduce
         )
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)

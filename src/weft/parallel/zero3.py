@@ -86,7 +86,7 @@ class FullyShardedModel:
         originals = dict(model.named_parameters())
         self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
         self._shapes = {name: param.shape for name, param in originals.items()}
-        self._partial = PartialSums(axes, self.precision.master, mesh.device)
+        self._partial = PartialSums(axes, self.precision, mesh.device)
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         materialise.make(self.plain.values())
@@ -107,7 +107,7 @@ class FullyShardedModel:
 
     def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
         """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
-        names, calls = [*map(str, self.units), *self.plain], Calls()
+        names, calls, travels = [*map(str, self.units), *self.plain], Calls(), self.precision.reduce
         axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
         orders = {axis.ranks: Order(axis, names, mesh.device) for axis in axes}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
@@ -116,11 +116,12 @@ class FullyShardedModel:
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
-            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks]))
+            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks], travels))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
-                self._sums.append(ReplicaSum(index, members[index], self._replicas, orders[self._replicas.ranks]))
+                order = orders[self._replicas.ranks]
+                self._sums.append(ReplicaSum(index, members[index], self._replicas, order, travels))
                 module.set_all_reduce_hook(self._sums[-1])
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]
@@ -355,4 +356,4 @@ class FullyShardedModel:
         if self._in_microbatch:
             return None
         self._orders[0].meet(Act.SUM, index, grad.numel())
-        return all_reduce(grad.detach().clone(), over) / self._data.size
+        return all_reduce(grad.detach().clone(), over, dtype=self.precision.reduce) / self._data.size
