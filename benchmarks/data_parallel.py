@@ -130,10 +130,30 @@ def make_fsdp2(options: argparse.Namespace, variant: str) -> StepFn:
     return torch_step(model, adamw(model.parameters()), options, no_sync)
 
 
+def look_launched() -> None:
+    """The variables of a launcher, which DeepSpeed and Accelerate want where the process group is there, too.
+
+    Without them Accelerate takes each rank for a run of its own and exchanges nothing, without a word. Its threads too
+    are those of the other variants.
+    """
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": str(dist.get_rank()),
+        "RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+
+
 def make_accelerate(options: argparse.Namespace) -> StepFn:
+    look_launched()
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
+    if accelerator.num_processes != dist.get_world_size():
+        raise SystemExit(f"accelerate: it sees {accelerator.num_processes} ranks of {dist.get_world_size()}")
     model = build_decoder(SIZES[options.size])
     wrapped, optimizer = accelerator.prepare(model, adamw(model.parameters()))
 
@@ -152,13 +172,7 @@ def make_accelerate(options: argparse.Namespace) -> StepFn:
 
 
 def make_deepspeed(options: argparse.Namespace, variant: str) -> StepFn:
-    # DeepSpeed asks for its launcher's variables, also where the process group is there.
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_RANK": str(dist.get_rank()),
-        "RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-    }
+    look_launched()
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
@@ -233,7 +247,14 @@ def interleave(options: argparse.Namespace) -> dict[str, list[float]]:
     variants = options.variants.split(",")
     steps = {variant: make(variant, options) for variant in variants}
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    begun = torch.tensor([time.perf_counter()], dtype=torch.float64)
     for index in range(options.steps + options.warmup):
+        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        dist.broadcast(now, 0)  # one clock decides for all ranks
+        if index == 0:
+            begun = now
+        elif index > options.warmup and float(now - begun) > options.seconds:
+            break
         shift = index % len(variants)
         for variant in variants[shift:] + variants[:shift]:
             dist.barrier()
@@ -271,6 +292,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so many")
     parser.add_argument("--variants", default=DEFAULT_VARIANTS)
     parser.add_argument("--mode", default="time", choices=["time", "memory"])
     options = parser.parse_args()
@@ -294,6 +316,7 @@ def main() -> None:
         ratios = [ours / theirs for ours, theirs in zip(values, base, strict=True)]
         row = {
             "variant": variant,
+            "steps": len(values),
             "median_ms": round(statistics.median(values) * 1e3, 1),
             "ratio": round(statistics.median(ratios), 3),
         }
