@@ -6,8 +6,9 @@
     python benchmarks/data_parallel.py --mode memory                             peak memory, one variant at a time
 
 Every variant does forward, mean cross-entropy, backward, global-norm clipping and fused AdamW on the same shapes. The
-order within a round rotates. Prints each variant's median step and the median of its ratios to the first variant,
-round by round, which drifts of the machine's speed do not touch. accelerate and deepspeed: pip install "weft[bench]".
+order within a round rotates. Prints each variant's median step and the median of its ratios to the first variant, round
+by round, which drifts of the machine's speed do not touch; and the CPU time of a rank (mean over ranks, median over
+steps), which still tells where a machine is busy with other work. accelerate, deepspeed: pip install "weft[bench]".
 """
 
 from __future__ import annotations
@@ -242,11 +243,11 @@ def make(variant: str, options: argparse.Namespace) -> StepFn:
     raise SystemExit(f"unknown variant {variant!r}")
 
 
-def interleave(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step of each variant, round by round."""
+def interleave(options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Seconds and this rank's CPU seconds of each step of each variant, round by round."""
     variants = options.variants.split(",")
     steps = {variant: make(variant, options) for variant in variants}
-    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    seconds: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
     begun = torch.tensor([time.perf_counter()], dtype=torch.float64)
     for index in range(options.steps + options.warmup):
         now = torch.tensor([time.perf_counter()], dtype=torch.float64)
@@ -258,11 +259,11 @@ def interleave(options: argparse.Namespace) -> dict[str, list[float]]:
         shift = index % len(variants)
         for variant in variants[shift:] + variants[:shift]:
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             steps[variant](index)
             dist.barrier()
             if index >= options.warmup:
-                seconds[variant].append(time.perf_counter() - start)
+                seconds[variant].append((time.perf_counter() - start, time.process_time() - cpu))
     return seconds
 
 
@@ -310,15 +311,17 @@ def main() -> None:
                 print(json.dumps({"variant": variant, "peak_mb": round(max(pool.run(peak_memory, alone)) / 1e6)}))
         return
     with RankPool(options.ranks, timeout_s=3600) as pool:
-        seconds = pool.run(interleave, options)[0]
-    base = seconds[options.variants.split(",")[0]]
-    for variant, values in seconds.items():
-        ratios = [ours / theirs for ours, theirs in zip(values, base, strict=True)]
+        found = pool.run(interleave, options)
+    base = [wall for wall, _ in found[0][options.variants.split(",")[0]]]
+    for variant, values in found[0].items():
+        ratios = [ours / theirs for (ours, _), theirs in zip(values, base, strict=True)]
+        cpu = [statistics.mean(cpu for _, cpu in ranks) for ranks in zip(*(one[variant] for one in found), strict=True)]
         row = {
             "variant": variant,
             "steps": len(values),
-            "median_ms": round(statistics.median(values) * 1e3, 1),
+            "median_ms": round(statistics.median(wall for wall, _ in values) * 1e3, 1),
             "ratio": round(statistics.median(ratios), 3),
+            "cpu_ms": round(statistics.median(cpu) * 1e3, 1),
         }
         print(json.dumps(row), flush=True)
 
