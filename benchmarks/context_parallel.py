@@ -29,6 +29,7 @@ from weft.comm import all_reduce
 from weft.comm.autograd import gather_from
 from weft.mesh import Mesh, build_mesh
 from weft.parallel.context.order import Order
+from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.pieces import Borders
 from weft.parallel.context.ways import View, attend_cut
 from weft.spec.plan import Plan
@@ -46,7 +47,9 @@ def make_sides(mesh: Mesh, options: argparse.Namespace) -> dict[str, Callable[[]
     sides: dict[str, Callable[[], list[torch.Tensor]]] = {}
     for mode in MODES:
         view = View(axis, Order(mode, axis.size, axis.rank, seq_len), borders)
-        sides[mode] = side(mesh, options, lambda q, k, v, view=view: attend_cut(q, k, v, q.shape[-1] ** -0.5, view))
+        sides[mode] = side(
+            mesh, options, lambda q, k, v, view=view: attend_cut(q, k, v, Scoring(q.shape[-1] ** -0.5), view)
+        )
     mask = dense_mask(Order("gather", axis.size, axis.rank, seq_len), borders, mesh.device)
     sides["masked"] = side(mesh, options, lambda q, k, v: masked(q, k, v, mask, mesh))
     if mesh.device.type == "cuda" and not options.document:

@@ -24,7 +24,8 @@ from torch.utils.flop_counter import flop_registry
 from weft.errors import ModelError
 
 Forward = Callable[..., Any]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Context = AbstractContextManager[Any]
+Contexts = tuple[Context, Context]
 
 #: Calls that hold the core of attention. nn.MultiheadAttention gives no access to its core alone.
 ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -59,17 +60,18 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     if policy.name == "attention":
         with _RecomputedAttention():
             return forward(block, *args, **kwargs)
-    # Compiled code writes buffers once, whatever it computes twice, and its tracer takes no contexts but torch's own.
-    buffers = () if torch.compiler.is_compiling() else policy.buffers
+    contexts: Callable[[], Contexts] = _no_contexts
     if policy.name == "selective":
-        contexts: Callable[[], Contexts] = partial(_selective_contexts, policy.saved)
-        if buffers:
-            contexts = partial(_with_spare_buffers, block, buffers, contexts)
-        return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    if buffers:
-        contexts = partial(_with_spare_buffers, block, buffers, _no_contexts)
-        return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+        contexts = partial(_selective_contexts, policy.saved)
+    # Compiled code writes buffers once, whatever it computes twice, and its tracer takes no contexts but torch's own.
+    if not torch.compiler.is_compiling():
+        if policy.buffers:
+            contexts = partial(_with_spare_buffers, block, policy.buffers, contexts)
+        if (state := getattr(block, "_weft_travels", None)) is not None:
+            contexts = partial(_with_travelling, state.travelling, contexts)
+    if contexts is _no_contexts:
+        return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+    return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def is_heavy(op: Any, args: Sequence[Any], outputs: Any) -> bool:
@@ -125,6 +127,15 @@ def _with_spare_buffers(block: nn.Module, names: Sequence[str], contexts: Callab
     """Batch statistics and their like count a batch once: the replay writes into copies."""
     forward, replay = contexts()
     return forward, _both(spare_buffers(block, names), replay)
+
+
+def _with_travelling(travelling: Callable[[], Context], contexts: Callable[[], Contexts]) -> Contexts:
+    """What the block's forward reads besides its arguments, and another microbatch may have changed meanwhile.
+
+    travelling: called in forward; the replay runs inside of what it gives.
+    """
+    forward, replay = contexts()
+    return forward, _both(travelling(), replay)
 
 
 @contextlib.contextmanager

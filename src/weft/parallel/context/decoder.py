@@ -14,6 +14,7 @@ from weft.errors import ModelError
 from weft.models.attention import Attention, SdpaCore, Visible
 from weft.models.transformer import Decoder
 from weft.parallel.context.context import Context
+from weft.parallel.context.kernel import Scoring
 
 
 class ContextCore(SdpaCore):
@@ -32,8 +33,8 @@ class ContextCore(SdpaCore):
         """Mix the values; (B, H, T, C)."""
         if self.context is None or not self.context.in_use:
             return super().forward(q_BHTC, k_BKSC, v_BKSC, visible)
-        scale = q_BHTC.shape[-1] ** -0.5
-        return self.context.attend(q_BHTC, k_BKSC, v_BKSC, scale, visible.document_ids_BT)
+        scoring = Scoring(q_BHTC.shape[-1] ** -0.5)
+        return self.context.attend(q_BHTC, k_BKSC, v_BKSC, scoring, visible.document_ids_BT)
 
 
 def replace_cores(model: nn.Module, context: Context) -> int:
