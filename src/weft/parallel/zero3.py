@@ -30,6 +30,7 @@ from weft.errors import ModelError
 from weft.memory import repeated_blocks
 from weft.memory.offload import Host, step_on_host
 from weft.mesh import Axis, Mesh
+from weft.optim import clip_factor
 from weft.parallel.agree import check_same_model
 from weft.parallel.axes import AxisMap
 from weft.parallel.materialise import Materialise
@@ -217,6 +218,14 @@ class FullyShardedModel:
         grads = [param.grad for param in self._optimized() if param.grad is not None]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
+
+    @torch.no_grad()
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """Clip in a user's own loop; the whole gradient's norm before."""
+        self.settle()
+        norm = self.norm()
+        self.scale(clip_factor(float(norm), max_norm))
+        return norm
 
     def publish(self) -> None:
         """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""
