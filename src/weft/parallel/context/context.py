@@ -89,7 +89,6 @@ class Context:
         """Place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
         return self.order(num_tokens * self.axis.size).places(device)
 
-    @torch.compiler.disable
     def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None) -> Tensor:
         """Attention over the whole sequence; (B, H, T, C).
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
@@ -33,8 +34,12 @@ class ContextCore(SdpaCore):
         """Mix the values; (B, H, T, C)."""
         if self.context is None or not self.context.in_use:
             return super().forward(q_BHTC, k_BKSC, v_BKSC, visible)
-        scoring = Scoring(q_BHTC.shape[-1] ** -0.5)
-        return self.context.attend(q_BHTC, k_BKSC, v_BKSC, scoring, visible.document_ids_BT)
+        return self._attend_cut(q_BHTC, k_BKSC, v_BKSC, visible.document_ids_BT)
+
+    @torch.compiler.disable
+    def _attend_cut(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor | None) -> Tensor:
+        assert self.context is not None
+        return self.context.attend(q_BHTC, k_BKTC, v_BKTC, Scoring(q_BHTC.shape[-1] ** -0.5), ids_BT)
 
 
 def replace_cores(model: nn.Module, context: Context) -> int:

@@ -96,16 +96,33 @@ def attend_by_name(
         return own(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    _refuse(module, context, dropout, kwargs)
+    ids_BT = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
+    return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
+
+
+@torch.compiler.disable
+def _attend_cut(
+    module: nn.Module,
+    context: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ids_BT: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    asked: dict[str, Any],
+) -> Tensor:
+    """Read what the layer asks for, and attend; (B, T, H, C)."""
+    _refuse(module, context, dropout, asked)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = kwargs.get("sliding_window")
+    window = asked.get("sliding_window")
     whole = window is None or window >= key.shape[2] * context.axis.size
     before = None if whole else window - 1  # a window holds the token itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     drop = getattr(module, _SITE).attention(dropout, *query.shape[:2]) if dropout else None
-    scoring = Scoring(scale, Sight(before, 0 if causal else before), kwargs.get("softcap"), drop)
-    ids_BT = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
-    return context.attend(query, key, value, scoring, ids_BT).transpose(1, 2), None
+    scoring = Scoring(scale, Sight(before, 0 if causal else before), asked.get("softcap"), drop)
+    return context.attend(query, key, value, scoring, ids_BT).transpose(1, 2)
 
 
 def _own_attention(module: nn.Module) -> Any:
