@@ -293,7 +293,7 @@ def _quieten(model: nn.Module) -> list[str]:
     for module in dropouts:
         module.p = 0.0
     if dropouts:
-        notes.append(f"dropout of {len(dropouts)} modules is off: random numbers differ by plan")
+        notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch would draw it from other numbers")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
     return notes
