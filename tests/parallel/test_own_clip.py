@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from weft.api import Run
 from weft.comm import Ledger
+from weft.errors import CommError
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel
@@ -21,8 +22,8 @@ EXPERTS = dataclasses.replace(DENSE, num_experts=4, top_k=2, expert_ffn_dim=8, b
 STEPS, BATCH, CLIP = 3, 8, 0.05
 
 
-def loop(plan_text: str | None, spec: DecoderSpec) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Backward, clip, step. Without a plan: plain PyTorch."""
+def loop(plan_text: str | None, spec: DecoderSpec, torchs: bool = False) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Backward, clip, step. Without a plan: plain PyTorch. torchs: clipped by torch's function."""
     model = build_decoder(spec, dtype=torch.float64, seed=3)
     run = None
     if plan_text is not None:
@@ -36,7 +37,8 @@ def loop(plan_text: str | None, spec: DecoderSpec) -> tuple[dict[str, torch.Tens
         ids = torch.randint(61, (BATCH, 9), generator=torch.Generator().manual_seed(step))
         mine = ids[rank * BATCH // size : (rank + 1) * BATCH // size]
         F.cross_entropy(model(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten()).backward()
-        clip = run.clip_grad_norm_(model, CLIP) if run else torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        ours = run is not None and not torchs
+        clip = run.clip_grad_norm_(model, CLIP) if ours else torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         norms.append(float(clip))
         optimizer.step()
         optimizer.zero_grad()
@@ -66,3 +68,9 @@ def test_experts(plan, ranks2):
 @pytest.mark.parametrize("plan", ["dp_replicate=2 tp=2", "dp_shard=2 tp=2 zero=2", "dp_shard=2 tp=2 zero=3"])
 def test_four_ranks(plan, ranks4):
     compare(plan, DENSE, ranks4)
+
+
+@pytest.mark.parametrize(("plan", "spec"), [("tp=2", DENSE), ("dp_shard=2 ep=2", EXPERTS)])
+def test_torchs_own_function_is_refused_where_it_sees_a_part(plan, spec, ranks2):
+    with pytest.raises(CommError, match=r"Use run.clip_grad_norm_\(model, max_norm\)"):
+        ranks2.run(loop, f"{plan} precision=fp64", spec, torchs=True)

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from weft.parallel.flat import FlatModel
 
 
+#: By how much, of itself, a norm may differ between ranks that added the same numbers in another order.
+_ALIKE = 1e-4
+
+
 class OwnLoop:
     """The part of an engine that serves loops that it does not drive."""
 
@@ -92,6 +96,7 @@ class OwnLoop:
     def settle(self) -> None:
         """At the optimizer's step: wait for ranks that are still in a backward, then have all gradients in buckets."""
         self._wait_for_all()
+        self._check_alike()
         engine = self._held()
         for bucket in engine.reducer.buckets:
             bucket.shard = engine.reducer.take(bucket)[bucket.own]
@@ -105,6 +110,22 @@ class OwnLoop:
         while self._held().axes.stage.size > 1 and self._meet(at_step=True):
             self._reduce_touched()
         self._touched = set()
+
+    def _check_alike(self) -> None:
+        """ModelError where a gradient that all ranks have alike is not: it was scaled by what each rank knows alone."""
+        engine = self._held()
+        if not any(placement.is_cut for placement in engine.axes.placements.values()):
+            return
+        whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
+        norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None]).double()
+        both = torch.stack([norm, -norm]).to(engine.device)
+        most, least = all_reduce(both, engine.axes.stage, op="max").abs().tolist()
+        if most - least > _ALIKE * most:
+            raise ModelError(
+                f"gradients: the norm of those that all ranks have alike is {least:.6g} on one rank and {most:.6g} on "
+                f"another. torch.nn.utils.clip_grad_norm_ sees a rank's part alone of what tp and ep divide. "
+                f"Use run.clip_grad_norm_(model, max_norm)."
+            )
 
     def _held(self) -> FlatModel:
         engine = self._engine()
