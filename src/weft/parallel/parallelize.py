@@ -36,7 +36,8 @@ def parallelize(
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
-    seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them.
+    seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them; and of
+    dropout in steps that nobody gives a key.
     layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is None.
     placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
     Raises ModelError when the model was laid over a mesh before.

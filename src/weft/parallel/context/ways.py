@@ -42,6 +42,7 @@ class View:
     order: Order
     borders: tuple[Borders, ...] | None = None
     _pieces: dict[tuple[int | None, Sight], list[Piece]] = field(default_factory=dict)
+    _places: dict[int, Tensor] = field(default_factory=dict)
 
     def pieces(self, source: int, sight: Sight) -> list[Piece]:
         """What it sees of the tokens of rank `source`; found once and kept for all layers that see alike."""
@@ -52,7 +53,9 @@ class View:
 
     def places(self, source: int, device: torch.device) -> Tensor:
         """Places in the sequence of the tokens of rank `source`, (T,)."""
-        return replace(self.order, rank=source).places(device)
+        if source not in self._places:
+            self._places[source] = replace(self.order, rank=source).places(device)
+        return self._places[source]
 
     def whole(self, sight: Sight) -> list[Piece]:
         """What all tokens of the sequence see of all."""
