@@ -11,6 +11,7 @@ for batch in loader:
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,8 @@ from weft.data import ShardedLoader
 from weft.errors import PlanError
 from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
-from weft.parallel import parallelize
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.foreign_router import balance_routers
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
@@ -52,16 +54,24 @@ class Run:
         return self.mesh.rank == 0
 
     def parallelize(
-        self, model: nn.Module, layout: Layout | str | None = None, pinned_limit: str = MOST_OF_HOST
+        self,
+        model: nn.Module,
+        layout: Layout | str | Path | None = None,
+        *,
+        balance_rate: float = 0.0,
+        pinned_limit: str = MOST_OF_HOST,
     ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
-        layout: what tensor parallelism cuts how, as `weft layout` prints it; None: found from the model.
-        pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: "64GiB", or a share of
-        what the machine has.
+        layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save` wrote;
+        None: found from the model. balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their
+        router_aux_loss_coef, but by sequence and in backward; 0: none. pinned_limit: host memory that all ranks of one
+        machine may pin for what is offloaded: "64GiB", or a share of what the machine has.
         """
-        chosen = Layout.parse(layout) if isinstance(layout, str) else layout
-        return parallelize(model, self.mesh, layout=chosen, pinned_limit=pinned_limit)
+        if balance_rate:
+            balance_routers(model, balance_rate)
+        chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
+        return parallelize(model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit)
 
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
         """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`."""
@@ -90,6 +100,14 @@ class Run:
             names = ", ".join(optimizer_options)
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, max_grad_norm=max_grad_norm)
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ for every plan, in a loop of your own between backward() and optimizer.step().
+
+        The norm is that of the whole gradient, also of what tp, ep and zero=3 divide, of which torch's function sees
+        this rank's part alone. Returns the norm before clipping, a 0-d tensor equal on all ranks. A collective.
+        """
+        return data_parallel(model).clip_own(max_norm)
 
     def close(self) -> None:
         """Part from the other ranks. Call it last, or use the run as a context manager."""

@@ -49,6 +49,14 @@ def verdict_of(source: str, plan: str, settings: Settings = SMALL):
         return verifier.verify(Plan.parse(plan))
 
 
+def test_the_layout_of_a_config_is_the_subjects(tmp_path):
+    toml = tmp_path / "run.toml"
+    toml.write_text("layout = 'embed=vocab head=vocab'\n[model]\nname = 'tiny'\n")
+    built = find_subject(str(toml), SMALL).build()
+    assert built.layout is not None
+    assert built.layout.format() == "embed=vocab head=vocab"
+
+
 @pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3 recompute=full"])
 def test_right_plans_of_every_kind_of_model_pass(plan, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -19,7 +19,8 @@ def layout(
 ) -> None:
     """Print the layout that was found for a model: patterns of module paths, their styles, and the reasons.
 
-    The model is built without numbers, whatever its size. A saved file is given back as `parallelize(layout=...)`.
+    The model is built without numbers, whatever its size. A saved file can be edited and given back: layout="FILE" in
+    a config, `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
     from weft.parallel.layout_find import explain_layout
     from weft.parallel.tensor import check_layout

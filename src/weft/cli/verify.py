@@ -44,6 +44,9 @@ def verify(
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="Reduce the depth to this.")] = None,
     width: Annotated[int | None, typer.Option("--width", min=2, help="Reduce the width to this.")] = None,
     vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Reduce the vocabulary to this.")] = None,
+    layout: Annotated[
+        str, typer.Option("--layout", help="pattern=style words or a file of them; found from the model by default.")
+    ] = "",
     seed: Annotated[int, typer.Option("--seed", help="Of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -56,11 +59,14 @@ def verify(
     if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
         fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
         raise ConfigError(f"all={all_ranks}: every legal plan of 1 to 64 ranks is listed from the rules. {fix}.")
+    from weft.spec.layout import Layout
     from weft.testing.subject import Settings, find_subject
 
     batch = global_batch or (4 * all_ranks if all_ranks else 8)
     settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
     subject = find_subject(model, settings)
+    if layout:
+        subject = replace(subject, layout=Layout.read(layout))
     if all_ranks is not None:
         raise typer.Exit(_verify_all(subject, all_ranks, full, sample, as_json))
     text = plan if plan is not None else subject.plan

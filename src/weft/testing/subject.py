@@ -29,6 +29,7 @@ from weft.models.code import call_function
 from weft.optim import build_optimizer
 from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
+from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, decoder_spec, resolve_decoder, shape_problems
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 from weft.train.step import call_model
@@ -61,6 +62,7 @@ class Subject:
     shape: DecoderSpec | None = None
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     plan: str = ""
+    layout: Layout | None = None
 
     def build(self) -> BuiltCase:
         """The model with its data and loss. Raises ModelError where it cannot be had."""
@@ -99,7 +101,7 @@ class BuiltCase:
         vocab_size: int | None = None,
     ):
         self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
-        self.kind, self.source = subject.kind, subject.source
+        self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
         self._built, self._forward, self._batch_fn, self._loss_fn = model, forward, batch_fn, loss_fn
         self._vocab_size, self._optimizer = vocab_size, subject.optimizer
         self.notes = _quieten(model)
@@ -154,7 +156,8 @@ def find_subject(source: str, settings: Settings) -> Subject:
     if path.suffix == ".toml":
         config = load_config(path).config
         shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
-        return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan)
+        layout = Layout.read(config.layout) if config.layout else None
+        return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan, layout)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model={source}: the folder has no config.json. Name a Hugging Face model's folder.")
@@ -270,7 +273,7 @@ def _quieten(model: nn.Module) -> list[str]:
     for module in dropouts:
         module.p = 0.0
     if dropouts:
-        notes.append(f"dropout of {len(dropouts)} modules is off: random numbers differ by plan")
+        notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch would draw it from other numbers")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
     return notes
