@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,8 +101,11 @@ def run_tests(copy: Path, tests: list[str], limit_s: float) -> tuple[str, int | 
     try:
         return process.communicate(timeout=limit_s)[0], process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        os.killpg(process.pid, signal.SIGKILL)
         return process.communicate()[0], None
+    finally:
+        if process.poll() is None:  # this program is being ended: its ranks end with it
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 class Runs:
@@ -151,6 +155,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only list the faults")
     parser.add_argument("--log", type=Path, help="add the results to this file, and run nothing that it knows")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     faults = read_faults()
     chosen = [fault for fault in faults if any(fnmatch.fnmatch(fault.name, name) for name in options.names)]
     if options.list:
