@@ -115,6 +115,8 @@ def test_models_that_cannot_be_had(source, text):
         (["--plan", "zero=1"], "zero=1: ZeRO shards over dp_shard"),
         (["--plan", "dp_shard=2 zero=1", "--dtype", "int8"], "dtype=int8: not one of float64"),
         (["--plan", "dp_shard=2 zero=1", "--all", "2"], "all=2: every legal plan of 1 to 64 ranks is listed"),
+        (["--all", "2", "--part", "3/2"], "part=3/2: a part is written as its number and how many there are. Use 1/10"),
+        (["--plan", "dp_shard=2 zero=1", "--part", "1/2"], "part=: it chooses among all plans, and one is named."),
         (["--all", "0"], "all=0: every legal plan of 1 to 64 ranks"),
         ([], "plan=: nothing says which plan. Give --plan"),
     ],
@@ -147,6 +149,15 @@ def test_all_plans_with_one_start_of_the_ranks(shared_ranks, capsys):
     assert told["num_passed"] + told["num_refused"] == 4
     assert told["legal"] > 50
     assert len({plan["plan"] for plan in told["plans"]}) == 4
+
+
+def test_parts_are_all_plans_together(shared_ranks, capsys):
+    seen = []
+    for part in ("1/2", "2/2"):
+        words = ["--all", "2", "--sample", "3", "--part", part, "--steps", "1", "--json"]
+        assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
+        seen += [plan["plan"] for plan in json.loads(capsys.readouterr().out)["plans"]]
+    assert len(seen) == len(set(seen)) == 3
 
 
 def test_the_command_itself_starts_its_ranks():

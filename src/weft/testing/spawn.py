@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -76,13 +75,13 @@ class RankPool:
         """What each rank says, whoever says it first: ("done", result), or "error", "late", "dead" with a text."""
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        limit_s, start = self._timeout_s, time.monotonic()
-        while waiting:
-            ready = wait(list(waiting), max(0.0, start + limit_s - time.monotonic()))
-            if not ready:
-                answers |= dict.fromkeys(waiting.values(), ("late", f"no answer within {limit_s:.0f} s"))
-                break
-            for pipe in cast("list[Connection]", ready):
+        limit_s = left_s = self._timeout_s
+        while waiting and left_s > 0:
+            # In slices: time in which this process was stopped, ranks and all, is nobody's silence.
+            slice_s = min(1.0, left_s)
+            ready = cast("list[Connection]", wait(list(waiting), slice_s))
+            left_s = left_s if ready else left_s - slice_s
+            for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     answers[rank] = pipe.recv()
@@ -90,7 +89,8 @@ class RankPool:
                     answers[rank] = ("dead", "the process ended without an answer")
                 if answers[rank][0] != "done" and limit_s == self._timeout_s:
                     # Once one rank has failed the others may wait for it for ever: give them little time.
-                    limit_s, start = min(_AFTER_FAILURE_S, self._timeout_s), time.monotonic()
+                    limit_s = left_s = min(_AFTER_FAILURE_S, self._timeout_s)
+        answers |= dict.fromkeys(waiting.values(), ("late", f"no answer within {limit_s:.0f} s"))
         return [answers[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
