@@ -44,7 +44,8 @@ def shared_ranks(ranks2, monkeypatch):
     monkeypatch.setattr(verify, "RankPool", There)
 
 
-def verdict_of(source: str, plan: str, settings: Settings = SMALL):
+def verdict_of(source: str, plan: str, settings: Settings | None = None):
+    settings = settings or (Settings(num_steps=2) if source.startswith(HERE) else SMALL)
     with Verifier(find_subject(source, settings), 2) as verifier:
         return verifier.verify(Plan.parse(plan))
 
@@ -96,15 +97,27 @@ def test_the_model_is_reduced_as_asked():
         ("tinny", "model=tinny: no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
         (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or (model, batch_fn)."),
         (f"{HERE}:without_data", "nothing says what its inputs are. Return (model, batch_fn)"),
+        (f"{HERE}:raises", "it raised ValueError (no weights here). Call it in Python, to see where."),
+        (f"{HERE}:annotations", "not a function. Name a function that returns a model."),
         (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
         ("tests", "model=tests: the folder has no config.json. Name a Hugging Face model's folder."),
     ],
 )
 def test_models_that_cannot_be_had(source, text):
     with pytest.raises(WeftError) as caught:
-        find_subject(source, SMALL).build()
+        find_subject(source, Settings(num_steps=2)).build()
     assert text in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_what_pytorch_alone_cannot_train_is_said_in_a_sentence():
+    with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Mend"):
+        Verifier(find_subject(f"{HERE}:with_a_wrong_loss", Settings(num_steps=1)), 2)
+
+
+def test_a_function_is_not_reduced_in_silence():
+    with pytest.raises(WeftError, match=r"layers=2: the function .* makes its model as it likes"):
+        find_subject(f"{HERE}:net", SMALL)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,7 @@ def find_subject(source: str, settings: Settings) -> Subject:
         config = _hf_config(path, settings)
         return Subject(source, "hf", settings, _hf_shape(config))
     if ":" in source:
+        _refuse_reduction(source, settings)
         return Subject(source, "function", settings)
     try:
         return Subject(source, "decoder", settings, reduced(decoder_spec(source), settings))
@@ -176,6 +177,13 @@ def find_subject(source: str, settings: Settings) -> Subject:
             f"model={source}: no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face folder, "
             f"or package.module:function."
         ) from None
+
+
+def _refuse_reduction(source: str, settings: Settings) -> None:
+    asked = (("layers", settings.num_layers), ("width", settings.dim), ("vocab", settings.vocab_size))
+    for name, value in asked:
+        if value is not None:
+            raise ConfigError(f"{name}={value}: the function {source} makes its model as it likes. Reduce it there.")
 
 
 def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
@@ -203,12 +211,19 @@ def _call(source: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a module of the user's may raise anything
         raise ModelError(
             f"model={source}: it cannot be imported ({error}). "
             f"Write package.module:function, importable from this folder."
         ) from None
-    return function()
+    if not callable(function):
+        raise ModelError(f"model={source}: it is {function!r}, not a function. Name a function that returns a model.")
+    try:
+        return function()
+    except Exception as error:
+        raise ModelError(
+            f"model={source}: it raised {type(error).__name__} ({error}). Call it in Python, to see where."
+        ) from error
 
 
 def _hf_config(path: Path, settings: Settings) -> Any:
@@ -219,9 +234,9 @@ def _hf_config(path: Path, settings: Settings) -> Any:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what it raises depends on what the file holds
         raise ModelError(
-            f"model={path}: transformers cannot read its config.json ({str(error).splitlines()[0]}). "
+            f"model={path}: transformers cannot read its config.json ({_first_line(error)}). "
             f"Check the file, or use package.module:function."
         ) from None
     for name in vars(config):
@@ -229,6 +244,10 @@ def _hf_config(path: Path, settings: Settings) -> Any:
             setattr(config, name, 0.0)
     config.experts_implementation = "eager"  # the grouped product that it prefers refuses float64
     return _reduce_hf(config, settings)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _reduce_hf(config: Any, settings: Settings) -> Any:
