@@ -50,12 +50,12 @@ def deep_subjects() -> dict[str, Subject]:
 
 
 def axes_used(plan: Plan) -> str:
-    """The mesh axes on which the plan has more than one rank, and whether experts are divided."""
-    return " ".join([name for name in AXES if getattr(plan, name) > 1] + ["ep"] * (plan.ep > 1))
+    """The mesh axes on which the plan has more than one rank."""
+    return " ".join(name for name in AXES if getattr(plan, name) > 1)
 
 
 def cell_of_each_set_of_axes(num_ranks: int) -> list[Cell]:
-    """Few cells in which every set of axes that can share the ranks occurs, and every way with each axis it needs."""
+    """Few cells in which every set of axes that can share the ranks occurs, every size of ep, and every way."""
     only = {
         "recompute": ("none",), "offload": ((),), "accumulation": (1,), "microbatches": (1, 16), "ep": (1, 2, 8),
         "reshard": ("after_forward", "after_step"), "cp_mode": ("auto", "gather", "ring", "ulysses"),
@@ -63,7 +63,7 @@ def cell_of_each_set_of_axes(num_ranks: int) -> list[Cell]:
     known = {name: one for name, one in deep_subjects().items() if name in ("dense", "moe")}
     cells = [Cell(name, plan) for name, one in known.items() for plan in one.plans(num_ranks, **only)]
     rows = [row_of(cell.plan, subject=cell.subject, axes=axes_used(cell.plan)) for cell in cells]
-    return [cells[index] for index in covering(rows, [("axes",), *((way,) for way in WAYS)])]
+    return [cells[index] for index in covering(rows, [("axes",), ("ep", "zero"), *((way,) for way in WAYS)])]
 
 
 def random_cells(num_ranks: int) -> st.SearchStrategy[Cell]:

@@ -14,7 +14,7 @@ from weft.cli.verify import describe
 from weft.errors import WeftError
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
-from weft.testing import verify
+from weft.testing import legal, verify
 from weft.testing.subject import Settings, find_subject, reduced
 from weft.testing.verify import Verifier
 
@@ -83,6 +83,15 @@ def test_gradients_that_part_are_told_from_outputs(shared_ranks):
     assert not verdict.passed
     assert verdict.parts.startswith("gradient of head.bias in step 1")
     assert "outputs agree" in verdict.parts
+
+
+def test_experts_of_hugging_face_models_are_seen_by_the_rules(tmp_path):
+    mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    shape = find_subject(str(tmp_path), SMALL).shape
+    assert shape is not None
+    assert (shape.num_experts, shape.expert_ffn_dim) == (4, 24)
+    assert {plan.ep for plan in legal(2, model=shape)} == {1, 2}
 
 
 def test_the_model_is_reduced_as_asked():

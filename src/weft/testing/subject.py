@@ -289,16 +289,18 @@ def _hf_shape(config: Any) -> DecoderSpec | None:
     if any(getattr(config, name, None) is None for name in names):
         return None
     heads = config.num_attention_heads
+    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
     return DecoderSpec(
         vocab_size=getattr(config, "vocab_size", None) or 1,
         dim=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        ffn_dim=getattr(config, "intermediate_size", None)
-        or getattr(config, "n_inner", None)
-        or 4 * config.hidden_size,
+        ffn_dim=ffn_dim,
         max_seq_len=getattr(config, "max_position_embeddings", None) or 10**9,
+        num_experts=next((number for name in experts if (number := getattr(config, name, None))), 0),
+        expert_ffn_dim=getattr(config, "moe_intermediate_size", None) or ffn_dim,
     )
 
 
