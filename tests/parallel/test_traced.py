@@ -189,7 +189,7 @@ def test_a_saved_description_is_planned_without_torch(tmp_path):
     [
         ("choosing", "aten._local_scalar_dense.default fails"),
         ("number", "it returned int, not an nn.Module. Return a model"),
-        ("needs_one", "calling it without arguments fails"),
+        ("needs_one", "it raised TypeError"),
         ("NOT_A_FUNCTION", "is of type int and cannot be called"),
         ("nothing", "it cannot be imported"),
     ],

@@ -22,7 +22,7 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # code of the user's may raise anything
         rule = f"it cannot be imported ({error})"
         raise ModelError(
             f"model={source}: {rule}. Write package.module:function, importable from this folder."
@@ -32,11 +32,11 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
         raise ModelError(f"model={source}: {rule}. Name a function without arguments that returns a model.")
     try:
         made = function()
-    except TypeError as error:
-        rule = f"calling it without arguments fails ({error})"
-        raise ModelError(f"model={source}: {rule}. Name a function that takes none.") from error
+    except Exception as error:
+        rule = f"it raised {type(error).__name__} ({error})"
+        raise ModelError(f"model={source}: {rule}. Call it in Python without arguments, to see where.") from error
     model, *rest = made if isinstance(made, tuple) else (made,)
     if not isinstance(model, nn.Module):
         rule = f"it returned {type(model).__name__}, not an nn.Module"
-        raise ModelError(f"model={source}: {rule}. Return a model, or (model, batch_fn).")
+        raise ModelError(f"model={source}: {rule}. Return a model, or it and an example or a batch_fn.")
     return model, tuple(rest)

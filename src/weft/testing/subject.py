@@ -164,6 +164,7 @@ def find_subject(source: str, settings: Settings) -> Subject:
         config = _hf_config(path, settings)
         return Subject(source, "hf", settings, _hf_shape(config))
     if ":" in source:
+        _refuse_reduction(source, settings)
         return Subject(source, "function", settings)
     try:
         return Subject(source, "decoder", settings, reduced(decoder_spec(source), settings))
@@ -173,6 +174,13 @@ def find_subject(source: str, settings: Settings) -> Subject:
             f"model={source}: no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face folder, "
             f"or package.module:function."
         ) from None
+
+
+def _refuse_reduction(source: str, settings: Settings) -> None:
+    asked = (("layers", settings.num_layers), ("width", settings.dim), ("vocab", settings.vocab_size))
+    for name, value in asked:
+        if value is not None:
+            raise ConfigError(f"{name}={value}: the function {source} makes its model as it likes. Reduce it there.")
 
 
 def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
@@ -202,9 +210,9 @@ def _hf_config(path: Path, settings: Settings) -> Any:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what it raises depends on what the file holds
         raise ModelError(
-            f"model={path}: transformers cannot read its config.json ({str(error).splitlines()[0]}). "
+            f"model={path}: transformers cannot read its config.json ({_first_line(error)}). "
             f"Check the file, or use package.module:function."
         ) from None
     for name in vars(config):
@@ -212,6 +220,10 @@ def _hf_config(path: Path, settings: Settings) -> Any:
             setattr(config, name, 0.0)
     config.experts_implementation = "eager"  # the grouped product that it prefers refuses float64
     return _reduce_hf(config, settings)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _reduce_hf(config: Any, settings: Settings) -> Any:
@@ -253,16 +265,18 @@ def _hf_shape(config: Any) -> DecoderSpec | None:
     if any(getattr(config, name, None) is None for name in names):
         return None
     heads = config.num_attention_heads
+    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
     return DecoderSpec(
         vocab_size=getattr(config, "vocab_size", None) or 1,
         dim=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        ffn_dim=getattr(config, "intermediate_size", None)
-        or getattr(config, "n_inner", None)
-        or 4 * config.hidden_size,
+        ffn_dim=ffn_dim,
         max_seq_len=getattr(config, "max_position_embeddings", None) or 10**9,
+        num_experts=next((number for name in experts if (number := getattr(config, name, None))), 0),
+        expert_ffn_dim=getattr(config, "moe_intermediate_size", None) or ffn_dim,
     )
 
 
