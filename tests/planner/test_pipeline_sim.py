@@ -22,7 +22,7 @@ def bubble_s(name: str, p: int, v: int, f: float, b: float, w: float) -> float:
         "zb_h1": f + max(0.0, b - w),
         "zb_interleaved": f + max(0.0, b - w),
         "zb_v": f,
-        "dualpipe_v": (f + b + w) + (b + w) - 3 * w,
+        "dualpipe_v": 2 * (b + w) - 3 * w,
     }[name]
 
 
@@ -45,6 +45,12 @@ def test_bubbles_of_v_shapes_whose_three_passes_are_equal(name, p):
     timeline = simulate(build_schedule(name, p, 4 * p, 2), Durations(0.5, 0.5, 0.5))
     assert timeline.bubble_s == pytest.approx(bubble_s(name, p, 2, 0.5, 0.5, 0.5))
     assert timeline.idle_s == pytest.approx([timeline.bubble_s] * p)
+
+
+def test_what_a_pair_hides_makes_its_forward_leave_later():
+    """Between overlapped pairs the paper's bubble: (p - 1)(F&B + B - 3W), with a pair F&B as long as its parts."""
+    timeline = simulate(build_schedule("dualpipe_v", 4, 16, 2), Durations(1, 1, 1, hidden=1e-9))
+    assert timeline.bubble_s == pytest.approx(3 * (3 + 2 - 3))
 
 
 def test_the_figures_of_the_study():

@@ -84,7 +84,8 @@ def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: A
         "zb_h1": np.maximum(0.0, forward + dgrad - wgrad) / whole,
         "zb_interleaved": deferred / whole,
         "zb_v": deferred / whole,
-        "dualpipe_v": np.maximum(0.0, forward + 2 * backward - 3 * wgrad) / whole,
+        # A pair's forward is sent before its backward begins: the paper's overlapped pairs cost one forward more.
+        "dualpipe_v": np.maximum(0.0, 2 * backward - 3 * wgrad) / whole,
     }
     share = np.ones(len(columns))
     for name, value in shares.items():
