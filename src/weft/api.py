@@ -53,9 +53,11 @@ class Run:
     def parallelize(self, model: nn.Module, layout: Layout | str | None = None) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
+        Matrices that are shapes alone (`weft.models.as_shapes`) are drawn from the run's seed, each rank its part.
         layout: what tensor parallelism cuts how, as `weft layout` prints it; None: found from the model.
         """
-        return parallelize(model, self.mesh, layout=Layout.parse(layout) if isinstance(layout, str) else layout)
+        chosen = Layout.parse(layout) if isinstance(layout, str) else layout
+        return parallelize(model, self.mesh, layout=chosen, seed=self.seed)
 
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
         """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`."""
