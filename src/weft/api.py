@@ -63,6 +63,7 @@ class Run:
     ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
+        Matrices that are shapes alone (`weft.models.as_shapes`) are drawn from the run's seed, each rank its part.
         layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save` wrote;
         None: found from the model. balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their
         router_aux_loss_coef, but by sequence and in backward; 0: none. pinned_limit: host memory that all ranks of one

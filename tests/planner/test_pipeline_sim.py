@@ -11,6 +11,12 @@ from weft.planner.pipeline_sim import Durations, simulate
 from weft.spec.schedule import Action, Schedule, build_schedule
 
 
+def test_what_a_pair_hides_makes_its_forward_leave_later():
+    """Between overlapped pairs the paper's bubble: (p - 1)(F&B + B - 3W), with a pair F&B as long as its parts."""
+    timeline = simulate(build_schedule("dualpipe_v", 4, 16, 2), Durations(1, 1, 1, hidden=1e-9))
+    assert timeline.bubble_s == pytest.approx(3 * (3 + 2 - 3))
+
+
 def test_the_figures_of_the_study():
     """p=8, m=32, F = B = W: bubbles, and activations in flight on the first and the last rank."""
     found = {}

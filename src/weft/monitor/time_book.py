@@ -25,7 +25,7 @@ _KINDS = {
     "forward": "compute", "backward": "compute", "weight gradients": "compute", "wait": "stages",
     "data": "data", "reduce": "optimizer", "optimizer": "optimizer",
 }  # fmt: skip
-_WORDS = {"stages": "waiting for other stages", "host": "host"}
+_WORDS = {"stages": "bubble (waiting for other stages)", "host": "host"}
 _COLOURS = {
     "compute": "#3f74c7", "stages": "#d9d9d9", "data": "#d1495b", "optimizer": "#3a9d6f",
     "checkpoint": "#8a6fb0", "evaluation": "#7aa6e8", "host": "#7a7a7a",
@@ -33,7 +33,10 @@ _COLOURS = {
 _COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
 #: What may help, by kind, from this share of the time on.
 _ADVICE = {
-    "stages": (0.1, "more microbatches, or a zero-bubble schedule (schedule=zb_h1, zb_v) shortens it"),
+    "stages": (
+        0.1,
+        "more microbatches shorten it; so does a zero-bubble schedule (zb_h1, zb_v), where there is none yet",
+    ),
     "data": (0.05, "data comes too slowly: look at the storage of the token cache"),
     "checkpoint": (0.1, "checkpoint.every saves more often than this step time bears"),
     "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),

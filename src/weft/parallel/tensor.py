@@ -66,7 +66,7 @@ class _Cutter:
         self.taken = taken
         self.modules = dict(model.named_modules())
         self.styles = _read_styles(layout, self.modules, mesh.plan.tp)
-        self.sequence: Sequence | None = plan_sequence(model, self.styles) if mesh.plan.sp else None
+        self.sequence: Sequence | None = plan_sequence(model, layout, self.styles) if mesh.plan.sp else None
         self.line = Line(self.axis, cuts_tokens=mesh.plan.sp)
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = Line(self.axis, cuts_tokens=ends_cut)

@@ -132,7 +132,8 @@ def _zb_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
 
 
 def _dualpipe_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
-    return _longest(2 * (p - 1) * f, (p - 2) * f + (p - 1) * b) + (p - 1) * np.maximum(0.0, b - w)
+    # A pair's forward is sent before its backward begins: the paper's overlapped pairs cost a forward more each.
+    return _longest((p - 1) * f, (p - 1) * b - f) + (p - 1) * np.maximum(0.0, b - w)
 
 
 #: Waiting of equal stages by the parts of a chunk's pass: forward, input gradient, weight gradient; ranks, passes.
