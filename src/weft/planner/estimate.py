@@ -237,8 +237,8 @@ def _step_terms(
     own = (shares.dense + shares.ends) / group + shares.experts / expert_group
     terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, shares)
     nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
-    barriers = tables.step_s * (1 + np.log2(nodes))  # the norm, the loss, the next batch
-    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + barriers
+    around = tables.step_s + tables.barrier_s * np.log2(nodes)
+    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + around
     each = np.maximum(1.0, layers)
     work = Work(forward=forward / each, backward=backward / each, layers=layers, own=own)
     terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
