@@ -124,6 +124,18 @@ def test_more_passes_shrink_the_share_of_the_bubble():
     assert all(np.diff(found.terms["bubble"] / found.step_s) < 0)
 
 
+def test_compiled_blocks_put_no_weight_gradients_off():
+    schedules = [SCHEDULES.index(name) for name in ("1f1b", "zb_h1", "interleaved", "zb_interleaved")]
+    for compiled in (False, True):
+        columns = Columns.make(4, pp=8, num_micro=16, schedule=schedules, virtual_stages=2, compile=compiled)
+        straight, zb_h1, looped, zb_looped = estimate(JOB, CLUSTER, columns, TABLES).terms["bubble"]
+        if compiled:
+            assert (zb_h1, zb_looped) == pytest.approx((straight, looped))
+        else:
+            assert zb_h1 < 0.8 * straight
+            assert zb_looped < 0.8 * looped
+
+
 def test_what_hides_is_not_seen():
     columns = Columns.make(1, dp_shard=64, zero=3, num_micro=2)
     hidden, bare = (

@@ -194,7 +194,9 @@ def _pipeline_terms(
     total = job.shape.layers * lay + top + bottom
     slack = np.maximum(0.0, total - taus.max(axis=0))
     forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f)
-    terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, layers * costs.wgrad, slack)
+    # A compiled block makes all its gradients in one program: there is nothing to put off.
+    put_off = np.where(columns.compile, 0.0, layers * costs.wgrad)
+    terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
     ranks_inside = columns.tp * columns.cp * columns.dp_shard * columns.dp_replicate
