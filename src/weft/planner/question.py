@@ -65,7 +65,7 @@ class Question:
             name for name, value in (("seq_len", seq_len), ("global_batch", global_batch))
             if value is None and (name == "global_batch" or planned.reads_sequence)
         ]  # fmt: skip
-        if seq_len is not None and not planned.reads_sequence:
+        if seq_len not in (None, 1) and not planned.reads_sequence:
             raise _error("seq-len", f"seq-len={seq_len}: {planned.name} reads no sequence. Leave it out.")
         seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
         if global_batch is None:
