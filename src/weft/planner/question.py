@@ -13,7 +13,9 @@ from weft.planner.model_source import PlannedModel, default_batch, default_seq_l
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
+from weft.spec.limit_rules import LIMIT_RULES
 from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.order_rules import ORDER_RULES
 from weft.spec.plan import Plan, split_plan
 from weft.spec.rule import Facts, Rule
 from weft.spec.rules import LASTING, RULES
@@ -121,6 +123,13 @@ class Question:
     def rules(self) -> list[Rule]:
         """The rules that prune."""
         return list(RULES if self.built_only else LASTING)
+
+    @property
+    def pruning_rules(self) -> list[Rule]:
+        """Those of them that a plan of the enumeration can break: it has the usual order unless another is decided."""
+        never = () if self.model.limits else LIMIT_RULES
+        never = (*never, *(() if "order" in self.fixed else ORDER_RULES))
+        return [rule for rule in self.rules if not any(rule is each for each in never)]
 
     @property
     def tables(self) -> Tables:
