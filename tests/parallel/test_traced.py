@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import weft
 from tests.parallel import traced_models
 from weft.cli.main import run
 from weft.errors import ModelError
@@ -200,3 +201,9 @@ def test_what_cannot_be_described_is_refused_in_one_sentence(name, words, capsys
     assert words in text
     assert text.startswith(f"error: model={HERE}{name}: ")
     assert "Traceback" not in text
+
+
+def test_a_script_leaves_the_choice_to_the_planner(capsys):
+    with weft.init("auto", model=f"{HERE}perceptron", seq_len=1, global_batch=8, device="cpu") as started:
+        assert started.plan.world_size == 1
+    assert "plan auto chose" in capsys.readouterr().out

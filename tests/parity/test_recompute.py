@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ CASE = DecoderCase(
     ),
     documents=True,
 )
-SETTINGS = ["full", "selective", "attention", "70%", "1GiB"]
+SETTINGS = ["full", "selective", "attention", "70%", "1GiB", "full:2"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,32 @@ def test_two_ranks(setting, accumulation, reference, ranks2):
     plan = f"dp_replicate=2 recompute={setting} accumulation={accumulation} precision=fp64"
     for result in ranks2.run(train_decoder, plan, CASE):
         assert result.largest_difference(reference) < RTOL
+
+
+@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_v virtual_stages=2"])
+def test_some_blocks_of_each_rank_of_a_pipeline(schedule, ranks2):
+    case = DecoderCase(dataclasses.replace(CASE.spec, num_layers=6), documents=True)
+    one = train_decoder("precision=fp64", case)
+    plan = f"pp=2 microbatches=4 {schedule} recompute=selective:1 precision=fp64"
+    for result in ranks2.run(train_decoder, plan, case):
+        assert result.largest_difference(one) < RTOL
+    for policies in ranks2.run(recomputed, plan, case):
+        assert policies[0] == "selective"
+        assert set(policies[1:]) == {"none"}
+
+
+def recomputed(plan_text: str, case: DecoderCase) -> list[str]:
+    """The policy of each of this rank's blocks after a step."""
+    from weft.memory import recompute_of, repeated_blocks
+    from weft.mesh import build_mesh
+    from weft.models import build_decoder
+    from weft.parallel import parallelize
+    from weft.spec.plan import Plan
+
+    model = parallelize(build_decoder(case.spec, seed=0), build_mesh(Plan.parse(plan_text)))
+    found = recompute_of(model)
+    assert found is not None
+    return [found.setting.partition(":")[0] if path in found._blocks else "none" for path in repeated_blocks(model)]
 
 
 def choose(num_ranks: int, num_tokens: int | None = None) -> tuple[list[tuple[str, int]], int]:

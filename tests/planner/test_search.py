@@ -16,7 +16,7 @@ from weft.planner.question import Question
 from weft.planner.refine import anneal, descend
 from weft.planner.search import answer, search
 from weft.planner.what_if import change
-from weft.spec.plan import Plan
+from weft.spec.plan import RECOMPUTES, Plan
 from weft.spec.rules import LASTING, RULES, check
 
 SMALL = {"seq_len": 1024, "global_batch": 48}
@@ -160,3 +160,23 @@ def test_an_order_can_be_decided():
     assert found.best is not None
     assert {one.plan.order for one in found.ranked} == {("tp", "dp_shard")}
     assert not any(check(one.plan, found.question.facts) for one in found.ranked)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "fixed"), [("llama3-8b", "4xa100", "zero=3"), ("llama2-13b", "3x4xa100-40", "pp=3")]
+)
+def test_recompute_of_some_layers_is_tried_and_only_gains(model, cluster, fixed):
+    """Refined plans are as fast as those of the enumeration or faster, legal, and fit, on twelve devices too."""
+    asked = Question.of(model, cluster, seq_len=4096, global_batch=96, fixed=fixed)
+    found = answer(asked)
+    assert found.best is not None
+    whole = [one for one in found.ranked if one.plan.recompute in RECOMPUTES and not one.plan.order]
+    assert found.best.step_s <= min(one.step_s for one in whole) * (1 + 1e-9)
+    mixed = [one for one in found.ranked if one.plan.recompute not in RECOMPUTES]
+    for one in mixed:
+        assert one.fits >= asked.fits
+        assert not check(one.plan, asked.facts)
+    words = {one.recompute for one in neighbours(found.best.plan, asked, fine=True)}
+    some = [word for word in words if word not in RECOMPUTES]
+    assert all(word.endswith("%") for word in some) if found.best.plan.pp == 1 else all(":" in word for word in some)
+    assert some

@@ -16,7 +16,9 @@ from weft.planner.model_source import PlannedModel, default_batch, default_seq_l
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
+from weft.spec.limit_rules import LIMIT_RULES
 from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.order_rules import ORDER_RULES
 from weft.spec.plan import Plan, split_plan
 from weft.spec.rule import Facts, Rule
 from weft.spec.rules import LASTING, RULES
@@ -70,7 +72,7 @@ class Question:
             name for name, value in (("seq_len", seq_len), ("global_batch", global_batch))
             if value is None and (name == "global_batch" or planned.reads_sequence)
         ]  # fmt: skip
-        if seq_len is not None and not planned.reads_sequence:
+        if seq_len not in (None, 1) and not planned.reads_sequence:
             raise _error("seq-len", f"seq-len={seq_len}: {planned.name} reads no sequence. Leave it out.")
         seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
         if global_batch is None:
@@ -127,6 +129,13 @@ class Question:
     def rules(self) -> list[Rule]:
         """The rules that prune."""
         return list(RULES if self.built_only else LASTING)
+
+    @property
+    def pruning_rules(self) -> list[Rule]:
+        """Those of them that a plan of the enumeration can break: it has the usual order unless another is decided."""
+        never = () if self.model.limits else LIMIT_RULES
+        never = (*never, *(() if "order" in self.fixed else ORDER_RULES))
+        return [rule for rule in self.rules if not any(rule is each for each in never)]
 
     @property
     def tables(self) -> Tables:

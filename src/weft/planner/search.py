@@ -124,7 +124,7 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Bloc
     space = Space.whole(question.job, question.cluster, question.fixed)
     while True:
         tally.refused.clear()
-        blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)
+        blocks = enumerate_space(space, question.job, question.cluster, question.pruning_rules, tally)
         smaller = space.narrower()
         rows = sum(block.num_rows for block in blocks)
         if question.limit < rows <= _COUNTED * question.limit:

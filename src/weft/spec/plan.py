@@ -10,13 +10,22 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from decimal import Decimal
 from pathlib import Path
 from typing import cast
 
-from weft import env, units
+from weft import env
 from weft.errors import PlanError, Problem, did_you_mean
 from weft.spec.context import CP_MODES
+from weft.spec.plan_values import (
+    LARGEST,
+    axis_names,
+    choice,
+    offload_words,
+    recompute_word,
+    refused,
+    shown,
+    split_counts,
+)
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
@@ -39,12 +48,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "reduce": REDUCES,
 }
 
-_LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
-_SOME_BLOCKS = re.compile(rf"({'|'.join(RECOMPUTES[1:])}):[1-9][0-9]{{0,5}}", re.ASCII)
-_FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
 _COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
-_SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
 _WHOLE = re.compile(r"[0-9]{1,18}")
 
 
@@ -184,7 +189,7 @@ class Plan:
         plan, open_axis = cls.read_open(import_deepspeed(source, place.world_size if place else world_size).plan)
         if open_axis is not None:
             rule = "the file leaves the number of ranks open. Give world_size=, or start the ranks with torchrun."
-            raise _error(open_axis, f"{open_axis}=*: {rule}")
+            raise refused(open_axis, f"{open_axis}=*: {rule}")
         return plan
 
     @classmethod
@@ -193,10 +198,10 @@ class Plan:
         if open_axis is None:
             return plan
         if world_size is None:
-            raise _error(open_axis, f"{open_axis}=*: the number of ranks is not known here. Write the number.")
+            raise refused(open_axis, f"{open_axis}=*: the number of ranks is not known here. Write the number.")
         rest = plan.world_size  # the open axis counts as 1 in it
         if world_size < 1 or world_size % rest:
-            raise _error(
+            raise refused(
                 open_axis,
                 f"{open_axis}=*: the other axes ask for {rest} ranks, and {world_size} is not a multiple of {rest}. "
                 f"Change them, or start a multiple of {rest} ranks.",
@@ -284,10 +289,6 @@ def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
     return table, problems
 
 
-def _error(field: str, message: str) -> PlanError:
-    return PlanError([Problem(field, message)])
-
-
 def _unknown(names: Iterable[str]) -> list[Problem]:
     known = plan_fields()
     every = f" Known: {', '.join(known)}."
@@ -325,100 +326,21 @@ def _checked(name: str, value: object) -> object:
     """The value in its normal form, or PlanError."""
     if name in ("sp", "compile"):
         if not isinstance(value, bool):
-            raise _error(name, f"{name}={_shown(value)}: this is a switch. Use {name}=on or {name}=off.")
+            raise refused(name, f"{name}={shown(value)}: this is a switch. Use {name}=on or {name}=off.")
         return value
     if name in CHOICES:
-        return _choice(name, value, CHOICES[name])
+        return choice(name, value, CHOICES[name])
     if name == "recompute":
-        return _recompute(value)
+        return recompute_word(value, RECOMPUTES)
     if name == "offload":
-        return _offload(value)
+        return offload_words(value, OFFLOADS)
     if name == "split":
-        return _split(value)
+        return split_counts(value)
     if name == "order":
-        return _order(value)
-    low, high = (0, 3) if name == "zero" else (1, _LARGEST)
+        return axis_names(value, AXES)
+    low, high = (0, 3) if name == "zero" else (1, LARGEST)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         size = f"a whole number from 1 to {high} is needed. Use {name}=1 to leave it out."
         rule = "ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3." if name == "zero" else size
-        raise _error(name, f"{name}={_shown(value)}: {rule}")
+        raise refused(name, f"{name}={shown(value)}: {rule}")
     return value
-
-
-def _shown(value: object) -> str:
-    """The value in an error: on one line, and short."""
-    if isinstance(value, int) and abs(value) > 10**18:
-        return "(a huge number)"  # str() of an int refuses thousands of digits
-    text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _choice(name: str, value: object, known: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in known:
-        hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
-        rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"
-        raise _error(name, f"{name}={_shown(value)}: {rule}")
-    return value
-
-
-def _offload(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, tuple):
-        rule = "name what lives on the host. Use e.g. offload=optimizer+activations."
-        raise _error("offload", f"offload={_shown(value)}: {rule}")
-    chosen: dict[str, str] = {}
-    for part in cast(tuple[object, ...], value):
-        name, word = _offload_part(part)
-        if chosen.setdefault(name, word) != word:
-            raise _error("offload", f"offload={_shown(part)}: {name} has another share already. Keep one.")
-    return tuple(chosen[name] for name in OFFLOADS if name in chosen)
-
-
-def _split(value: object) -> tuple[int, ...]:
-    counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
-    if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= _LARGEST for count in counts):
-        return cast(tuple[int, ...], counts)
-    rule = "the blocks of each stage are whole numbers from 1. Use e.g. split=3+4+4+3, or leave it out."
-    raise _error("split", f"split={_shown(cast(object, value))}: {rule}")
-
-
-def _order(value: object) -> tuple[str, ...]:
-    names = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
-    for name in names:
-        _choice("order", name, AXES)
-    if len(set(names)) < len(names):
-        rule = "an axis stands in it once. Use e.g. order=tp+dp_shard, or leave it out."
-        raise _error("order", f"order={'+'.join(map(str, names))}: {rule}")
-    return cast(tuple[str, ...], names)
-
-
-def _offload_part(part: object) -> tuple[str, str]:
-    """ "optimizer", and "optimizer" or "optimizer:0.5": what lives on the host, and the word with its share."""
-    if not isinstance(part, str):
-        return _choice("offload", part, OFFLOADS), ""
-    name, colon, share = part.partition(":")
-    _choice("offload", name, OFFLOADS)
-    if not colon:
-        return name, name
-    fraction = Decimal(share.rstrip("%")) / (100 if "%" in share else 1) if _SHARE.fullmatch(share) else Decimal(0)
-    if not 0 < fraction <= 1:
-        rule = f"a share is a number above 0 and at most 1. Use e.g. offload={name}:0.5."
-        raise _error("offload", f"offload={_shown(part)}: {rule}")
-    return name, name if fraction == 1 else f"{name}:{fraction.normalize():f}"
-
-
-def _recompute(value: object) -> str:
-    if isinstance(value, str):
-        if value in RECOMPUTES or _SOME_BLOCKS.fullmatch(value) or _FRACTION.fullmatch(value):
-            return value
-        try:
-            if not value.isdigit() and units.parse_bytes(value) > 0:
-                return "".join(value.split())
-        except ValueError:
-            pass  # neither a name nor a size: refused below with what it may be
-    raise _error(
-        "recompute",
-        f"recompute={_shown(value)}: not one of {', '.join(RECOMPUTES)}, nor a budget. "
-        f"Use one of them, or e.g. recompute=full:8, recompute=12GiB or recompute=50%.",
-    )
