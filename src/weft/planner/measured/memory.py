@@ -20,7 +20,7 @@ from weft.planner.layer_cost import padded_vocab
 from weft.planner.measured.crowd import ranks_of
 from weft.planner.memory_cost import CLASSES, rank_shares
 from weft.planner.pipeline import in_flight
-from weft.spec.plan import RECOMPUTES
+from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]
 
@@ -78,7 +78,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     again = np.where(columns.recompute == RECOMPUTES.index("none"), 0.0, tokens * (whole - h / outside))
     in_backward = stay + working + again - tokens * head * norm  # the last norm's are let go before
     is_late = in_backward > logits
-    states = _states(job, columns, layers, embedding, head, width)
+    states = _states(job, columns, layers, embedding, head, width, is_late)
     states["gradients"] = _gradients(columns, states.pop("params"), width, passes, tokens * layers * kept)
     return {
         **states,
@@ -97,9 +97,9 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     outside = np.where(columns.sp, t, 1.0)
     norm = (2 * h + 2) if shape.layer_norm else (3 * h + 1)
     attention = 2 * q + 2 * kv + heads
-    # Ulysses keeps q, k, v and output both as they are exchanged and as attention reads them.
+    # Ulysses keeps the output both as attention gives it and as it is exchanged.
     swapped = (columns.cp > 1) & (columns.cp_mode == CP_MODES.index("ulysses"))
-    attention = attention + np.where((columns.cp > 1) & ~swapped, q, 0.0) + np.where(swapped, q, 0.0)
+    attention = attention + np.where(swapped, q, 0.0)
     moe = shape.moe_layers / shape.layers
     width = ((1 - moe) * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)) / t
     ups = 2.0 if shape.gated else 1.0
@@ -111,7 +111,9 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     return whole, np.minimum(columns.recompute_share * kept + (1 - columns.recompute_share) * whole, budget)
 
 
-def _states(job: Job, columns: Columns, layers: Array, embedding: Array, head: Array, width: Array) -> dict[str, Array]:
+def _states(
+    job: Job, columns: Columns, layers: Array, embedding: Array, head: Array, width: Array, is_late: Array
+) -> dict[str, Array]:
     """Bytes of parameters, optimizer states and parameters gathered; `params` is the rank's number of parameters."""
     inside = rank_shares(job, columns, layers, False, False)
     table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
@@ -123,8 +125,10 @@ def _states(job: Job, columns: Columns, layers: Array, embedding: Array, head: A
     sharded = columns.zero == 3
     weights = params * np.where(sharded, main / group, width)
     states = params * (2 * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
+    # ZeRO 3 has let units go when the loss is made; in backward two are here, and with other `reshard` all of them.
     unit = (inside.dense + inside.experts) / np.maximum(1.0, layers)
-    gathered = np.where(sharded, (unit + np.maximum(unit, table * np.minimum(both, 1.0))) * width, 0.0)
+    here = np.where(columns.reshard == RESHARDS.index("after_forward"), np.where(is_late, 2 * unit, 0.0), params)
+    gathered = np.where(sharded, here * width, 0.0)
     return {
         "parameters": weights * (1 - columns.offload_params),
         "params": params,
@@ -143,9 +147,10 @@ def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one
     group = (columns.dp_shard * columns.cp).astype(float)
     piped = columns.pp > 1
     several = (columns.num_micro > 1) & ~piped
+    none_yet = (columns.zero == 3) & (columns.num_micro == 1)  # a step begins without, and backward is yet to make them
     kept_whole = (columns.zero == 0) | ((columns.zero == 1) & several)
     kept = params / np.where(kept_whole, 1.0, group)
     made = np.where((columns.zero == 2) & several, params, 0.0)
     beside = np.where(columns.num_micro > passes, params, np.maximum(0.0, params - one_pass))
     made = np.where(piped & (columns.zero < 3), beside, made)
-    return (kept + made) * np.maximum(width, 4.0)
+    return np.where(none_yet, 0.0, kept + made) * np.maximum(width, 4.0)
