@@ -18,6 +18,7 @@ from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import RECOMPUTES, SCHEDULES
+from weft.testing.matrix import legal, sample
 
 SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
 JOB = Job(shape=SHAPE, seq_len=4096, global_batch=256)
@@ -98,6 +99,7 @@ def test_better_machines_are_never_slower(name, seed):
 def test_time_is_inverse_to_the_devices_speed_where_all_else_is_free():
     free = {
         "memory_rate": 1e30, "link_rate": 1e30, "nic_rate": 1e30, "launch_s": 0.0, "host_op_s": 0.0, "step_s": 0.0,
+        "barrier_s": 0.0,
         "link_alpha_s": 0.0, "nic_alpha_s": 0.0, "straggler": 0.0, "half_bytes": 0.0, "overlap_compute": 1.0,
     }  # fmt: skip
     once = TABLES.changed(**free)
@@ -120,6 +122,18 @@ def test_more_passes_shrink_the_share_of_the_bubble():
     columns = Columns.make(3, pp=8, num_micro=[8, 16, 64])
     found = estimate(JOB, CLUSTER, columns, TABLES)
     assert all(np.diff(found.terms["bubble"] / found.step_s) < 0)
+
+
+def test_compiled_blocks_put_no_weight_gradients_off():
+    schedules = [SCHEDULES.index(name) for name in ("1f1b", "zb_h1", "interleaved", "zb_interleaved")]
+    for compiled in (False, True):
+        columns = Columns.make(4, pp=8, num_micro=16, schedule=schedules, virtual_stages=2, compile=compiled)
+        straight, zb_h1, looped, zb_looped = estimate(JOB, CLUSTER, columns, TABLES).terms["bubble"]
+        if compiled:
+            assert (zb_h1, zb_looped) == pytest.approx((straight, looped))
+        else:
+            assert zb_h1 < 0.8 * straight
+            assert zb_looped < 0.8 * looped
 
 
 def test_what_hides_is_not_seen():
@@ -146,3 +160,16 @@ def test_experts_travel():
     assert found.terms["ep"][0] == 0
     assert all(np.diff(found.terms["ep"]) > 0)
     assert all(np.diff(found.memory["parameters"]) < 0)
+
+
+def test_every_legal_plan_gets_an_estimate():
+    """Of all plans that tests of the runtime may try on 4 ranks."""
+    spec = decoder_spec("small")
+    tried = sample(legal(4, model=spec, global_batch=64, seq_len=1024, precision=("bf16",), compile=(False,)), 2000)
+    job = Job(shape=Shape.of_decoder(spec), seq_len=1024, global_batch=64)
+    found = estimate(job, CLUSTER, Columns.of(tried, job), TABLES)
+    assert len(found.step_s) == len(tried) > 1000
+    for values in (found.step_s, found.total_bytes, found.fits_probability):
+        assert np.isfinite(values).all()
+    assert (found.step_s > 0).all()
+    assert (found.total_bytes > 0).all()

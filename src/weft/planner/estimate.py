@@ -209,7 +209,9 @@ def _pipeline_terms(
     total = job.shape.layers * lay + top + bottom
     slack = np.maximum(0.0, total - taus.max(axis=0))
     forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f)
-    terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, layers * costs.wgrad, slack)
+    # A compiled block makes all its gradients in one program: there is nothing to put off.
+    put_off = np.where(columns.compile, 0.0, layers * costs.wgrad)
+    terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
     ranks_inside = columns.tp * columns.cp * columns.dp_shard * columns.dp_replicate
@@ -252,8 +254,8 @@ def _step_terms(
     own = (shares.dense + shares.ends) / group + shares.experts / expert_group
     terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, shares)
     nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
-    barriers = tables.step_s * (1 + np.log2(nodes))  # the norm, the loss, the next batch
-    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + barriers
+    around = tables.step_s + tables.barrier_s * np.log2(nodes)
+    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + around
     each = np.maximum(1.0, layers)
     work = Work(forward=forward / each, backward=backward / each, layers=layers, own=own)
     terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)

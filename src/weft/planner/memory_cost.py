@@ -13,9 +13,13 @@ from weft.planner.layer_cost import padded_vocab
 from weft.planner.overlap import Shares
 from weft.planner.pipeline import Stages, in_flight
 from weft.planner.tables import Tables
-from weft.spec.plan import RECOMPUTES
+from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]
+
+#: Bytes of gradients under way where they leave bucket by bucket: three buckets of Weft's runtime.
+_BUCKETS_BYTES = 3 * 2**24
+_AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
 
 CLASSES = (
     "parameters",
@@ -47,7 +51,8 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
         ends = ends + table + shape.learned_positions * shape.hidden
     if head:
         ends = ends + table * (1.0 if not shape.tied else (alone if embedding is False else 0.0))
-    return Shares(dense=layers * dense / t, experts=experts, ends=ends / t)
+    norm = shape.hidden * (2 if shape.biases else 1) if head else 0
+    return Shares(dense=layers * dense / t, experts=experts, ends=ends / t + norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +185,7 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     parts = ((shares.dense + shares.ends, group), (shares.experts, expert_group))
     for count, size in parts[: 2 if job.shape.moe_layers else 1]:
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
-        gradients += count * stack.grad_bytes / np.where(zero >= 2, size, 1.0)
+        gradients += count * stack.grad_bytes / np.where(_whole_gradients(job, columns), 1.0, size)
         kept = np.where((zero == 3) & ~full32, main - master, main)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
@@ -193,13 +198,33 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     }
 
 
+def _whole_gradients(job: Job, columns: Columns) -> NDArray[np.bool_]:
+    """Rows whose ranks hold all gradients of their parameters at the fullest moment of backward.
+
+    Those of several passes add up before they travel, where they travel once a step: under ZeRO 1 and 2 of Weft's
+    runtime, and under ZeRO 3 that lets go after the step. Those of one pass leave bucket by bucket.
+    """
+    zero, several = columns.zero, columns.num_micro > 1
+    once = np.where(zero == 3, columns.reshard == _AFTER_STEP, job.stack.travel_once)
+    return (zero == 0) | (once & several) | ((zero == 1) & ~np.bool_(job.stack.travel_once))
+
+
 def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple[Array, Array]:
-    """Bytes of gathered parameters, and of gradients on their way in backward."""
+    """Bytes of gathered parameters, and of gradients on their way in backward.
+
+    ZeRO 3 holds the unit at work and the next, or, where it lets go after backward or after the step, all of the rank.
+    """
     stack, zero = job.stack, columns.zero
     unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
     largest = np.maximum(unit, shares.ends)
-    gathered = np.where(zero == 3, stack.gather_bytes * (unit + largest), np.where(zero > 0, stack.bucket_bytes, 0.0))
-    reduced = np.where(zero == 3, (2 + stack.reduce_bytes) * unit, np.where(zero == 2, stack.reduce_bytes * unit, 0.0))
+    every = shares.dense + shares.experts + shares.ends
+    held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
+    gathered = np.where(zero == 3, stack.gather_bytes * held, np.where(zero > 0, stack.bucket_bytes, 0.0))
+    flat = np.where(zero == 2, stack.reduce_bytes * unit, 0.0)
+    if stack.travel_once:
+        leaving = np.minimum(_BUCKETS_BYTES + stack.reduce_bytes * shares.ends, stack.reduce_bytes * every)
+        flat = np.where((zero > 0) & (columns.num_micro == 1), leaving, 0.0)
+    reduced = np.where(zero == 3, (2 + stack.reduce_bytes) * unit, flat)
     return gathered, reduced
 
 

@@ -73,7 +73,7 @@ def _layer(one: Candidate, costs: LayerCosts) -> Pass:
         sum(_first(getattr(costs, f"{name}_{side}")) for name in ("gemm", "attn", "memory", "tp", "cp", "ep"))
         for side in "fb"
     )
-    weights = min(_first(costs.wgrad), backward)
+    weights = 0.0 if one.plan.compile else min(_first(costs.wgrad), backward)
     layers = one.question.job.shape.layers / one.plan.pp
     each = one.plan.microbatches_per_step * layers
     return Pass(

@@ -22,7 +22,9 @@ class Stack:
     overlap_params: gathered parameters travel under compute. overlap_tp: tensor-parallel traffic hides under matmuls.
     overlap_tp_backward: in backward alone, where the weight gradients need none of it.
     overlap_p2p: pipeline sends hide under compute. grad_bytes: of one gradient as it is kept.
-    reduce_bytes: as it travels. main_bytes: master weight and states of one parameter (Adam in fp32: 12).
+    reduce_bytes: as it travels. travel_once: under ZeRO 1 and 2 gradients leave bucket by bucket, after the last pass
+    of a step (else those of ZeRO 1 stay whole, and those of ZeRO 2 leave after every pass).
+    main_bytes: master weight and states of one parameter (Adam in fp32: 12).
     weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
     regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
     dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
@@ -52,6 +54,7 @@ class Stack:
     overlap_p2p: bool = False
     grad_bytes: float = 4.0
     reduce_bytes: float = 4.0
+    travel_once: bool = True
     main_bytes: float = 12.0
     weight_bytes: float = 2.0
     gather_bytes: float = 2.0

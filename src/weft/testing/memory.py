@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 
@@ -11,6 +10,11 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
 from weft.parallel.live import live_bytes
+from weft.planner.columns import Columns, Job
+from weft.planner.estimate import estimate
+from weft.planner.shape import Shape
+from weft.planner.tables import Tables
+from weft.spec.cluster import ClusterSpec
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train import TrainStep
@@ -49,14 +53,12 @@ class PerParameter:
 
 def formula(plan: Plan) -> PerParameter:
     """What the planner counts for AdamW: weights, fp32 gradients, two fp32 moments, and masters where rounded."""
-    shards = Fraction(1, plan.dp_shard)
-    weight, master = (4, 0) if plan.precision == "fp32" else (2, 4)
-    if plan.zero == 3:
-        return PerParameter(*(float(size * shards) for size in (4, 4, 8)))
-    # Stage 1 collects whole gradients where those of several microbatches add up.
-    divided = plan.zero == 2 or (plan.zero == 1 and plan.accumulation == 1)
-    grads = 4 * (shards if divided else 1)
-    return PerParameter(weight, float(grads), float((8 + master) * (shards if plan.zero else 1)))
+    shape = Shape.of_decoder(MODEL)
+    cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
+    job = Job(shape=shape, seq_len=8, global_batch=plan.dp_size * plan.microbatches_per_step)
+    memory = estimate(job, cluster, Columns.of([plan], job), Tables.of(cluster.device)).memory
+    each = {name: float(memory[name][0]) / shape.num_params for name in ("parameters", "gradients", "optimizer")}
+    return PerParameter(each["parameters"], each["gradients"], each["optimizer"])
 
 
 def measure(plan_text: str) -> PerParameter:
