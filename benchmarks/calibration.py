@@ -1,7 +1,10 @@
 """Predicted beside measured: steps and peak bytes of many plans on this machine, with a profile of `weft calibrate`.
 
-    python benchmarks/calibration.py measure --ranks 2 --out runs2.json      real steps, all plans in turn, repeated
+    python benchmarks/calibration.py all --folder runs                    calibrate, measure, compare: ten minutes
+
+    python benchmarks/calibration.py measure --ranks 2 --out runs2.json   real steps, all plans in turn, repeated
     python benchmarks/calibration.py measure --ranks 4 --out runs4.json
+    python benchmarks/calibration.py measure --ranks 2 --rounds 0 --out bytes2.json
     python benchmarks/calibration.py compare runs2.json runs4.json --profile here.json
 
 `measure` builds every plan once on the same ranks and gives each a step in turn, so that drifts of the machine's speed
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 
+from weft.calibrate import calibrate
 from weft.calibrate.compute import Place, calls_of
 from weft.comm import Ledger
 from weft.mesh import build_mesh
@@ -235,6 +239,23 @@ def _spearman(pairs: list[tuple[float, float]]) -> float:
     return statistics.correlation(*ranks)
 
 
+def everything(folder: Path, rounds: int) -> None:
+    """Calibrate between the two measurements, so that it is close to both, then compare as measured and corrected."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"steps{ranks}.json" for ranks in PLANS]
+    bytes_files = [folder / f"bytes{ranks}.json" for ranks in PLANS]
+    for place, (ranks, file) in enumerate(zip(PLANS, files, strict=True)):
+        if place == 1:
+            calibrate(90.0, (1, 2, 4), "cpu", ("fp32",)).save(folder / "profile.json")
+        measure(ranks, rounds, file, [])
+    for ranks, file in zip(PLANS, bytes_files, strict=True):
+        measure(ranks, 0, file, [])
+    for corrects_drift in (False, True):
+        print("brought to the speed of the profile's reference product" if corrects_drift else "as measured")
+        compare(files, folder / "profile.json", corrects_drift)
+    compare(bytes_files, folder / "profile.json", False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -247,9 +268,14 @@ def main() -> None:
     two.add_argument("files", type=Path, nargs="+")
     two.add_argument("--profile", type=Path, required=True)
     two.add_argument("--correct-drift", action="store_true", help="by the reference product beside each step")
+    three = verbs.add_parser("all", help="calibrate, measure with 2 and 4 ranks, compare")
+    three.add_argument("--folder", type=Path, required=True)
+    three.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.verb == "measure":
         measure(options.ranks, options.rounds, options.out, options.plan)
+    elif options.verb == "all":
+        everything(options.folder, options.rounds)
     else:
         compare(options.files, options.profile, options.correct_drift)
 

@@ -22,7 +22,12 @@ from weft.planner.question import Question
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile of this machine, made by the command."""
     file = tmp_path_factory.mktemp("profile") / "here.json"
-    assert run(["calibrate", "--budget", "3s", "--ranks", "1,2", "--device", "cpu", "--out", str(file)]) == 0
+    assert (
+        run(
+            ["calibrate", "--budget", "3s", "--ranks", "1,2", "--dtypes", "fp32", "--device", "cpu", "--out", str(file)]
+        )
+        == 0
+    )
     return file
 
 
@@ -53,6 +58,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for words, told in (
         ({"budget_s": 0.1}, "from 1 s to 10 min"),
         ({"ranks": (3,)}, "powers of two"),
+        ({"dtypes": ("fp7",)}, "dtypes=fp7: not one of fp32, bf16"),
         ({"ranks": (1 << 12,)}, "powers of two"),
     ):
         with pytest.raises(ConfigError, match=told):

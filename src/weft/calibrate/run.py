@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from weft.calibrate import sizes
 from weft.calibrate.clock import WINDOWS
 from weft.calibrate.machine import this_machine
-from weft.calibrate.session import Chapter, joined, measure
+from weft.calibrate.session import DTYPES, Chapter, joined, measure
 from weft.calibrate.traffic import COLLECTIVES
 from weft.errors import ConfigError
 from weft.planner.measured.layer import TINY
@@ -30,20 +30,22 @@ def calibrate(
     budget_s: float = 90.0,
     ranks: Sequence[int] = (),
     device: str = "auto",
+    dtypes: Sequence[str] = ("fp32", "bf16"),
     report: Report = lambda what, done, total: None,
 ) -> Profile:
     """Measure this machine. Nothing is written: the caller saves the whole profile or nothing.
 
     budget_s: about how long it may take; windows become shorter where it is short, and what is worth least is left out.
     ranks: how many work at the same time, such as (1, 2, 4); by default powers of two up to the cores, and 4.
-    device: "cpu", "cuda", or "auto". Raises ConfigError for what cannot be measured here, CommError where ranks fail.
+    device: "cpu", "cuda", or "auto". dtypes: number formats; fp32 is always among them.
+    Raises ConfigError for what cannot be measured here, CommError where ranks fail.
     """
     if not 1.0 <= budget_s <= MOST_BUDGET_S:
         raise ConfigError(f"budget={budget_s:g}s: from 1 s to {MOST_BUDGET_S / 60:.0f} min. Use e.g. --budget 90s.")
     start = time.monotonic()
     machine = this_machine(device)
     counts = _counts(machine, ranks)
-    chapters = _chapters(machine, counts)
+    chapters = [chapter for chapter in _chapters(machine, counts) if chapter.dtype in ("fp32", *_dtypes(dtypes))]
     most = max(counts)
     samples: list[Sample] = []
     report("starting ranks", 0, len(chapters))
@@ -83,6 +85,13 @@ def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
             rule = f"powers of two from 1 to {limit} can be measured here"
             raise ConfigError(f"ranks={count}: {rule}. Use e.g. --ranks 1,2.")
     return wanted
+
+
+def _dtypes(names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        if name not in DTYPES:
+            raise ConfigError(f"dtypes={name}: not one of {', '.join(DTYPES)}. Use e.g. --dtypes fp32.")
+    return names
 
 
 def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:

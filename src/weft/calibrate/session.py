@@ -35,6 +35,8 @@ class Chapter:
 def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "cpu") -> list[Sample]:
     """This rank's measurements; none where it is idle. A collective: all ranks call it."""
     here = torch.device(device, torch.distributed.get_rank() if device == "cuda" and world_size > 1 else 0)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
     crowd, meeting = _axis(world_size, chapter.ranks, 1, here), _axis(world_size, chapter.group, chapter.stride, here)
     if 0 not in crowd.ranks:
         return []

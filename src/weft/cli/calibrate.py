@@ -29,6 +29,7 @@ def calibrate(
     ranks: Annotated[
         str, typer.Option("--ranks", metavar="1,2,4", help="How many ranks work at the same time.", show_default=False)
     ] = "",
+    dtypes: Annotated[str, typer.Option("--dtypes", metavar="fp32,bf16", help="Number formats.")] = "fp32,bf16",
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: GPUs where there are any.")] = "auto",
 ) -> None:
     """Measure this machine: products, attention, memory, collectives, calls, the optimizer's step.
@@ -43,7 +44,9 @@ def calibrate(
 
     path = out or default_path()
     with progress_report(sys.stderr) as report:
-        found = measure(seconds, counts, device, lambda what, done, total: report("measuring", done, total))
+        found = measure(
+            seconds, counts, device, dtypes.split(","), lambda what, done, total: report("measuring", done, total)
+        )
     found.save(path)
     print("\n".join(_lines(found)))
     say(f"{path}: {len(found.samples)} measurements in {found.took_s:.0f} s. Plan with it: weft plan MODEL here")

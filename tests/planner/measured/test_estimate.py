@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.planner.measured.synthetic import profile
+from weft.errors import ConfigError
 from weft.planner.columns import Columns, Job
 from weft.planner.estimate import TERMS, estimate
 from weft.planner.measured.crowd import crowd_of, ranks_of
@@ -100,6 +101,12 @@ def test_many_plans_at_once_are_what_each_is_alone() -> None:
     found = estimate(JOB, cluster, Columns.of(plans, JOB), measured_tables(profile(), cluster, "tables"))
     assert found.step_s == pytest.approx([step(text)["step"] for text in texts])
     assert np.isfinite(found.total_bytes).all()
+
+
+def test_several_hosts_were_not_measured() -> None:
+    cluster = replace(cluster_of(profile(), "2xhere"), nodes=2)
+    with pytest.raises(ConfigError, match="nodes=2: the profile is of one host"):
+        measured_tables(profile(), cluster, "tables")
 
 
 def test_a_gpu_profile_gives_constants() -> None:

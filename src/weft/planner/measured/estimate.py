@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from weft.planner.columns import Columns, Job
 from weft.planner.host_cost import budget_s
-from weft.planner.layer_cost import LayerCosts
 from weft.planner.measured.crowd import Crowd, crowd_of
 from weft.planner.measured.data_parallel import data_parallel_s
 from weft.planner.measured.laws import Laws
-from weft.planner.measured.layer import VALUE, Clock, dtype_of, layer_costs
+from weft.planner.measured.layer import VALUE, Clock, dtype_of, last_product, layer_costs
 from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]
@@ -63,7 +62,7 @@ class Pass:
 
 def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> dict[str, Array]:
     m = columns.num_micro.astype(float)
-    full = _pass(job, columns, crowd, layer_costs(job, columns, laws, crowd.steady, dtype))
+    full = _pass(job, columns, crowd, laws, crowd.steady, dtype)
     terms = {name: m * seconds for name, seconds in full.terms.items()}
     terms["bubble"], terms["pp_p2p"] = np.zeros(len(columns)), np.zeros(len(columns))
     piped = columns.pp > 1
@@ -75,14 +74,15 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
     return terms
 
 
-def _pass(job: Job, columns: Columns, crowd: Crowd, costs: LayerCosts) -> Pass:
+def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, dtype: str) -> Pass:
     """One microbatch on the busiest rank, forward and backward, with what recompute does again."""
-    layers = crowd.layers
+    layers, costs = crowd.layers, layer_costs(job, columns, laws, active, dtype)
     again = {
-        "full": costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f,
+        "full": costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
+        - last_product(job, columns, laws, active, dtype),
         "attention": costs.attn_f,
-        "selective": costs.gemm_f / 2 + costs.memory_f,
-    }
+        "selective": costs.memory_f,  # every heavy operation's output is kept
+    }  # fmt: skip
     repeated = budget_s(job, columns, again["full"], again["selective"])
     for name, seconds in again.items():
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
@@ -110,7 +110,7 @@ def _pipeline(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd, 
     for stages in range(1, int(p.max())):
         met = np.minimum(stages, m)
         active = np.maximum(1.0, met * crowd.steady / p)
-        each = _pass(job, columns, crowd, layer_costs(job, columns, laws, active, dtype)).total
+        each = _pass(job, columns, crowd, laws, active, dtype).total
         slots = slots + np.where(stages < p, 2 * each, 0.0)
     # (p - 1) passes of the busiest rank lie within filling and draining, at the pace of those.
     bubble = share * (slots - (p - 1) * full)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from weft.errors import ConfigError, Problem
 from weft.planner.columns import Columns, Job
 from weft.planner.measured.constants import constants_of
 from weft.planner.measured.estimate import host_terms
@@ -21,11 +22,17 @@ _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")
 
 
 def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
-    """The cost model's constants for a machine that was measured; for a host also the laws of its primitives."""
+    """The cost model's constants for a machine that was measured; for a host also the laws of its primitives.
+
+    Raises ConfigError for several hosts, and for a profile of a host that lacks compute.
+    """
     tables = Tables.of(cluster.device, tier)
     if profile.machine.kind == "cuda":
         constants = constants_of(profile, cluster.device, tables)
         return replace(Tables.of(cluster.device, tier, constants), learned=factors(profile))
+    if cluster.nodes > 1:
+        rule = f"the profile is of one host, and nothing between {cluster.nodes} of them was measured"
+        raise ConfigError([Problem("cluster", f"nodes={cluster.nodes}: {rule}. Use one node.")])
     laws = Laws.of(profile)
     rungs = dict.fromkeys(tables.rungs, "here") | {"straggler": "common"}
     if cluster.num_devices > max(laws.counts):

@@ -103,6 +103,18 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
     )
 
 
+def last_product(job: Job, columns: Columns, laws: Laws, active: Array, dtype: str) -> Array:
+    """Seconds of a layer's last product, which recompute does not repeat: backward asks for nothing behind its input.
+
+    Zero where it is cut: its sum over tp is one step of autograd with it.
+    """
+    clock = Clock(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
+    shape = job.shape
+    dense = (shape.layers - shape.moe_layers) / shape.layers
+    return np.where(columns.tp > 1, 0.0, dense * clock.of("linear_f", tokens, float(shape.hidden), float(shape.ffn)))
+
+
 def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:
     """The rows of each number format that was measured: fp32, and bf16 for all narrower ones."""
     narrow = ~np.isin(columns.precision, [PRECISIONS.index(name) for name in ("fp32", "fp64")])

@@ -20,7 +20,7 @@ from weft.planner.layer_cost import padded_vocab
 from weft.planner.measured.crowd import ranks_of
 from weft.planner.memory_cost import CLASSES, rank_shares
 from weft.planner.pipeline import in_flight
-from weft.spec.plan import RECOMPUTES
+from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]
 
@@ -59,7 +59,8 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     outside = np.where(columns.sp, t, 1.0)
     whole, kept = _layer(job, columns)
-    saved = tokens * layers * in_flight(columns, rank) * kept
+    passes = in_flight(columns, rank)
+    saved = tokens * layers * passes * kept
     norm = (3 * h + 1) / outside
     turns = 0.0 if shape.learned_positions else 2.0 * shape.head_dim
     ends = tokens * (head * norm + turns)
@@ -67,7 +68,8 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     cut = (columns.tp > 1) | (tokens * vocab * 4 > _LARGE_LOGITS)
     rows = np.minimum(tokens, np.floor(_CHUNK / (4 * vocab)))
     parts = rows * vocab + tokens * (h + _LABELS) + vocab * h + np.where(columns.sp, tokens * h, 0.0)
-    logits = head * np.where(cut, parts, tokens * 4 * vocab)
+    # A pipeline lets the logits themselves go; else the caller of forward still has them.
+    logits = head * np.where(cut, parts, tokens * np.where(columns.pp > 1, 3, 4) * vocab)
     # Backward of the last layer: the logits are still there, or the head's gradients; what the layer makes again, and
     # the gradients on their way through it.
     stay = head * np.where(cut, vocab * h, tokens * vocab)
@@ -77,6 +79,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     in_backward = stay + working + again - tokens * head * norm  # the last norm's are let go before
     is_late = in_backward > logits
     states = _states(job, columns, layers, embedding, head, width, is_late)
+    states["gradients"] = _gradients(columns, states.pop("params"), width, passes, tokens * layers * kept)
     return {
         **states,
         "activations": (saved + ends + np.where(is_late, in_backward, 0.0)) * width,
@@ -94,9 +97,9 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     outside = np.where(columns.sp, t, 1.0)
     norm = (2 * h + 2) if shape.layer_norm else (3 * h + 1)
     attention = 2 * q + 2 * kv + heads
-    # Ulysses keeps q, k, v and output both as they are exchanged and as attention reads them.
+    # Ulysses keeps the output both as attention gives it and as it is exchanged.
     swapped = (columns.cp > 1) & (columns.cp_mode == CP_MODES.index("ulysses"))
-    attention = attention + np.where((columns.cp > 1) & ~swapped, q, 0.0) + np.where(swapped, q, 0.0)
+    attention = attention + np.where(swapped, q, 0.0)
     moe = shape.moe_layers / shape.layers
     width = ((1 - moe) * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)) / t
     ups = 2.0 if shape.gated else 1.0
@@ -111,7 +114,7 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
 def _states(
     job: Job, columns: Columns, layers: Array, embedding: Array, head: Array, width: Array, is_late: Array
 ) -> dict[str, Array]:
-    """Parameters, gradients, optimizer states, and parameters gathered."""
+    """Bytes of parameters, optimizer states and parameters gathered; `params` is the rank's number of parameters."""
     inside = rank_shares(job, columns, layers, False, False)
     table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
     both = np.minimum(embedding + head, 1.0) if job.shape.tied else embedding + head
@@ -122,12 +125,32 @@ def _states(
     sharded = columns.zero == 3
     weights = params * np.where(sharded, main / group, width)
     states = params * (2 * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
-    gradients = params * main / np.where(columns.zero >= 2, group, 1.0)
+    # ZeRO 3 has let units go when the loss is made; in backward two are here, and with other `reshard` all of them.
     unit = (inside.dense + inside.experts) / np.maximum(1.0, layers)
-    gathered = np.where(sharded, (unit + np.maximum(unit, table * np.minimum(both, 1.0))) * width, 0.0)
+    here = np.where(columns.reshard == RESHARDS.index("after_forward"), np.where(is_late, 2 * unit, 0.0), params)
+    gathered = np.where(sharded, here * width, 0.0)
     return {
         "parameters": weights * (1 - columns.offload_params),
-        "gradients": gradients,
+        "params": params,
         "optimizer": states * (1 - columns.offload_optimizer),
         "buffers": gathered,
     }
+
+
+def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one_pass: Array) -> Array:
+    """Bytes of gradients at the fullest moment: those that the engine keeps, and those that autograd has made.
+
+    Those of a single pass travel from where autograd put them, so a stage keeps its part alone; those of several add
+    up whole, but under ZeRO 3. In a pipeline they add up where autograd puts them, beside what the engine keeps; a
+    schedule that runs all forwards first has let one pass go when they are there.
+    """
+    group = (columns.dp_shard * columns.cp).astype(float)
+    piped = columns.pp > 1
+    several = (columns.num_micro > 1) & ~piped
+    none_yet = (columns.zero == 3) & (columns.num_micro == 1)  # a step begins without, and backward is yet to make them
+    kept_whole = (columns.zero == 0) | ((columns.zero == 1) & several)
+    kept = params / np.where(kept_whole, 1.0, group)
+    made = np.where((columns.zero == 2) & several, params, 0.0)
+    beside = np.where(columns.num_micro > passes, params, np.maximum(0.0, params - one_pass))
+    made = np.where(piped & (columns.zero < 3), beside, made)
+    return np.where(none_yet, 0.0, kept + made) * np.maximum(width, 4.0)

@@ -103,6 +103,10 @@ class Profile:
         """Numbers of ranks at which was measured."""
         return tuple(sorted({sample.ranks for sample in self.samples}))
 
+    def __hash__(self) -> int:
+        # Of little: tables are kept by profile and asked for often, and there are hundreds of samples.
+        return hash((self.machine, self.made, len(self.samples), self.learned))
+
     def to_text(self) -> str:
         """The file's text: one sample a line."""
         head = {
