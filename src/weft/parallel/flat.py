@@ -6,8 +6,8 @@
     2      weights, gradients of few buckets   masters, optimizer states, gradients
 
 Gradients of a single microbatch travel from where autograd put them: stage 1 then keeps no more of them than stage 2.
-Stage 2 keeps whole gradients over the microbatches of a step, so that they travel once; with `each_microbatch` they
-travel, and are dropped, after each.
+Stage 2 leaves them there over the microbatches of a step, so that they travel once; with `each_microbatch` they travel,
+and are dropped, after each.
 
 Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stages); Zhang et al. 2022, arXiv 2205.00119 (replicas of shards).
 """
@@ -127,6 +127,10 @@ class FlatModel:
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         self.reducer.scale(factor)
+
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """Clip in a user's own loop; the whole gradient's norm before."""
+        return self.own_loop.clip(max_norm)
 
     @torch.no_grad()
     def publish(self) -> None:

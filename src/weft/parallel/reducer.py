@@ -197,7 +197,7 @@ class Reducer:
             self._late.append(index)
             slot.fired += 1
             return
-        if bucket.collected or self._pass != "last":
+        if bucket.collected or not self._stays(bucket):
             self._room(bucket)
             if param.grad is not slot.grad:
                 _take(slot)
@@ -210,6 +210,15 @@ class Reducer:
             self._waiting[bucket.index] -= 1
             while self._next < len(self.buckets) and self._waiting[self._next] == 0:
                 self._launch(self.buckets[self._next], self._pass == "last")
+
+    def _stays(self, bucket: Bucket) -> bool:
+        """Whether gradients stay in autograd's hands until they travel.
+
+        Stage 2 needs room for them until then in any case; below, what they are summed into is there already, and
+        later microbatches would make a second set of them.
+        """
+        kept = self._stage == 2 and bucket.num_shards > 1 and self._pass == "inner" and not self._each
+        return self._pass == "last" or kept
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
         """Let a bucket's gradients travel. final: there is no later microbatch."""
