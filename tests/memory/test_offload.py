@@ -167,7 +167,8 @@ def test_a_limit_that_is_too_small_is_told_before_the_first_step(monkeypatch):
     num_bytes = 4 * sum(-(-param.numel() // 16) * 16 for param in model().parameters())  # aligned in the bucket
     assert str(caught.value) == (
         f"offload=optimizer: this rank needs {format_bytes(-(-num_bytes // 4096) * 4096)} of host memory for copies, "
-        f"and its limit is 8.00 KiB. Put a smaller share on the host, such as offload=optimizer:0.5."
+        f"and its limit is 8.00 KiB. Put a smaller share on the host, such as offload=optimizer:0.5, or raise "
+        f"memory.pinned_limit."
     )
 
 

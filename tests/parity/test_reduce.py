@@ -104,13 +104,13 @@ def test_the_bits_are_those_of_two_summands_added_in_fp32(reduce, ranks2):
 
 
 def test_half_the_bytes_travel(ranks2, ranks4):
-    """All that travels besides are the totals of a step: a few numbers."""
+    """All that travels besides are the totals of a step, and what ranks compare at the start: a few numbers."""
     for pool, plans in ((ranks2, TWO_RANKS), (ranks4, FOUR_RANKS[1:4])):
         texts = tuple(f"{plan} reduce={reduce}" for plan in plans for reduce in ("fp32", "bf16"))
         found = pool.run(train_all, texts, CASE)[0]
         for whole, half in zip(texts[::2], texts[1::2], strict=True):
             rest = 2 * found[half].reduced_bytes - found[whole].reduced_bytes
-            assert 0 < rest < 200 < found[half].reduced_bytes, (whole, rest)
+            assert 0 < rest < 500 < 0.05 * found[half].reduced_bytes, (whole, rest)
 
 
 def test_training_goes_on_as_with_fp32(ranks2):
