@@ -22,6 +22,7 @@ from weft import env
 from weft.comm import Ledger
 from weft.data import ShardedLoader
 from weft.errors import PlanError
+from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.parallel import parallelize
 from weft.spec.layout import Layout
@@ -50,12 +51,17 @@ class Run:
         """True on one rank only: the one to print and write."""
         return self.mesh.rank == 0
 
-    def parallelize(self, model: nn.Module, layout: Layout | str | None = None) -> nn.Module:
+    def parallelize(
+        self, model: nn.Module, layout: Layout | str | None = None, pinned_limit: str = MOST_OF_HOST
+    ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
         layout: what tensor parallelism cuts how, as `weft layout` prints it; None: found from the model.
+        pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: "64GiB", or a share of
+        what the machine has.
         """
-        return parallelize(model, self.mesh, layout=Layout.parse(layout) if isinstance(layout, str) else layout)
+        chosen = Layout.parse(layout) if isinstance(layout, str) else layout
+        return parallelize(model, self.mesh, layout=chosen, pinned_limit=pinned_limit)
 
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
         """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`."""

@@ -110,7 +110,7 @@ def train_quietly(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]
     """On each rank: several cases under one plan. Copies to the host happen as late as their waits allow."""
     module = importlib.import_module("weft.parallel.parallelize")
     before = module.open_host, activations.LEAST_BYTES
-    module.open_host = lambda plan, device: offload.Host(LateLink(), HostPool(1 << 30)) if plan.offload else None
+    module.open_host = lambda plan, device, limit: offload.Host(LateLink(), HostPool(1 << 30)) if plan.offload else None
     activations.LEAST_BYTES = 0
     try:
         with warnings.catch_warnings():

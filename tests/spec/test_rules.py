@@ -47,12 +47,6 @@ CASES = [
      "split=2+4: stages belong to a pipeline, and pp is 1. Leave split out, or use pp=2 or more.", ""),
     ("split-fits-model", "pp=2 split=2+5", FACTS,
      "split=2+5: there are 2 stages and 6 layers. Use 2 numbers that add up to 6, or leave split out.", "pp=2"),
-    ("offload-activations-recompute-not-built", "recompute=full offload=activations", Facts(),
-     "offload=activations: activations on the host together with recompute=full is not built yet. "
-     "Use recompute=none, or leave activations out.", "offload=activations"),
-    ("offload-activations-compile-not-built", "compile=on offload=activations", Facts(),
-     "offload=activations: activations on the host together with compile=on is not built yet. "
-     "Use compile=off, or leave activations out.", "offload=activations"),
     ("offload-params-needs-zero-3", "offload=params:0.25", Facts(),
      "offload=params:0.25: zero=0 needs whole parameters on the device in every pass; zero=3 brings them piece by "
      "piece. Use zero=3 with dp_shard=2 or more, or offload=optimizer.", "offload=optimizer:0.25"),

@@ -3,7 +3,8 @@
 After each backward that is not inside `microbatch`, gradients become means over the data ranks, whole on every rank:
 what `.grad` would hold on one device whose batch is all ranks' batches, so clipping and looking at `.grad` are right.
 Ranks may call backward a different number of times before a step: before ranks exchange anything they tell each other
-where they are, and those that are at the step already take part with nothing new.
+where they are, and those that are at the step already take part with nothing new. Under reduce=bf16 what earlier
+backward passes of a step left is rounded with the new: sums over several are exact to that format, not to fp32.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class OwnLoop:
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]
         axes = [bucket.over.over for bucket in buckets]
-        for pending in [start_all_reduce(flat, axis) for flat, axis in zip(flats, axes, strict=True)]:
+        travels = engine.precision.reduce
+        for pending in [start_all_reduce(flat, axis, dtype=travels) for flat, axis in zip(flats, axes, strict=True)]:
             pending.wait()
         if flats:
             torch._foreach_mul_(flats, [1.0 / axis.size for axis in axes])

@@ -11,6 +11,7 @@ from weft.errors import ModelError
 from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
+from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import Mesh
 from weft.parallel.context import apply_context
 from weft.parallel.expert import spread_experts
@@ -30,12 +31,14 @@ def parallelize(
     layout: Layout | None = None,
     placements: Mapping[str, Placement] | None = None,
     seed: int | None = None,
+    pinned_limit: str = MOST_OF_HOST,
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
     seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them.
     layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is None.
     placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
+    pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
     Raises ModelError when the model was laid over a mesh before.
     """
     if is_attached(model):
@@ -46,7 +49,7 @@ def parallelize(
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
         compile_blocks(model)
-    host = open_host(mesh.plan, mesh.device)
+    host = open_host(mesh.plan, mesh.device, pinned_limit)
     if host is not None and (share := mesh.plan.offload_share("activations")):
         offload_activations(list(repeated_blocks(model).items()) or [("", model)], share, host)
     if host is not None and mesh.rank == 0 and mesh.device.type != "cuda":

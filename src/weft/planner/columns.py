@@ -12,7 +12,7 @@ from weft import units
 from weft.planner.shape import Shape
 from weft.planner.stack import Stack
 from weft.spec.plan import PRECISIONS as PLAN_PRECISIONS
-from weft.spec.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
+from weft.spec.plan import RECOMPUTES, REDUCES, RESHARDS, SCHEDULES, Plan
 
 #: What a code in `Columns.precision` stands for; fp8 and fp4 (matmuls of layers alone) are no plans of the runtime yet.
 PRECISIONS = (*PLAN_PRECISIONS, "fp8", "fp4")
@@ -43,8 +43,9 @@ class Job:
 class Columns:
     """One row per plan. Sizes as in `Plan`.
 
-    schedule, recompute, precision, reshard, cp_mode: codes, positions in SCHEDULES, RECOMPUTES, PRECISIONS, RESHARDS,
-    CP_MODES. microbatch: sequences of one pass on one data-parallel rank. num_micro: passes of one step.
+    schedule, recompute, precision, reduce, reshard, cp_mode: codes, positions in SCHEDULES, RECOMPUTES, PRECISIONS,
+    REDUCES, RESHARDS, CP_MODES. microbatch: sequences of one pass on one data-parallel rank. num_micro: passes of one
+    step.
     recompute_share: part of the layers to which `recompute` applies, 0 to 1. activation_budget: bytes that saved
     activations may take on one rank (inf: no budget; below 1: share of what recompute=none keeps).
     offload_*: share on the host, 0 to 1. tp_stride: ranks from one tp neighbour to the next.
@@ -70,6 +71,7 @@ class Columns:
     offload_params: Floats
     offload_activations: Floats
     precision: Codes
+    reduce: Codes
     compile: NDArray[np.bool_]
     reshard: Codes
     tp_stride: Ints
@@ -128,6 +130,7 @@ class Columns:
             virtual_stages=int(self.virtual_stages[row]),
             accumulation=1 if piped else passes,
             precision=PRECISIONS[self.precision[row]],
+            reduce=REDUCES[self.reduce[row]],
             recompute=_recompute_text(RECOMPUTES[self.recompute[row]], float(self.activation_budget[row])),
             offload=_offload_words(self, row),
             compile=bool(self.compile[row]),
@@ -146,6 +149,7 @@ _DEFAULTS: dict[str, tuple[float, type]] = {
     "cp_mode": (0, np.uint8),
     **dict.fromkeys(("offload_optimizer", "offload_params", "offload_activations"), (0.0, np.float64)),
     "precision": (PRECISIONS.index("bf16"), np.uint8),
+    "reduce": (0, np.uint8),
     "compile": (0, np.bool_),
     "reshard": (0, np.uint8),
     "tp_stride": (1, np.int64),
@@ -169,6 +173,7 @@ def _row(plan: Plan, job: Job) -> dict[str, object]:
         "offload_params": plan.offload_share("params"),
         "offload_activations": plan.offload_share("activations"),
         "precision": PRECISIONS.index(plan.precision),
+        "reduce": REDUCES.index(plan.reduce),
         "compile": plan.compile,
         "reshard": RESHARDS.index(plan.reshard),
         "tp_stride": 1,

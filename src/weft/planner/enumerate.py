@@ -14,7 +14,7 @@ from weft.planner.cp_way import plan_word, read_way
 from weft.planner.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
 from weft.planner.space import Space
 from weft.spec.cluster import ClusterSpec
-from weft.spec.plan import RESHARDS, SCHEDULES, Plan, plan_fields
+from weft.spec.plan import REDUCES, RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rule import Facts, Rule, common_divisors
 
 #: What a plan without context parallelism says of its way.
@@ -241,6 +241,7 @@ def _flags(space: Space, sharded: bool, tensor: bool, context: bool) -> PartialP
             "recompute": space.recomputes,
             "offload": space.offloads,
             "precision": space.precisions,
+            "reduce": (space.fixed.get("reduce", REDUCES[0]),),
             "compile": space.compiles,
         }
     )
@@ -286,7 +287,7 @@ def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
     ):
         levels = Columns.of([Plan(**{word: level}) for level in flags.levels[word]], job)
         columns |= {name: getattr(levels, name)[flags.codes[word]] for name in names}
-    for name, known in (("precision", PRECISIONS), ("reshard", RESHARDS)):
+    for name, known in (("precision", PRECISIONS), ("reduce", REDUCES), ("reshard", RESHARDS)):
         columns[name] = _codes(flags, name, known)
     ways = [read_way(level) or CP_MODES[0] for level in flags.levels["cp_mode"]]
     columns["cp_mode"] = np.array([CP_MODES.index(way) for way in ways], dtype=np.uint8)[flags.codes["cp_mode"]]

@@ -12,7 +12,7 @@ from weft.planner.layer_cost import padded_vocab
 from weft.planner.overlap import Shares
 from weft.planner.pipeline import Stages, in_flight
 from weft.planner.tables import Tables
-from weft.spec.plan import RECOMPUTES
+from weft.spec.plan import RECOMPUTES, REDUCES
 
 Array = NDArray[np.float64]
 
@@ -194,7 +194,8 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
     largest = np.maximum(unit, shares.ends)
     gathered = np.where(zero == 3, stack.gather_bytes * (unit + largest), np.where(zero > 0, stack.bucket_bytes, 0.0))
-    reduced = np.where(zero == 3, (2 + stack.reduce_bytes) * unit, np.where(zero == 2, stack.reduce_bytes * unit, 0.0))
+    travels = stack.reduce_bytes + np.where(columns.reduce == REDUCES.index("bf16"), 2.0, 0.0)  # a rounded copy
+    reduced = np.where(zero == 3, (2 + travels) * unit, np.where(zero == 2, travels * unit, 0.0))
     return gathered, reduced
 
 

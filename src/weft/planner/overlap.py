@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import Columns, Job
 from weft.planner.tables import Tables
-from weft.spec.plan import RESHARDS
+from weft.spec.plan import REDUCES, RESHARDS
 
 Array = NDArray[np.float64]
 
@@ -80,6 +80,7 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
     )
     gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
+    reduce_bytes = np.where(columns.reduce == REDUCES.index("bf16"), 2.0, stack.reduce_bytes)
     for params, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
         buckets = (
@@ -88,9 +89,9 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
         piece = params / pieces
         ring = np.where(columns.zero == 0, 2.0, 1.0)
-        reduced = pieces * fabric.ring_s("reduce_scatter", piece * stack.reduce_bytes, group, stride) * ring
+        reduced = pieces * fabric.ring_s("reduce_scatter", piece * reduce_bytes, group, stride) * ring
         across = fabric.ring_s(
-            "all_reduce", piece * stack.reduce_bytes / np.where(columns.zero == 0, 1.0, group), replicas, stride * group
+            "all_reduce", piece * reduce_bytes / np.where(columns.zero == 0, 1.0, group), replicas, stride * group
         )
         reduces += np.where(params > 0, reduced + pieces * across, 0.0)
         gathered = pieces * fabric.ring_s("all_gather", piece * gather_bytes, group, stride)

@@ -21,11 +21,22 @@ from weft.spec.context import CP_MODES
 #: Mesh axes, outermost first. `ep` is a second view over dp_shard x cp x tp, so it is no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+#: Formats in which gradients travel between ranks; "fp32" is that of the master weights.
+REDUCES = ("fp32", "bf16")
 RECOMPUTES = ("none", "full", "attention", "selective")
 OFFLOADS = ("optimizer", "params", "activations")
 #: When zero=3 lets gathered parameters go: from the least memory to the least communication.
 RESHARDS = ("after_forward", "after_backward", "after_step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
+
+#: Fields that are one of a few words.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "reshard": RESHARDS,
+    "cp_mode": CP_MODES,
+    "schedule": SCHEDULES,
+    "precision": PRECISIONS,
+    "reduce": REDUCES,
+}
 
 _LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
@@ -52,6 +63,8 @@ class Plan:
     split: how many of the model's blocks each stage takes, in order ("3+4+4+3"); empty: stages of equal work.
     accumulation: forward-backward passes per optimizer step when there is no pipeline.
     precision: of forward and backward; master weights and optimizer states stay fp32 (fp64 under "fp64").
+    reduce: the format in which gradients travel between ranks: "fp32" (fp64 under "fp64") or "bf16", half the bytes.
+        They are rounded for the collective alone, and accumulated and applied in fp32.
     recompute: "none", "full", "attention", "selective", or a budget for saved activations ("12GiB", "50%").
     offload: what lives on the host: any of optimizer, params, activations, each whole or with a share of it
         ("optimizer:0.5"); `offload_share` reads it.
@@ -75,6 +88,7 @@ class Plan:
     split: tuple[int, ...] = ()
     accumulation: int = 1
     precision: str = "fp32"
+    reduce: str = "fp32"
     recompute: str = "none"
     offload: tuple[str, ...] = ()
     compile: bool = False
@@ -278,7 +292,7 @@ def _read(name: str, value: object) -> object:
         return tuple(map(int, value.split("+")))
     if name in ("offload", "split") and isinstance(value, list):
         return tuple(cast(list[object], value))
-    if name in ("schedule", "precision", "recompute", "reshard", "cp_mode"):
+    if name in CHOICES or name == "recompute":
         return value
     return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
 
@@ -289,14 +303,8 @@ def _checked(name: str, value: object) -> object:
         if not isinstance(value, bool):
             raise _error(name, f"{name}={_shown(value)}: this is a switch. Use {name}=on or {name}=off.")
         return value
-    if name == "precision":
-        return _choice(name, value, PRECISIONS)
-    if name == "schedule":
-        return _choice(name, value, SCHEDULES)
-    if name == "reshard":
-        return _choice(name, value, RESHARDS)
-    if name == "cp_mode":
-        return _choice(name, value, CP_MODES)
+    if name in CHOICES:
+        return _choice(name, value, CHOICES[name])
     if name == "recompute":
         return _recompute(value)
     if name == "offload":

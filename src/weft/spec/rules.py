@@ -17,29 +17,7 @@ from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
 
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
-NOT_BUILT: tuple[Rule, ...] = (
-    *PIPELINE_NOT_BUILT,
-    Rule(
-        name="offload-activations-recompute-not-built",
-        field="offload",
-        reason="Activations are either made again in backward or kept on the host, not yet some of each.",
-        predicate=lambda plan, facts: plan.offload_share("activations") > 0 and plan.recompute != "none",
-        finding=lambda plan, facts: (
-            f"activations on the host together with recompute={plan.recompute} is not built yet"
-        ),
-        remedy=lambda plan, facts: "Use recompute=none, or leave activations out",
-        fix=lambda plan, facts: plan.replace(recompute="none"),
-    ),
-    Rule(
-        name="offload-activations-compile-not-built",
-        field="offload",
-        reason="What a compiled block keeps for backward is not brought to the host yet.",
-        predicate=lambda plan, facts: plan.offload_share("activations") > 0 and plan.compile,
-        finding=lambda plan, facts: "activations on the host together with compile=on is not built yet",
-        remedy=lambda plan, facts: "Use compile=off, or leave activations out",
-        fix=lambda plan, facts: plan.replace(compile=False),
-    ),
-)
+NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
 
 
 def _with_offload(plan: Plan, name: str, other: str) -> Plan:

@@ -87,7 +87,7 @@ class _RankRun:
         spec = folder.decoder()
         # No rank of a pipeline ever holds the whole: it is cut as shapes, and each makes the weights of its stages.
         self.model = build_decoder(spec, device="meta" if mesh.plan.pp > 1 else None, seed=config.seed)
-        parallelize(self.model, mesh, seed=config.seed)
+        parallelize(self.model, mesh, seed=config.seed, pinned_limit=config.memory.pinned_limit)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.meter = Meter(mesh.device, communication=ledger.seconds_by_axis)
         self.step = TrainStep(
