@@ -81,8 +81,8 @@ FAMILY_GROUPS = (*pairs(FAMILY_AXES), *((axis, "subject") for axis in ("zero", "
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:
-    """Every legal layout and accumulation, with {none, full, selective} recompute and {none, optimizer, params} off."""
-    only = {"recompute": ("none", "full", "selective"), "offload": ((), ("optimizer",), ("params",))}
+    """Every legal layout and accumulation, with recompute and with optimizer and parameters on the host, or not."""
+    only = {"recompute": ("none", "full", "selective", "full:1"), "offload": ((), ("optimizer",), ("params",))}
     return [Cell(name, plan) for name, one in subjects().items() for plan in one.plans(num_ranks, **only)]
 
 

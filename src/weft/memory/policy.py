@@ -69,7 +69,13 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
         return _run_traced(policy, block, forward, args, kwargs)
     selective = policy.name == "selective"
     keeping, replaying = _selective_contexts(policy.saved) if selective else _no_contexts()
-    pair = (keeping, _both(spare_buffers(block, policy.buffers), replaying) if policy.buffers else replaying)
+    if policy.buffers:
+        # Batch statistics and their like count a batch once: the replay writes into copies.
+        replaying = _both(spare_buffers(block, policy.buffers), replaying)
+    if (state := getattr(block, "_weft_travels", None)) is not None:
+        # What forward reads besides its arguments, and another microbatch may have changed when the replay comes.
+        replaying = _both(state.travelling(), replaying)
+    pair = keeping, replaying
     outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **kwargs)
     if selective:
         _keep_as_autograd_does(keeping.storage)

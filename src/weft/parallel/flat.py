@@ -128,6 +128,10 @@ class FlatModel:
         """Multiply all gradients."""
         self.reducer.scale(factor)
 
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """Clip in a user's own loop; the whole gradient's norm before."""
+        return self.own_loop.clip(max_norm)
+
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the new weights into the parameters of all ranks."""

@@ -30,6 +30,7 @@ from weft.errors import ModelError
 from weft.memory import repeated_blocks
 from weft.memory.offload import Host, step_on_host
 from weft.mesh import Axis, Mesh
+from weft.optim import clip_factor
 from weft.parallel.agree import check_same_model
 from weft.parallel.axes import AxisMap
 from weft.parallel.joined import join_cut
@@ -231,6 +232,14 @@ class FullyShardedModel:
             if self._hosted is not None:
                 self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
             torch._foreach_mul_(grads, factor)
+
+    @torch.no_grad()
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """Clip in a user's own loop; the whole gradient's norm before."""
+        self.settle()
+        norm = self.norm()
+        self.scale(clip_factor(float(norm), max_norm))
+        return norm
 
     def publish(self) -> None:
         """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""

@@ -263,6 +263,9 @@ class RunConfig(Section):
     plan: str = "dp_replicate=*"
     """How the model is laid over the ranks, as text or as a table; '*' takes the ranks that the other axes leave.
     "auto" lets the planner choose; words after it, as in "auto zero=3", are decided."""
+    layout: str = ""
+    """How tensor parallelism cuts the model: pattern=style words, or a file of them (`weft layout MODEL --save FILE`
+    writes one to edit); by default found from the model."""
     seed: Count = 0
     """Decides initial weights, order of data and sampling."""
     run: RunSection = RunSection()

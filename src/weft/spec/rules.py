@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from weft.errors import PlanError, Problem
 from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
 from weft.spec.expert_rules import EXPERT_RULES
+from weft.spec.limit_rules import LIMIT_RULES
+from weft.spec.order_rules import ORDER_RULES
 from weft.spec.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
@@ -91,6 +93,7 @@ def _precision_choices(facts: Facts) -> list[str]:
 
 #: Combinations that cannot work, whatever is built.
 LASTING: tuple[Rule, ...] = (
+    *LIMIT_RULES,
     Rule(
         name="world-size",
         field="world_size",
@@ -255,6 +258,7 @@ LASTING: tuple[Rule, ...] = (
         remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
+    *ORDER_RULES,
     *PIPELINE_LASTING,
     *EXPERT_RULES,
     Rule(
