@@ -4,8 +4,10 @@
     python benchmarks/pipeline.py bubble --pass-ms 60 --schedules zb_h1 zb_v
     python benchmarks/pipeline.py steps --ranks 2 4            a small decoder, both runtimes in turn on the same ranks
 
-`bubble` needs no idle machine: a sleeping rank takes no CPU. `steps` prints the median of each and their ratio; on a
-busy machine read the ratio, since the two take turns.
+`bubble` prints the step beside the formula with the length that passes were told to take; and the bubble, which is what
+the rank that waits least waits, beside the formula with the lengths that they took: a pass that sleeps 50 ms takes a
+millisecond more. It needs no idle machine, for a sleeping rank takes no CPU. `steps` prints the median of each and
+their ratio; on a busy machine read the ratio, since the two take turns.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,15 +84,13 @@ class _SleepingProduct:
 
 
 class Clock:
-    """Sleeps for one pass, and keeps how long that really took."""
+    """Sleeps for one pass."""
 
     def __init__(self, pass_s: float):
-        self.pass_s, self.busy_s = pass_s, 0.0
+        self.pass_s = pass_s
 
     def sleep(self) -> None:
-        start = time.perf_counter()
         time.sleep(self.pass_s)
-        self.busy_s += time.perf_counter() - start
 
 
 class SleepingBlock(nn.Module):
@@ -119,8 +119,16 @@ def sum_of(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int
     return output.sum(), len(batch)
 
 
-def sleeping_step(plan_text: str, pass_s: float, repeats: int) -> list[tuple[float, float]]:
-    """Seconds of each step of a pipeline that sleeps, and of this rank's waiting in it; pass_s: of a whole rank."""
+class SleptStep(NamedTuple):
+    """took_s: until the slowest rank was done. waited_s: of it, for other ranks. actions: (kind, seconds)."""
+
+    took_s: float
+    waited_s: float
+    actions: list[tuple[str, float]]
+
+
+def sleeping_step(plan_text: str, pass_s: float, repeats: int) -> list[SleptStep]:
+    """Steps of a pipeline that sleeps, on this rank. pass_s: of a whole rank."""
     mesh = build_mesh(Plan.parse(plan_text))
     clock = Clock(0.001)
     model = SleepingModel(mesh.plan.pp * mesh.plan.virtual_stages, clock)
@@ -137,16 +145,34 @@ def sleeping_step(plan_text: str, pass_s: float, repeats: int) -> list[tuple[flo
 
     timed(step, 0)  # shapes are told in the first
     clock.pass_s = pass_s / mesh.plan.virtual_stages
-    found = []
+    found, waits = [], Waits(pipeline)
     for _ in range(repeats):
-        clock.busy_s = 0.0
+        waits.seconds = 0.0
         dist.barrier()
         start = time.perf_counter()
         step()
+        ended = time.perf_counter()
         dist.barrier()
         took = time.perf_counter() - start
-        found.append((took, took - clock.busy_s))
+        waited = waits.seconds + start + took - ended
+        found.append(SleptStep(took, waited, [(one.kind, end - start) for one, start, end in pipeline.events]))
     return found
+
+
+class Waits:
+    """Adds up what a pipeline waits for messages."""
+
+    def __init__(self, pipeline: Pipeline):
+        self.seconds = 0.0
+        self._take = pipeline._boundary.take
+        pipeline._boundary.take = self.take  # pyright: ignore[reportAttributeAccessIssue]
+
+    def take(self, *which: Any) -> torch.Tensor:
+        start = time.perf_counter()
+        try:
+            return self._take(*which)
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 def one_step(model: nn.Module, pipeline: Pipeline, batches: list[Any], forward: Any, loss: Any) -> None:
@@ -181,18 +207,27 @@ def bubbles(options: argparse.Namespace) -> list[dict[str, object]]:
                 plan = f"pp={p} microbatches={m} virtual_stages={v} schedule={name}"
                 per_rank = pool.run(sleeping_step, plan, pass_s, options.repeats)
                 one = pass_s / v
-                timeline = simulate(build_schedule(name, p, m, v), Durations(one, one, one))
-                # The best of the repeats; the bubble is what the rank that waits least waits.
-                found = min(max(took for took, _ in ranks) for ranks in zip(*per_rank, strict=True))
-                bubble = min(min(waited for _, waited in ranks) for ranks in zip(*per_rank, strict=True))
-                off, bubble_off = found / timeline.makespan_s - 1, bubble / timeline.bubble_s - 1
+                schedule = build_schedule(name, p, m, v)
+                told = simulate(schedule, Durations(one, one, one)).makespan_s
+                # The best of the repeats.
+                ranks = min(zip(*per_rank, strict=True), key=lambda ranks: max(one.took_s for one in ranks))
+                found, bubble = max(one.took_s for one in ranks), min(one.waited_s for one in ranks)
+                formula = simulate(schedule, mean_durations([one for rank in ranks for one in rank.actions])).bubble_s
                 print(
-                    f"{name:16} {m:3} {found:8.3f} {timeline.makespan_s:8.3f} {off:+7.1%} "
-                    f"{bubble:8.3f} {timeline.bubble_s:8.3f} {bubble_off:+7.1%}",
+                    f"{name:16} {m:3} {found:8.3f} {told:8.3f} {found / told - 1:+7.1%} "
+                    f"{bubble:8.3f} {formula:8.3f} {bubble / formula - 1:+7.1%}",
                     flush=True,
                 )
-                rows.append({"schedule": name, "m": m, "step_s": found, "formula_s": timeline.makespan_s})
+                rows.append({"schedule": name, "m": m, "step_s": found, "formula_s": told, "bubble_s": bubble})
     return rows
+
+
+def mean_durations(actions: list[tuple[str, float]]) -> Durations:
+    """What each kind of action took."""
+    mean = {kind: statistics.mean(s for name, s in actions if name == kind) for kind, _ in actions}
+    # A whole backward is an input gradient and a weight gradient, of the same length here.
+    half = mean.get("BW", 0.0) / 2
+    return Durations(mean["F"], mean.get("B", half), mean.get("W", half))
 
 
 SPEC = DecoderSpec(vocab_size=512, dim=128, num_layers=8, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=128)

@@ -62,11 +62,11 @@ def test_what_no_kind_has_is_the_hosts():
 
 def test_the_report_in_words():
     assert time_lines(RANKS, 5) == [
-        "time    5 steps in 10.0 s on 2 ranks: compute 70%, waiting for other stages 12%, "
+        "time    5 steps in 10.0 s on 2 ranks: compute 70%, bubble (waiting for other stages) 12%, "
         "communication over dp_shard 10%, optimizer 4%, host 2%, data 1%",
         "        slowest: rank 1, 14% more compute than the mean",
-        "        waiting for other stages: more microbatches, or a zero-bubble schedule (schedule=zb_h1, zb_v) "
-        "shortens it",
+        "        bubble (waiting for other stages): more microbatches shorten it; so does a zero-bubble schedule "
+        "(zb_h1, zb_v), where there is none yet",
     ]
     assert time_lines(RANKS[:1], 5)[0].startswith("time    5 steps in 10.0 s: compute 60%")
 
@@ -84,3 +84,17 @@ def test_a_trace_has_a_line_for_each_track():
     assert [event for event in events if event["ph"] == "X"] == [
         {"ph": "X", "name": "F0.0", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500000.0}
     ]
+
+
+def test_a_typical_step_is_not_the_first():
+    book = TimeBook()
+    for seconds in (9.0, 2.0, 4.0):
+        clock = Ticks()
+        meter = Meter(clock=clock)
+        with meter.phase("forward"):
+            clock.now += seconds
+        times = meter.end_step(1)
+        times.total_s = seconds + 0.5
+        book.add_step(times)
+    assert book.typical() == pytest.approx({"compute": 3.0, "host": 0.5})
+    assert TimeBook().typical() == {}

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from tests.parity.moe_cases import MoECase, moe_cases
 from weft.spec.model import DecoderSpec
 from weft.testing import Case, DecoderCase, ParityResult, train_case
+from weft.testing.float64 import Float64Throughout
+
+ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
+TWO_STAGES = ("interleaved", "zb_interleaved", "zb_v", "dualpipe_v")
+#: Every schedule, as part of a plan.
+SCHEDULES = [f"schedule={name}" for name in ONE_STAGE] + [f"schedule={name} virtual_stages=2" for name in TWO_STAGES]
 
 TIED = DecoderSpec(
     vocab_size=61, dim=16, num_layers=8, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True
@@ -74,9 +83,12 @@ class FamilyCase(DecoderCase):
         return transformers.AutoModelForCausalLM.from_config(config).double()
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> object:
-        if self.kind == "bloom":
-            return model(input_ids=batch["input_ids"], use_cache=False).logits
-        return model(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False).logits
+        inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+        if self.kind != "bloom":
+            inputs["position_ids"] = batch["positions"]
+        # Gemma's norms add up their weight's gradient in float32, in which the cut into microbatches shows.
+        with Float64Throughout() if self.kind.startswith("gemma") else nullcontext():
+            return model(**inputs).logits
 
 
 @dataclass(frozen=True)
@@ -120,9 +132,20 @@ def cases() -> dict[str, Case]:
 
 
 def families() -> dict[str, Case]:
-    """Hugging Face decoders, by name. Gemma's norms round to float32 inside, so it is compared in test_stage alone."""
-    kinds = ("llama", "qwen2", "gpt2", "bloom", "gpt_neox")
+    """Hugging Face decoders, by name."""
+    kinds = ("llama", "qwen2", "gpt2", "bloom", "gpt_neox", "gemma2", "gemma3_text")
     return {kind: FamilyCase(TIED, num_steps=2, global_batch=16, seq_len=8, kind=kind) for kind in kinds}
+
+
+def expert_cases() -> dict[str, Case]:
+    """Decoders with experts, deep enough for four stages, with each way of balancing and dropping."""
+    return {
+        name: dataclasses.replace(
+            case, spec=dataclasses.replace(case.spec, num_layers=4), global_batch=16, seq_len=8, num_steps=2
+        )
+        for name, case in moe_cases().items()
+        if isinstance(case, MoECase) and name != "plain"
+    }
 
 
 def train_cases(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tests.parity.pipeline_cases import cases, families, train_cases
+from tests.parity.pipeline_cases import (
+    SCHEDULES,
+    cases,
+    expert_cases,
+    families,
+    train_cases,
+)
 
 RTOL = 1e-10
-
-ONE_STAGE = ["gpipe", "1f1b", "zb_h1"]
-TWO_STAGES = ["interleaved", "zb_interleaved", "zb_v", "dualpipe_v"]
-SCHEDULES = [f"schedule={name}" for name in ONE_STAGE] + [f"schedule={name} virtual_stages=2" for name in TWO_STAGES]
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +52,49 @@ def test_with_data_parallel(schedule, data, references, ranks4):
     compare(ranks4, f"pp=2 microbatches=4 {data} {schedule}", chosen, references)
 
 
+@pytest.fixture(scope="module")
+def expert_references():
+    return train_cases("precision=fp64", expert_cases())
+
+
+@pytest.mark.parametrize("plan", [
+    "dp_shard=2 ep=2 zero=1 schedule=zb_h1",
+    "dp_shard=2 ep=2 zero=2 schedule=zb_v virtual_stages=2",
+    "dp_shard=2 ep=2 zero=1 schedule=dualpipe_v virtual_stages=2 recompute=full",
+    "cp=2 ep=2 schedule=interleaved virtual_stages=2",
+    "tp=2 ep=2 sp=on schedule=zb_interleaved virtual_stages=2",
+    "dp_replicate=2 recompute=selective schedule=gpipe",
+])  # fmt: skip
+def test_with_experts(plan, expert_references, ranks4):
+    compare(ranks4, f"pp=2 microbatches=4 {plan}", expert_cases(), expert_references)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["schedule=1f1b", "schedule=zb_interleaved virtual_stages=2", "schedule=zb_v virtual_stages=2"]
+)
+def test_stages_hand_on_parts_of_sequences(schedule, references, family_references, ranks4):
+    """The project's decoders keep tokens cut from stage to stage, others bring them together between stages."""
+    plan = f"pp=2 tp=2 sp=on microbatches=4 {schedule}"
+    compare(ranks4, plan, {name: case for name, case in cases().items() if name in ("tied", "gpt2")}, references)
+    compare(ranks4, plan, {"llama": families()["llama"]}, family_references)
+
+
 @pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_v virtual_stages=2"])
 def test_hugging_face_families(schedule, family_references, ranks2):
     compare(ranks2, f"pp=2 microbatches=4 {schedule}", families(), family_references)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_gradients_travel_once_in_a_step(zero, ranks4):
+    """However many microbatches there are, in whatever order."""
+    data = f"pp=2 dp_shard=2 zero={zero}" if zero else "pp=2 dp_replicate=2"
+    chosen = {"gpt2": dataclasses.replace(cases()["gpt2"], num_steps=1)}
+    found = [
+        [results["gpt2"].reduced_bytes for results in ranks4.run(train_cases, f"{data} {rest} precision=fp64", chosen)]
+        for rest in ("microbatches=2", "microbatches=8", "microbatches=8 schedule=zb_h1")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert min(found[0]) > 0
 
 
 def test_uneven_stages(references, ranks4):

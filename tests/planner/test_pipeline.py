@@ -27,7 +27,7 @@ def piped(schedule="1f1b", pp=8, num_micro=32, virtual_stages=1) -> Columns:
         ("zb_h1", 1, 7),
         ("zb_interleaved", 2, 3.5),
         ("zb_v", 1, 3.5),
-        ("dualpipe_v", 1, 7),
+        ("dualpipe_v", 1, 3.5),
     ],
 )
 def test_bubbles_of_eight_stages_with_equal_parts(schedule, chunks, bubble):

@@ -50,6 +50,14 @@ def verdict_of(source: str, plan: str, settings: Settings | None = None):
         return verifier.verify(Plan.parse(plan))
 
 
+def test_the_layout_of_a_config_is_the_subjects(tmp_path):
+    toml = tmp_path / "run.toml"
+    toml.write_text("layout = 'embed=vocab head=vocab'\n[model]\nname = 'tiny'\n")
+    built = find_subject(str(toml), SMALL).build()
+    assert built.layout is not None
+    assert built.layout.format() == "embed=vocab head=vocab"
+
+
 @pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3 recompute=full"])
 def test_right_plans_of_every_kind_of_model_pass(plan, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -104,10 +112,13 @@ def test_the_model_is_reduced_as_asked():
     "source, text",
     [
         ("tinny", "model=tinny: no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
-        (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or (model, batch_fn)."),
+        (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or it and an example or a batch_fn."),
         (f"{HERE}:without_data", "nothing says what its inputs are. Return (model, batch_fn)"),
-        (f"{HERE}:raises", "it raised ValueError (no weights here). Call it in Python, to see where."),
-        (f"{HERE}:annotations", "not a function. Name a function that returns a model."),
+        (
+            f"{HERE}:raises",
+            "it raised ValueError (no weights here). Call it in Python without arguments, to see where.",
+        ),
+        (f"{HERE}:annotations", "and cannot be called. Name a function without arguments that returns a model."),
         (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
         ("tests", "model=tests: the folder has no config.json. Name a Hugging Face model's folder."),
     ],

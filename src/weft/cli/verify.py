@@ -47,6 +47,9 @@ def verify(
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="Reduce the depth to this.")] = None,
     width: Annotated[int | None, typer.Option("--width", min=2, help="Reduce the width to this.")] = None,
     vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Reduce the vocabulary to this.")] = None,
+    layout: Annotated[
+        str, typer.Option("--layout", help="pattern=style words or a file of them; found from the model by default.")
+    ] = "",
     seed: Annotated[int, typer.Option("--seed", help="Of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -63,11 +66,14 @@ def verify(
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
         raise ConfigError(f"{given}=: it chooses among all plans, and one is named. Use it with --all.")
+    from weft.spec.layout import Layout
     from weft.testing.subject import Settings, find_subject
 
     batch = global_batch or (4 * all_ranks if all_ranks else 8)
     settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
     subject = find_subject(model, settings)
+    if layout:
+        subject = replace(subject, layout=Layout.read(layout))
     if all_ranks is not None:
         raise typer.Exit(_verify_all(subject, all_ranks, choice, as_json))
     text = plan if plan is not None else subject.plan

@@ -8,6 +8,7 @@ from weft.models.generate import generate
 from weft.models.initialise import initialise
 from weft.models.moe import MoE
 from weft.models.registry import build_decoder
+from weft.models.shapes import as_shapes
 from weft.models.transformer import Decoder
 
-__all__ = ["Cache", "Decoder", "MoE", "build_decoder", "describe", "generate", "initialise"]
+__all__ = ["Cache", "Decoder", "MoE", "as_shapes", "build_decoder", "describe", "generate", "initialise"]

@@ -11,7 +11,7 @@ B sequences, T tokens, S = T / tp tokens of this rank, D features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,10 @@ from weft.comm.autograd import gather_slice, slice_to
 from weft.errors import LayoutError
 from weft.memory import repeated_blocks
 from weft.models import Decoder
-from weft.parallel.cut_dropout import TokenDropout
 from weft.parallel.cut_linear import TOKENS, Line, token_share
-from weft.parallel.cut_modules import Entry, become, weight_of
-from weft.spec.layout import Style
+from weft.parallel.cut_modules import weight_of
+from weft.parallel.pipeline.runtime import pipeline_of
+from weft.spec.layout import Layout, Style
 
 #: Parts of class names that say that a module mixes tokens: uncut, it would see only this rank's.
 _MIXERS = ("attention", "attn", "mixer", "mamba", "ssm", "conv1d", "conv2d", "rnn", "lstm", "gru")
@@ -36,17 +36,22 @@ _MIXERS = ("attention", "attn", "mixer", "mamba", "ssm", "conv1d", "conv2d", "rn
 class Sequence:
     """What works on a part of the tokens. blocks: paths, in order. modules: those whose gradients are partial sums.
 
-    with_ends: embedding and head are cut along too. width: features of the residual stream.
+    runs: the first and the last block of each stage that is here. with_ends: embedding and head are cut along too, and
+    stages of a pipeline hand parts of the tokens to each other. width: features of the residual stream.
     """
 
     blocks: tuple[str, ...]
+    runs: tuple[tuple[str, str], ...]
     modules: tuple[str, ...]
     with_ends: bool
     width: int
 
 
-def plan_sequence(model: nn.Module, styles: Mapping[str, Style]) -> Sequence:
-    """Find where the tokens are cut. LayoutError where a block mixes tokens outside of cut layers."""
+def plan_sequence(model: nn.Module, layout: Layout, styles: Mapping[str, Style]) -> Sequence:
+    """Find where the tokens are cut. styles: of the modules that are here, by path.
+
+    LayoutError where a block mixes tokens outside of cut layers.
+    """
     blocks = repeated_blocks(model)
     lists = {path.rpartition(".")[0] for path in blocks}
     if len(lists) != 1:
@@ -57,9 +62,20 @@ def plan_sequence(model: nn.Module, styles: Mapping[str, Style]) -> Sequence:
         _check_block(path, block, styles)
     first = next(path for path in styles if path.startswith(f"{next(iter(blocks))}.") and _is(styles, path, "colwise"))
     width = weight_of(dict(model.named_modules())[first]).shape[1]
-    ends = isinstance(model, Decoder) and all(_is(styles, path, "vocab") for path in ("embed", "head"))
+    # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
+    ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
     outside = ("norm", "pos_embed") if ends else ()
-    return Sequence(tuple(blocks), (*blocks, *outside), ends, width)
+    return Sequence(tuple(blocks), _runs(model, tuple(blocks)), (*blocks, *outside), ends, width)
+
+
+def _runs(model: nn.Module, blocks: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    pipeline = pipeline_of(model)
+    runs = [blocks] if pipeline is None else [stage.blocks for stage in pipeline.stages.values()]
+    return tuple((run[0], run[-1]) for run in runs)
+
+
+def _is_vocab(style: Style | None) -> bool:
+    return style is not None and style.name == "vocab"
 
 
 def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
@@ -81,7 +97,7 @@ def _check_block(path: str, block: nn.Module, styles: Mapping[str, Style]) -> No
             )
 
 
-def cut_sequence(model: nn.Module, sequence: Sequence, line: Line, entries: Iterable[Entry]) -> None:
+def cut_sequence(model: nn.Module, sequence: Sequence, line: Line) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
     if sequence.with_ends:
@@ -89,17 +105,13 @@ def cut_sequence(model: nn.Module, sequence: Sequence, line: Line, entries: Iter
             table.register_forward_pre_hook(_TakePositions(line).before)
     else:
         edge = _Edge(line, sequence.width)
-        modules[sequence.blocks[0]].register_forward_pre_hook(edge.before, with_kwargs=True)
-        modules[sequence.blocks[-1]].register_forward_hook(edge.after)
-    forks = list({id(entry.fork): entry.fork for entry in entries}.values())
-    for path in sequence.blocks:
-        for module in modules[path].modules():
-            if isinstance(module, nn.Dropout) and not isinstance(module, TokenDropout):
-                become(module, TokenDropout, line=line, forks=forks)
+        for first, last in sequence.runs:
+            modules[first].register_forward_pre_hook(edge.before, with_kwargs=True)
+            modules[last].register_forward_hook(edge.after)
 
 
 class _Edge:
-    """Hooks of the first and last block. Objects, since copies of a module copy its hooks."""
+    """Hooks of a stage's first and last block. Objects, since copies of a module copy its hooks."""
 
     def __init__(self, line: Line, width: int):
         self._line = line

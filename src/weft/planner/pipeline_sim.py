@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from weft.spec.schedule import Action, Pair, Schedule, Step, makes, needs, parts
 
@@ -20,8 +21,9 @@ PerStage = float | Sequence[float]
 class Durations:
     """Seconds of each kind of action; per stage, where a sequence is given.
 
-    hidden: of a pair, the share of its shorter part that hides behind the longer. latency_s: from the end of an
-    action until another rank has what it made; it runs beside the work of both.
+    hidden: of a pair, the share of its shorter part that hides behind the longer; with 0, which is what the runtime
+    does, the two run one after the other. latency_s: from the end of an action until another rank has what it made; it
+    runs beside the work of both.
     """
 
     forward_s: PerStage
@@ -75,6 +77,36 @@ class Timeline:
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Carry the schedule out on a clock. ValueError where its ranks wait for each other in a circle."""
     ranks = schedule.ranks
+    if durations.hidden:
+        starts, ends = _run(schedule, ranks, durations)
+    else:
+        # Of a pair nothing hides: its parts run one after the other, and the forward's output leaves before the
+        # backward begins.
+        starts, ends = _run(schedule, [[one for step in steps for one in parts(step)] for steps in ranks], durations)
+        counts = [[len(parts(step)) for step in steps] for steps in ranks]
+        starts = [_each(times, count, 0) for times, count in zip(starts, counts, strict=True)]
+        ends = [_each(times, count, -1) for times, count in zip(ends, counts, strict=True)]
+    makespan = max(end[-1] for end in ends)
+    busy = [sum(durations.of_step(step) for step in steps) for steps in ranks]
+    return Timeline(
+        makespan_s=makespan,
+        idle_s=tuple(makespan - one for one in busy),
+        in_flight=tuple(schedule.in_flight(rank) for rank in range(schedule.num_ranks)),
+        starts_s=tuple(map(tuple, starts)),
+        ends_s=tuple(map(tuple, ends)),
+    )
+
+
+def _each(times: list[float], counts: list[int], place: int) -> list[float]:
+    """Of consecutive groups of times, the first (place 0) or last (-1) of each."""
+    groups = zip(accumulate(counts), counts, strict=True)
+    return [times[stop - count : stop][place] for stop, count in groups]
+
+
+def _run(
+    schedule: Schedule, ranks: Sequence[Sequence[Step]], durations: Durations
+) -> tuple[list[list[float]], list[list[float]]]:
+    """When each step of the ranks' lists begins and ends."""
     done: dict[Action, float] = {}
     waiting: dict[Action, list[int]] = {}
     starts: list[list[float]] = [[] for _ in ranks]
@@ -100,15 +132,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     stuck = [str(steps[len(end)]) for steps, end in zip(ranks, ends, strict=True) if len(end) < len(steps)]
     if stuck:
         raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {', '.join(stuck)}")
-    makespan = max(end[-1] for end in ends)
-    busy = [sum(durations.of_step(step) for step in steps) for steps in ranks]
-    return Timeline(
-        makespan_s=makespan,
-        idle_s=tuple(makespan - one for one in busy),
-        in_flight=tuple(schedule.in_flight(rank) for rank in range(schedule.num_ranks)),
-        starts_s=tuple(map(tuple, starts)),
-        ends_s=tuple(map(tuple, ends)),
-    )
+    return starts, ends
 
 
 def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float], latency_s: float) -> float | Action:
@@ -121,9 +145,3 @@ def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float],
             far = schedule.owner(need.stage) != rank
             start = max(start, done[need] + (latency_s if far else 0.0))
     return start
-
-
-def step_from_actions(schedule: Schedule, durations: Durations) -> tuple[float, tuple[float, ...]]:
-    """(makespan in seconds, waiting of each rank in seconds) of a schedule: the planner's seam."""
-    timeline = simulate(schedule, durations)
-    return timeline.makespan_s, timeline.idle_s

@@ -32,9 +32,10 @@ class RankPool:
     The function must be importable from its module, and its arguments and results picklable.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 120.0):
+    def __init__(self, num_ranks: int, timeout_s: float = 120.0, backend: str = "gloo"):
         self.num_ranks = num_ranks
         self._timeout_s = timeout_s
+        self._backend = backend
         self._start()
 
     def _start(self) -> None:
@@ -46,7 +47,9 @@ class RankPool:
         self._processes = []
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.num_ranks, str(store), theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.num_ranks, str(store), theirs, self._backend), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -117,13 +120,13 @@ class RankPool:
         self.close()
 
 
-def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, backend: str) -> None:
     """One rank's life: join, answer calls until None comes, part."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     while True:
         try:
             call = pipe.recv()

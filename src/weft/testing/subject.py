@@ -13,8 +13,6 @@ the losses and their number.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,9 +25,11 @@ from torch.nn import functional as F
 from weft import env
 from weft.errors import ConfigError, MissingExtra, ModelError
 from weft.models import build_decoder
+from weft.models.code import call_function
 from weft.optim import build_optimizer
 from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
+from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, decoder_spec, resolve_decoder, shape_problems
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 from weft.train.step import call_model
@@ -62,6 +62,7 @@ class Subject:
     shape: DecoderSpec | None = None
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     plan: str = ""
+    layout: Layout | None = None
 
     def build(self) -> BuiltCase:
         """The model with its data and loss. Raises ModelError where it cannot be had."""
@@ -74,13 +75,8 @@ class Subject:
         if self.kind == "hf":
             config = _hf_config(Path(self.source), self.settings)
             return BuiltCase(self, _hf_model(config).to(dtype), vocab_size=getattr(config, "vocab_size", None))
-        made = _call(self.source)
-        model, batch_fn, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
-        if not isinstance(model, nn.Module):
-            raise ModelError(
-                f"model={self.source}: it returned {type(model).__name__}, not an nn.Module. "
-                f"Return a model, or (model, batch_fn)."
-            )
+        model, rest = call_function(self.source)
+        batch_fn, loss_fn = (*rest, None, None)[:2]
         config = getattr(model, "config", None)
         vocab_size = getattr(config, "vocab_size", None) or getattr(getattr(model, "spec", None), "vocab_size", None)
         if batch_fn is None and vocab_size is None and not _image_size(model):
@@ -105,7 +101,7 @@ class BuiltCase:
         vocab_size: int | None = None,
     ):
         self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
-        self.kind, self.source = subject.kind, subject.source
+        self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
         self._built, self._forward, self._batch_fn, self._loss_fn = model, forward, batch_fn, loss_fn
         self._vocab_size, self._optimizer = vocab_size, subject.optimizer
         self.notes = _quieten(model)
@@ -160,7 +156,8 @@ def find_subject(source: str, settings: Settings) -> Subject:
     if path.suffix == ".toml":
         config = load_config(path).config
         shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
-        return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan)
+        layout = Layout.read(config.layout) if config.layout else None
+        return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan, layout)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model={source}: the folder has no config.json. Name a Hugging Face model's folder.")
@@ -203,27 +200,6 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
     if problems := shape_problems(found):
         raise ConfigError(problems)
     return found
-
-
-def _call(source: str) -> Any:
-    module_name, _, name = source.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a module of the user's may raise anything
-        raise ModelError(
-            f"model={source}: it cannot be imported ({error}). "
-            f"Write package.module:function, importable from this folder."
-        ) from None
-    if not callable(function):
-        raise ModelError(f"model={source}: it is {function!r}, not a function. Name a function that returns a model.")
-    try:
-        return function()
-    except Exception as error:
-        raise ModelError(
-            f"model={source}: it raised {type(error).__name__} ({error}). Call it in Python, to see where."
-        ) from error
 
 
 def _hf_config(path: Path, settings: Settings) -> Any:
@@ -311,7 +287,7 @@ def _quieten(model: nn.Module) -> list[str]:
     for module in dropouts:
         module.p = 0.0
     if dropouts:
-        notes.append(f"dropout of {len(dropouts)} modules is off: random numbers differ by plan")
+        notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch would draw it from other numbers")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
     return notes

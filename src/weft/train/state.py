@@ -53,7 +53,7 @@ def restore(
     own, saved, axes = model_tensors(model), groups["model"], engine.axes
     shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
     # A stage of a pipeline takes its own tensors only.
-    _check_names(shapes, saved if axes.stages.size == 1 else {n: t for n, t in saved.items() if n in shapes})
+    _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
     # A sharded parameter is a DTensor, a type of its own; the engine takes it, frozen or not.
     taken = {n for n, p in model.named_parameters() if p.requires_grad or type(p) is not nn.Parameter}
     taken |= axes.placements.keys()

@@ -10,19 +10,26 @@ from torch import nn
 
 from weft.comm import all_gather, all_reduce
 from weft.mesh import Mesh
+from weft.monitor.meter import memory_bytes
 from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
 from weft.parallel.pipeline.runtime import Pipeline, pipeline_of
-from weft.planner.pipeline_sim import Durations, simulate
+from weft.planner.pipeline_sim import Durations, Timeline, simulate
+from weft.spec.config import RunConfig
+from weft.train.expectation import expectation_lines
 from weft.train.folder import RunFolder
 
+#: (name, start, end) in seconds.
+Span = tuple[str, float, float]
 #: A trace has the last step of so many ranks at most.
 _MOST_TRACED = 64
 
 
-def report_times(folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook) -> list[str]:
+def report_times(
+    folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook, config: RunConfig | None = None
+) -> list[str]:
     """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
 
-    Lines are empty where no step was done.
+    Lines are empty where no step was done. config: of the run, to lay what the planner expects beside it.
     """
     if not book.num_steps:
         return []
@@ -31,6 +38,9 @@ def report_times(folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook
     ranks = _gathered(
         {
             "seconds": book.seconds(),
+            "typical": book.typical(),
+            "steps": book.num_steps,
+            "memory": memory_bytes(mesh.device)[1],
             "spans": book.last.spans() if book.last and is_traced else [],
             "actions": [(str(a), start, end) for a, start, end in pipeline.events] if pipeline and is_traced else [],
         },
@@ -42,21 +52,40 @@ def report_times(folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook
     (folder.path / "times.svg").write_text(draw_times(seconds, book.num_steps))
     tracks = [("phases", f"rank {rank}", one["spans"]) for rank, one in enumerate(ranks) if one["spans"]]
     tracks += [("pipeline", f"rank {rank}", one["actions"]) for rank, one in enumerate(ranks) if one["actions"]]
-    if pipeline:
-        tracks += _planned(pipeline, [action for one in ranks for action in one["actions"]])
+    lines = time_lines(seconds, book.num_steps)
+    if pipeline and (lists := [one["actions"] for one in ranks if one["actions"]]):
+        timeline = _on_a_clock(pipeline, lists)
+        tracks += _planned(pipeline, timeline)
+        lines.append(_bubble_line(pipeline, timeline, lists))
     (folder.path / "trace.json").write_text(chrome_trace(tracks))
-    return [*time_lines(seconds, book.num_steps), "        times.svg: by rank; trace.json: the last step, for Perfetto"]
+    beside = expectation_lines(folder.path, config, folder.decoder(), mesh, ranks) if config else []
+    return [*lines, "        times.svg: by rank; trace.json: the last step, for Perfetto", *beside]
 
 
-def _planned(pipeline: Pipeline, actions: list[tuple[str, float, float]]) -> list[Any]:
+def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:
     """The schedule as it would run if each action took its kind's mean of what was measured and messages no time."""
     took: dict[str, list[float]] = {}
-    for name, start, end in actions:
+    for name, start, end in (action for actions in lists for action in actions):
         took.setdefault(name.rstrip("0123456789.") or name, []).append(end - start)
     mean = {kind: sum(found) / len(found) for kind, found in took.items()}
     weight = mean.get("W", 0.0)
     durations = Durations(mean.get("F", 0.0), mean.get("B", max(0.0, mean.get("BW", 0.0) - weight)), weight)
-    timeline = simulate(pipeline.schedule, durations)
+    return simulate(pipeline.schedule, durations)
+
+
+def _bubble_line(pipeline: Pipeline, timeline: Timeline, lists: list[list[Span]]) -> str:
+    """What of the last step the schedule itself leaves empty, and what was empty."""
+    planned = sum(timeline.idle_s) / (len(timeline.idle_s) * timeline.makespan_s)
+    span = max(actions[-1][2] for actions in lists)
+    busy = sum(end - start for actions in lists for _, start, end in actions)
+    return (
+        f"        last step: {pipeline.schedule.name} itself leaves {planned:.0%} of it empty, "
+        f"and {1 - busy / (len(lists) * span):.0%} was"
+    )
+
+
+def _planned(pipeline: Pipeline, timeline: Timeline) -> list[Any]:
+    """The schedule's tracks, to lie beside what happened."""
     return [
         (
             "schedule",

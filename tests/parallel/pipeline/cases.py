@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
+from torch import nn
 
 from tests.parity.pipeline_cases import GPT2, TIED
+from weft.checkpoint import load_checkpoint, save_checkpoint
 from weft.mesh import build_mesh
-from weft.models import build_decoder
+from weft.models import as_shapes, build_decoder
 from weft.optim import build_optimizer
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.pipeline.runtime import pipeline_of
@@ -36,6 +41,15 @@ def losses(plan_text: str, spec: DecoderSpec = TIED, num_steps: int = 3) -> list
     mesh, _, _, step = start(plan_text, spec)
     case = DecoderCase(spec, global_batch=16, seq_len=8)
     return [step(local_microbatches(case.batch(index), mesh.plan, mesh.data.rank)).loss for index in range(num_steps)]
+
+
+def overflows(plan_text: str) -> list[tuple[bool, float | None]]:
+    """Whether each of two steps was skipped, and its loss scale, which begins too high for fp16."""
+    mesh, _, _, step = start(plan_text)
+    step.loss_scale.scale = 2.0**32
+    case = DecoderCase(TIED, global_batch=16, seq_len=8)
+    done = [step(local_microbatches(case.batch(index), mesh.plan, mesh.data.rank)) for index in range(2)]
+    return [(metrics.skipped is not None, metrics.loss_scale) for metrics in done]
 
 
 def losses_of_lengths(plan_text: str, rounds: list[list[int]]) -> list[float]:
@@ -87,15 +101,58 @@ def weights_by_name(plan_text: str, device: str | None) -> dict[str, torch.Tenso
     return {name: tensor.clone() for name, tensor in data_parallel(model).weights()}
 
 
-def peak_growth(plan_text: str, spec: DecoderSpec) -> int:
-    """By how many bytes this process's peak memory grows when the model is built and laid over the ranks."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak starts anew
+#: Large enough for a process's memory to show it.
+LARGE = DecoderSpec(
+    vocab_size=512, dim=512, num_layers=16, num_heads=8, num_kv_heads=8, ffn_dim=2048, max_seq_len=32, tied=True
+)
+
+
+def build_shapes(family: str) -> nn.Module:
+    """The model of `LARGE`, the project's own or that of Hugging Face, without weights."""
+    if family == "weft":
+        return build_decoder(LARGE, device="meta")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=LARGE.vocab_size, hidden_size=LARGE.dim, num_hidden_layers=LARGE.num_layers,
+        num_attention_heads=LARGE.num_heads, intermediate_size=LARGE.ffn_dim, tie_word_embeddings=True,
+    )  # fmt: skip
+    with as_shapes():
+        return transformers.LlamaForCausalLM(config)
+
+
+def write_weights(family: str, folder: Path) -> None:
+    """A checkpoint of random weights, and of an optimizer that did nothing yet."""
+    named = dict(build_shapes(family).named_parameters())
+    tensors = {name: torch.full(param.shape, float(place)) for place, (name, param) in enumerate(named.items())}
+    save_checkpoint(folder, 1, {"model": tensors, "optimizer": {}}, {})
+
+
+def peak_growths(plan_text: str, family: str, folder: Path) -> tuple[int, int]:
+    """By how many bytes this process's peak memory grows while a model is built and laid over the ranks; while weights
+    are loaded into it."""
+    start_peak()
     before = resource_bytes("VmRSS")
     mesh = build_mesh(Plan.parse(plan_text))
-    model = build_decoder(spec, device="meta")
+    model = build_shapes(family)
     parallelize(model, mesh, seed=0)
-    return resource_bytes("VmHWM") - before
+    built = resource_bytes("VmHWM") - before
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data_parallel(model).adopt(optimizer)
+    start_peak()
+    before = resource_bytes("VmRSS")
+    checkpoint = load_checkpoint(folder / "step_00000001")
+    restore(model, optimizer, {group: checkpoint.tensors(group) for group in ("model", "optimizer")})
+    for name, weight in model.named_parameters():
+        assert float(weight.detach().std()) == 0, name  # each was filled with one number
+    return built, resource_bytes("VmHWM") - before
+
+
+def start_peak() -> None:
+    """The peak starts anew."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
 
 
 def resource_bytes(key: str) -> int:

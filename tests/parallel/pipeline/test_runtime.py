@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from tests.parallel.pipeline import cases
-from tests.parity.pipeline_cases import GPT2
-from weft.spec.model import DecoderSpec, ModelSpec
-
-SPLIT = ["schedule=zb_h1", "schedule=zb_v virtual_stages=2"]
-SCHEDULES = ["schedule=1f1b", *SPLIT, "schedule=dualpipe_v virtual_stages=2"]
+from tests.parity.pipeline_cases import GPT2, SCHEDULES
+from weft.spec.model import ModelSpec
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sequences_of_other_lengths(schedule, ranks2):
     rounds = [[8, 5, 3, 8], [8, 5, 3, 8], [4, 8, 8, 2]]
-    (expected,) = [cases.losses_of_lengths("accumulation=4 precision=fp64", rounds)]
+    expected = cases.losses_of_lengths("accumulation=4 precision=fp64", rounds)
     for found in ranks2.run(cases.losses_of_lengths, f"pp=2 microbatches=4 precision=fp64 {schedule}", rounds):
         assert found == pytest.approx(expected, rel=1e-12)
 
@@ -30,7 +27,15 @@ def test_formats_and_recompute(schedule, extra, ranks2):
         assert found == pytest.approx(expected, rel=bound)
 
 
-@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_h1"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_that_overflows_is_skipped_by_all_stages(schedule, ranks2):
+    expected = cases.overflows("accumulation=4 precision=fp16")
+    assert [was_skipped for was_skipped, _ in expected] == [True, True]
+    for found in ranks2.run(cases.overflows, f"pp=2 microbatches=4 precision=fp16 {schedule}"):
+        assert found == expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_compiled_blocks(schedule, ranks2):
     expected = cases.losses("accumulation=4")
     for found in ranks2.run(cases.losses, f"pp=2 microbatches=4 compile=on {schedule}"):
@@ -46,7 +51,9 @@ def test_what_one_plan_saves_another_goes_on_with(plans, ranks2):
         assert resumed == pytest.approx(straight, rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=interleaved virtual_stages=2", SPLIT[1]])
+@pytest.mark.parametrize(
+    "schedule", ["schedule=1f1b", "schedule=interleaved virtual_stages=2", "schedule=zb_v virtual_stages=2"]
+)
 def test_evaluation(schedule, ranks2):
     loss, num_tokens = cases.evaluation("precision=fp64")
     for found in ranks2.run(cases.evaluation, f"pp=2 microbatches=4 precision=fp64 {schedule}"):
@@ -71,14 +78,14 @@ def test_weights_do_not_depend_on_the_stages(schedule, ranks2):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_no_rank_ever_holds_the_whole_model(ranks4):
-    """A stage is a quarter; while buckets are made its parameters are there twice."""
-    spec = DecoderSpec(
-        vocab_size=512, dim=512, num_layers=16, num_heads=8, num_kv_heads=8, ffn_dim=2048, max_seq_len=32
-    )
-    whole = 4 * ModelSpec.of_decoder(spec).num_params
-    growths = ranks4.run(cases.peak_growth, "pp=4 microbatches=4", spec)
-    assert max(growths) < 0.7 * whole, [round(growth / whole, 2) for growth in growths]
+@pytest.mark.parametrize("family", ["weft", "llama"])
+def test_no_rank_ever_holds_the_whole_model(family, ranks4, tmp_path):
+    """A stage is a quarter; while buckets are made, and while one is filled, its parameters are there twice."""
+    cases.write_weights(family, tmp_path)
+    whole = 4 * ModelSpec.of_decoder(cases.LARGE).num_params
+    for built, loaded in ranks4.run(cases.peak_growths, "pp=4 microbatches=4", family, tmp_path):
+        assert built < 0.7 * whole
+        assert loaded < 0.7 * whole
 
 
 def test_too_few_microbatches(ranks2):

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 
 from tests.spec.schedule.cases import schedules
-from weft.spec.schedule import Action, Schedule, Transfer, build_schedule, makes, needs, parts, with_transfers
+from weft.spec.schedule import (
+    Action,
+    Schedule,
+    Transfer,
+    build_schedule,
+    makes,
+    needs,
+    parts,
+    receiving_early,
+    with_transfers,
+)
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 
@@ -44,6 +54,25 @@ def is_other_end(step: Transfer, partner, rank: int) -> bool:
 @given(schedule=schedules())
 def test_no_deadlock_where_sends_block(schedule):
     assert run_blocking(with_transfers(schedule))
+
+
+@EXAMPLES
+@given(schedule=schedules())
+def test_early_receives_are_one_action_earlier_and_in_the_same_order(schedule):
+    def receives(program):
+        actions, found = 0, []
+        for step in program:
+            if isinstance(step, Transfer) and step.way == "receive":
+                found.append((step, actions))
+            actions += isinstance(step, Action)
+        return found
+
+    for program in with_transfers(schedule):
+        early = receiving_early(program)
+        is_receive = [isinstance(step, Transfer) and step.way == "receive" for step in early]
+        rest = [step for step, one in zip(early, is_receive, strict=True) if not one]
+        assert rest == [s for s in program if not (isinstance(s, Transfer) and s.way == "receive")]
+        assert receives(early) == [(step, max(0, actions - 1)) for step, actions in receives(program)]
 
 
 @EXAMPLES

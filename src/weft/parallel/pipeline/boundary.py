@@ -6,6 +6,7 @@ activation what shape and format it has; from then on both know, and nothing but
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Boundary:
         self._axis = axis
         self._device = device
         self._forms: dict[tuple[int, Signature], _Form] = {}
+        self._known: set[Signature] = set()
         self._arriving: dict[tuple[str, int, int], Message] = {}
         self._sent: dict[tuple[str, int, int], Message] = {}
 
@@ -80,11 +82,16 @@ class Boundary:
             )
         self._post(transfer, tensor)
 
-    def end(self) -> None:
-        """Wait until everything was sent."""
+    def end(self, signatures: Iterable[Signature] = ()) -> None:
+        """Wait until everything was sent. signatures: of microbatches that have crossed all boundaries of this rank."""
         for message in self._sent.values():
             message.wait()
         self._sent.clear()
+        self._known.update(signatures)
+
+    def knows(self, signatures: Iterable[Signature]) -> bool:
+        """Whether the shapes that follow from these microbatches are known at all boundaries of this rank."""
+        return self._known.issuperset(signatures)
 
     def _post(self, transfer: Transfer, tensor: torch.Tensor, content: str = "") -> None:
         if len(self._sent) >= _MOST_SENDS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,11 +23,13 @@ from weft.parallel.pipeline.split import Split, split_model
 from weft.parallel.pipeline.stage import ForwardFn, Stage
 from weft.parallel.pipeline.weight_gradients import HeldGradients, deliver, hold_weight_gradients
 from weft.parallel.placement import Placement
-from weft.spec.schedule import Action, Transfer, parts, schedule_of, with_transfers
+from weft.spec.schedule import Action, Transfer, parts, receiving_early, schedule_of, with_transfers
 
 #: (output, batch) -> (sum of losses, number of tokens).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
 #: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
+#: By number of a microbatch, what its forward runs inside of.
+Drawing = Callable[[int], AbstractContextManager[None]]
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -52,7 +55,7 @@ class Work:
     """What one optimizer step is about.
 
     forward_to_loss: `forward` on the last stage. scale: of the loss before backward. totals: sum of losses and number
-    of tokens, added to on the last stage.
+    of tokens, added to on the last stage. drawing: what the forward of a microbatch runs inside of, for its dropout.
     """
 
     microbatches: Sequence[Any]
@@ -62,6 +65,7 @@ class Work:
     scale: float
     totals: torch.Tensor
     seeds: Sequence[int] | None = None
+    drawing: Drawing | None = None
 
 
 class Pipeline:
@@ -72,6 +76,7 @@ class Pipeline:
         self.counts = split.counts
         self.schedule = schedule_of(mesh.plan)
         self.program = with_transfers(self.schedule)[mesh["pp"].rank]
+        self._early = receiving_early(self.program)
         self._axis = mesh["pp"]
         self._device = mesh.device
         self._boundary = Boundary(mesh["pp"], mesh.device)
@@ -85,11 +90,6 @@ class Pipeline:
         self._computed = 0.0  # when the action under way had all it waited for
         #: (action, start, end) of the last step's computing, in seconds from its begin, by the host's clock.
         self.events: list[tuple[Action, float, float]] = []
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the last stage is here."""
-        return any(stage.is_last for stage in self.stages.values())
 
     def hold_weight_gradients(self, model: nn.Module) -> None:
         """Let the linear layers of this rank hold back what the schedule does later, in place.
@@ -110,7 +110,9 @@ class Pipeline:
         self._begin(work.microbatches)
         began = self._computed = time.perf_counter()
         self.events = []
-        for step in self.program:
+        # Messages of gloo wait for nobody. A receive whose shape is not known yet waits, so it keeps the common order.
+        can_be_early = self._device.type == "cpu" and self._boundary.knows(self._signatures)
+        for step in self._early if can_be_early else self.program:
             if isinstance(step, Transfer):
                 with phases.phase("wait"):
                     self._move(step)
@@ -119,7 +121,7 @@ class Pipeline:
             self._act(step, work, phases)
             self.events.append((step, self._computed - began, time.perf_counter() - began))
         with phases.phase("wait"):
-            self._boundary.end()
+            self._boundary.end(self._signatures)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
@@ -195,7 +197,7 @@ class Pipeline:
             incoming.requires_grad_()
         if work.seeds is not None:
             torch.manual_seed((work.seeds[microbatch] + stage.index * _SEED_STRIDE) % 2**63)
-        with phases.phase("forward"):
+        with phases.phase("forward"), work.drawing(microbatch) if work.drawing else contextlib.nullcontext():
             output = stage.forward(work.forward_to_loss if stage.is_last else work.forward, batch, incoming)
             if stage.is_last:
                 loss_sum, num_tokens = work.loss(output, batch)

@@ -44,6 +44,11 @@ class Stage:
         """Whether the loss follows it."""
         return self.stop == len(self._chain.blocks)
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Paths of its blocks, in order."""
+        return tuple(site.path for site in self._chain.blocks[self.first : self.stop])
+
     def sites(self) -> tuple[Site, ...]:
         """The places of its modules."""
         before = self._chain.before if self.is_first else ()

@@ -2,7 +2,7 @@
 
 from weft.spec.schedule.action import Action, Pair, Step, parts
 from weft.spec.schedule.schedule import Schedule, build_schedule, schedule_of, stage_owner, stages_of
-from weft.spec.schedule.transfers import Transfer, makes, needs, with_transfers
+from weft.spec.schedule.transfers import Transfer, makes, needs, receiving_early, with_transfers
 
 __all__ = [
     "Action",
@@ -14,6 +14,7 @@ __all__ = [
     "makes",
     "needs",
     "parts",
+    "receiving_early",
     "schedule_of",
     "stage_owner",
     "stages_of",

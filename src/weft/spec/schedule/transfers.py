@@ -68,6 +68,25 @@ def with_transfers(schedule: Schedule) -> list[Program]:
     return programs
 
 
+def receiving_early(program: Program) -> Program:
+    """The same program with each receive posted before the action beside which its message travels, and not after it.
+
+    The message is then there when that action ends. Only for transports on which neither a send nor a receive waits
+    for the other end, and none is in the way of another: two ranks may each post a receive before they send.
+    """
+    found: Program = []
+    place = 0  # where receives that come next are posted: before the last action
+    for step in program:
+        if isinstance(step, Transfer) and step.way == "receive":
+            found.insert(place, step)
+            place += 1
+            continue
+        if isinstance(step, Action):
+            place = len(found)
+        found.append(step)
+    return found
+
+
 def needs(schedule: Schedule, action: Action) -> list[Action]:
     """What must be made before this action, as F and B: see `makes`."""
     kind, stage, microbatch = action

@@ -1,0 +1,31 @@
+"""Models built as shapes: what is too large for one rank is cut before it has values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+@contextmanager
+def as_shapes() -> Iterator[None]:
+    """Inside, modules are built with their matrices on the meta device: no memory, no values.
+
+    Vectors (norms, biases) and buffers are small, and what they hold is known to the model alone: they stay as it makes
+    them. `parallelize` with a seed then makes each rank's part of the matrices, or a checkpoint fills them.
+    """
+    handle = register_module_parameter_registration_hook(_without_values)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    """The parameter to register in place of this one; None: this one."""
+    del module, name
+    if param is None or param.is_meta or param.ndim < 2:
+        return None
+    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)

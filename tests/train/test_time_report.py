@@ -1,0 +1,35 @@
+"""The report's line about a pipeline: what its schedule leaves empty, and what was."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from weft.planner.pipeline_sim import Durations, simulate
+from weft.spec.schedule import build_schedule
+from weft.train.time_report import _bubble_line, _on_a_clock
+
+
+def actions_of(name: str, slower: float):
+    """Spans of a pipeline that ran as on a clock, each rank's last action `slower` seconds late."""
+    schedule = build_schedule(name, 2, 2)
+    timeline = simulate(schedule, Durations(1.0, 1.0, 1.0))
+    lists = [
+        [(str(step), start, end) for step, start, end in zip(*columns, strict=True)]
+        for columns in zip(schedule.ranks, timeline.starts_s, timeline.ends_s, strict=True)
+    ]
+    for actions in lists:
+        step, start, end = actions[-1]
+        actions[-1] = (step, start + slower, end + slower)
+    return SimpleNamespace(schedule=schedule), lists
+
+
+def test_a_pipeline_that_runs_as_its_schedule():
+    pipeline, lists = actions_of("1f1b", 0.0)
+    line = _bubble_line(pipeline, _on_a_clock(pipeline, lists), lists)
+    assert line == "        last step: 1f1b itself leaves 33% of it empty, and 33% was"
+
+
+def test_what_else_was_waited_for():
+    pipeline, lists = actions_of("zb_h1", 2.0)
+    line = _bubble_line(pipeline, _on_a_clock(pipeline, lists), lists)
+    assert line == "        last step: zb_h1 itself leaves 14% of it empty, and 33% was"
