@@ -14,7 +14,7 @@ from weft.errors import CommError
 from weft.testing import RankPool, train_case
 
 #: Random plans on so many ranks: in the gate, with --all-plans.
-NUM_RANDOM = {4: (12, 300), 8: (8, 300)}
+NUM_RANDOM = {4: (8, 300), 8: (4, 300)}
 
 
 @pytest.fixture(scope="module")

@@ -56,12 +56,16 @@ def axes_used(plan: Plan) -> str:
 
 def cell_of_each_set_of_axes(num_ranks: int) -> list[Cell]:
     """Few cells in which every set of axes that can share the ranks occurs, every size of ep, and every way."""
-    only = {
-        "recompute": ("none",), "offload": ((),), "accumulation": (1,), "microbatches": (1, 16), "ep": (1, 2, 8),
-        "reshard": ("after_forward", "after_step"), "cp_mode": ("auto", "gather", "ring", "ulysses"),
-    }  # fmt: skip
-    known = {name: one for name, one in deep_subjects().items() if name in ("dense", "moe")}
-    cells = [Cell(name, plan) for name, one in known.items() for plan in one.plans(num_ranks, **only)]
+    usual = {"recompute": ("none",), "offload": ((),), "accumulation": (1,)}
+    only = {  # of each subject, what the other does not show
+        "dense": {"microbatches": (1, 16), "reshard": ("after_forward", "after_step")},
+        "moe": {"microbatches": (1, 4), "reshard": ("after_forward",), "cp_mode": ("auto",), "ep": (2, 8)},
+    }
+    cells = [
+        Cell(name, plan)
+        for name, chosen in only.items()
+        for plan in deep_subjects()[name].plans(num_ranks, **usual, **chosen)
+    ]
     rows = [row_of(cell.plan, subject=cell.subject, axes=axes_used(cell.plan)) for cell in cells]
     return [cells[index] for index in covering(rows, [("axes",), ("ep", "zero"), *((way,) for way in WAYS)])]
 

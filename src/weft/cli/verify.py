@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.console import progress_report, say
+from weft.cli.console import say
 from weft.errors import ConfigError, PlanError
 from weft.spec.plan import Plan
 
@@ -145,18 +145,18 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
     chosen = chosen[number - 1 :: count]
     start = time.perf_counter()
     verdicts: list[Verdict] = []
-    with Verifier(subject, num_ranks) as verifier, progress_report(sys.stderr) as report:
-        for number, plan in enumerate(chosen):
-            report("verify", number, len(chosen))
+    with Verifier(subject, num_ranks) as verifier:
+        for plan in chosen:
             verdicts.append(verifier.verify(plan))
-            if not verdicts[-1].passed and not verdicts[-1].refused:
-                say(_table(verdicts[-1:])[0])  # at once: a run of hours may be ended before its table
+            # At once: who ends a run of hours has what it found.
+            line = f"{len(verdicts):>{len(str(len(chosen)))}}/{len(chosen)}  {_line(verdicts[-1])}"
+            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
     seconds = time.perf_counter() - start
     wrong = [one for one in verdicts if not one.passed and not one.refused]
     if as_json:
         print(json.dumps(_summary(subject, num_ranks, len(every), verdicts, seconds)))
     else:
-        print("\n".join(_table(verdicts)))
+        print("\n".join(_line(one) for one in wrong))
         refused = sum(bool(one.refused) for one in verdicts)
         print(
             f"{len(verdicts) - len(wrong) - refused} of {len(verdicts)} plans equal one process, {len(wrong)} do not, "
@@ -198,12 +198,7 @@ def describe(verdict: Verdict) -> list[str]:
     return [*lines, f"{word}: the largest relative difference is {verdict.max_rel_diff:.1e} ({verdict.seconds:.1f} s)"]
 
 
-def _table(verdicts: list[Verdict]) -> list[str]:
-    lines = []
-    for one in sorted(verdicts, key=lambda one: (one.passed, bool(one.refused))):
-        word = "equal" if one.passed else "refused" if one.refused else "FAILED" if one.error else "DIFFERS"
-        rest = one.refused or (one.error.strip().splitlines()[-1] if one.error else one.parts)
-        lines.append(
-            f"{word:<8} {one.max_rel_diff:<8.1e} {one.seconds:>5.1f} s  {one.plan or 'one rank'}  {rest}".rstrip()
-        )
-    return lines
+def _line(one: Verdict) -> str:
+    word = "equal" if one.passed else "refused" if one.refused else "FAILED" if one.error else "DIFFERS"
+    rest = one.refused or (one.error.strip().splitlines()[-1] if one.error else one.parts)
+    return f"{word:<8} {one.max_rel_diff:<8.1e} {one.seconds:>5.1f} s  {one.plan or 'one rank'}  {rest}".rstrip()

@@ -15,6 +15,8 @@ from typing import Any, cast
 
 from weft.errors import CommError
 
+#: Failures, those first that say most: a rank that raised, one that is gone, one that waits in vain for these.
+_TELLING = ("error", "dead", "late")
 #: How long (s) the other ranks may take once one has failed.
 _AFTER_FAILURE_S = 5.0
 
@@ -66,10 +68,9 @@ class RankPool:
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         answers = self._answers()
-        failures = [(kind != "error", rank, value) for rank, (kind, value) in enumerate(answers) if kind != "done"]
+        failures = [(_TELLING.index(kind), rank, value) for rank, (kind, value) in enumerate(answers) if kind != "done"]
         self._is_broken = any(kind in ("late", "dead") for kind, _ in answers)
         if failures:
-            # A rank that raised says more than one that waited in vain for it.
             _, rank, text = min(failures)
             raise CommError(f"rank {rank} of {self.num_ranks} failed in {function.__name__}:\n{text}")
         return [value for _, value in answers]
