@@ -2,6 +2,7 @@
 
     python benchmarks/context_parallel.py --ranks 2
     python benchmarks/context_parallel.py --ranks 4 --seq-len 8192 --heads 16 --kv-heads 4 --document 1024
+    python benchmarks/context_parallel.py --ranks 2 --window 512
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --device cuda --seq-len 131072 --dtype bfloat16
 
 Forward and backward of causal attention with grouped heads; projections are not in it. Beside the three ways: `masked`,
@@ -28,8 +29,9 @@ from torch.nn import functional as F
 from weft.comm import all_reduce
 from weft.comm.autograd import gather_from
 from weft.mesh import Mesh, build_mesh
+from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.order import Order
-from weft.parallel.context.pieces import Borders
+from weft.parallel.context.pieces import Borders, Sight
 from weft.parallel.context.ways import View, attend_cut
 from weft.spec.plan import Plan
 from weft.testing import RankPool
@@ -43,22 +45,25 @@ def make_sides(mesh: Mesh, options: argparse.Namespace) -> dict[str, Callable[[]
     borders: tuple[Borders, ...] | None = None
     if options.document:
         borders = (((*range(0, seq_len, options.document), seq_len)),) * options.batch
+    scoring = Scoring(options.width**-0.5, Sight(options.window - 1 if options.window else None, 0))
     sides: dict[str, Callable[[], list[torch.Tensor]]] = {}
     for mode in MODES:
         view = View(axis, Order(mode, axis.size, axis.rank, seq_len), borders)
-        sides[mode] = side(mesh, options, lambda q, k, v, view=view: attend_cut(q, k, v, q.shape[-1] ** -0.5, view))
-    mask = dense_mask(Order("gather", axis.size, axis.rank, seq_len), borders, mesh.device)
+        sides[mode] = side(mesh, options, lambda q, k, v, view=view: attend_cut(q, k, v, scoring, view))
+    mask = dense_mask(Order("gather", axis.size, axis.rank, seq_len), borders, options.window, mesh.device)
     sides["masked"] = side(mesh, options, lambda q, k, v: masked(q, k, v, mask, mesh))
-    if mesh.device.type == "cuda" and not options.document:
+    if mesh.device.type == "cuda" and not options.document and not options.window:
         sides["torch"] = torch_side(mesh, options)
     return sides
 
 
-def dense_mask(order: Order, borders: tuple[Borders, ...] | None, device: torch.device) -> torch.Tensor:
+def dense_mask(order: Order, borders: tuple[Borders, ...] | None, window: int, device: torch.device) -> torch.Tensor:
     """(T, S): which keys, in order of the ranks' parts, this rank's queries see."""
     keys = torch.cat([Order(order.mode, order.cp, rank, order.seq_len).places(device) for rank in range(order.cp)])
     queries = order.places(device)
     seen = queries[:, None] >= keys[None]
+    if window:
+        seen &= queries[:, None] - keys[None] < window
     if borders is not None:
         starts = torch.tensor(borders[0][1:-1], device=device)
         seen &= torch.bucketize(queries, starts, right=True)[:, None] == torch.bucketize(keys, starts, right=True)[None]
@@ -130,7 +135,7 @@ def wait(mesh: Mesh) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("ranks", 2), ("seq-len", 4096), ("batch", 1), ("heads", 8), ("kv-heads", 8), ("width", 64),
-                          ("rounds", 5), ("document", 0)):  # fmt: skip
+                          ("rounds", 5), ("document", 0), ("window", 0)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

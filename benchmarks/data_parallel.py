@@ -6,8 +6,9 @@
     python benchmarks/data_parallel.py --mode memory                             peak memory, one variant at a time
 
 Every variant does forward, mean cross-entropy, backward, global-norm clipping and fused AdamW on the same shapes. The
-order within a round rotates. Prints each variant's median step and the median of its ratios to the first variant,
-round by round, which drifts of the machine's speed do not touch. accelerate and deepspeed: pip install "weft[bench]".
+order within a round rotates. Prints each variant's median step and the median of its ratios to the first variant, round
+by round, which drifts of the machine's speed do not touch; and the CPU time of a rank (mean over ranks, median over
+steps), which still tells where a machine is busy with other work. accelerate, deepspeed: pip install "weft[bench]".
 """
 
 from __future__ import annotations
@@ -130,10 +131,30 @@ def make_fsdp2(options: argparse.Namespace, variant: str) -> StepFn:
     return torch_step(model, adamw(model.parameters()), options, no_sync)
 
 
+def look_launched() -> None:
+    """The variables of a launcher, which DeepSpeed and Accelerate want where the process group is there, too.
+
+    Without them Accelerate takes each rank for a run of its own and exchanges nothing, without a word. Its threads too
+    are those of the other variants.
+    """
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": str(dist.get_rank()),
+        "RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+
+
 def make_accelerate(options: argparse.Namespace) -> StepFn:
+    look_launched()
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
+    if accelerator.num_processes != dist.get_world_size():
+        raise SystemExit(f"accelerate: it sees {accelerator.num_processes} ranks of {dist.get_world_size()}")
     model = build_decoder(SIZES[options.size])
     wrapped, optimizer = accelerator.prepare(model, adamw(model.parameters()))
 
@@ -152,13 +173,7 @@ def make_accelerate(options: argparse.Namespace) -> StepFn:
 
 
 def make_deepspeed(options: argparse.Namespace, variant: str) -> StepFn:
-    # DeepSpeed asks for its launcher's variables, also where the process group is there.
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_RANK": str(dist.get_rank()),
-        "RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-    }
+    look_launched()
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
@@ -228,20 +243,27 @@ def make(variant: str, options: argparse.Namespace) -> StepFn:
     raise SystemExit(f"unknown variant {variant!r}")
 
 
-def interleave(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each step of each variant, round by round."""
+def interleave(options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Seconds and this rank's CPU seconds of each step of each variant, round by round."""
     variants = options.variants.split(",")
     steps = {variant: make(variant, options) for variant in variants}
-    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    seconds: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
+    begun = torch.tensor([time.perf_counter()], dtype=torch.float64)
     for index in range(options.steps + options.warmup):
+        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        dist.broadcast(now, 0)  # one clock decides for all ranks
+        if index == 0:
+            begun = now
+        elif index > options.warmup and float(now - begun) > options.seconds:
+            break
         shift = index % len(variants)
         for variant in variants[shift:] + variants[:shift]:
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             steps[variant](index)
             dist.barrier()
             if index >= options.warmup:
-                seconds[variant].append(time.perf_counter() - start)
+                seconds[variant].append((time.perf_counter() - start, time.process_time() - cpu))
     return seconds
 
 
@@ -271,6 +293,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so many")
     parser.add_argument("--variants", default=DEFAULT_VARIANTS)
     parser.add_argument("--mode", default="time", choices=["time", "memory"])
     options = parser.parse_args()
@@ -288,14 +311,17 @@ def main() -> None:
                 print(json.dumps({"variant": variant, "peak_mb": round(max(pool.run(peak_memory, alone)) / 1e6)}))
         return
     with RankPool(options.ranks, timeout_s=3600) as pool:
-        seconds = pool.run(interleave, options)[0]
-    base = seconds[options.variants.split(",")[0]]
-    for variant, values in seconds.items():
-        ratios = [ours / theirs for ours, theirs in zip(values, base, strict=True)]
+        found = pool.run(interleave, options)
+    base = [wall for wall, _ in found[0][options.variants.split(",")[0]]]
+    for variant, values in found[0].items():
+        ratios = [ours / theirs for (ours, _), theirs in zip(values, base, strict=True)]
+        cpu = [statistics.mean(cpu for _, cpu in ranks) for ranks in zip(*(one[variant] for one in found), strict=True)]
         row = {
             "variant": variant,
-            "median_ms": round(statistics.median(values) * 1e3, 1),
+            "steps": len(values),
+            "median_ms": round(statistics.median(wall for wall, _ in values) * 1e3, 1),
             "ratio": round(statistics.median(ratios), 3),
+            "cpu_ms": round(statistics.median(cpu) * 1e3, 1),
         }
         print(json.dumps(row), flush=True)
 

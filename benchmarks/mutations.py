@@ -1,266 +1,177 @@
 """Do the parity tests see it? Deliberate faults in communication and parallelism, one at a time, in a copy of the tree.
 
-    python benchmarks/mutations.py                    # all of them
+    python benchmarks/mutations.py                    # all faults of faults.toml
     python benchmarks/mutations.py 'zero3*' --list    # those whose name fits
-    python benchmarks/mutations.py --tests tests/parity tests/parallel
+    python benchmarks/mutations.py --log done.jsonl   # what this file knows of the same sources is not run again
 
-Prints one line for each fault: caught (a test failed), hung (a rank gave no answer in time), too slow (nothing
-known: raise --limit) or SURVIVED. A fault whose
-text is no longer in the source is an error: mend it here. Not part of the gate.
+First the tests without a fault: where they fail, nothing can be said of the faults. Then each fault: its own tests,
+and all of tests/parity where they do not see it. One line each: caught (a test failed), hung (a rank gave no answer in
+time), too slow (nothing known: raise --limit) or SURVIVED. A fault whose text is no longer in the source is an error:
+mend it in faults.toml. Not part of the gate.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-#: So long a rank may keep silent in a mutated tree.
-PATIENCE = ("src/weft/testing/spawn.py", "timeout_s: float = 120.0", "timeout_s: float = 60.0")
-
-
-#: No fault at all: where its tests do not pass, nothing can be said about the others.
-CONTROL = ("control", "src/weft/optim/clip.py", "if max_norm > 0", "if max_norm > 0")
+COPIED = ("src", "tests", "docs", "benchmarks")
+EVERYTHING = ["tests/parity"]
+CONTROL = "control"
+#: So long a rank may keep silent: in a tree with a fault some wait for ever, on a busy machine all are slow.
+PATIENCE = ("src/weft/testing/spawn.py", "timeout_s: float = 120.0", "timeout_s: float = 240.0")
 
 
 class Fault(NamedTuple):
-    """`before` stands exactly once in `file`; `after` is the fault."""
+    """`before` stands exactly once in `file`; `after` is the fault. tests: what pytest runs first."""
 
     name: str
     file: str
     before: str
     after: str
+    tests: tuple[str, ...]
 
 
-FAULTS = (
-    Fault(
-        "flat-stale-weights",
-        "src/weft/parallel/flat.py",
-        "pending.append(start_all_gather(own, self.axes.shard, out=bucket.weights))",
-        "pass",
-    ),
-    Fault(
-        "flat-buffers-of-each-rank",
-        "src/weft/parallel/flat.py",
-        "            broadcast(buffer, self.axes.data)\n",
-        "            pass\n",
-    ),
-    Fault("flat-no-bring", "src/weft/parallel/flat.py", "bucket.host.bring(own).wait()", "bucket.host.bring(own)"),
-    Fault(
-        "reducer-replicas-left-out",
-        "src/weft/parallel/reducer.py",
-        "        if self._axes.shard.size > 1:\n            for pending",
-        "        if False:\n            for pending",
-    ),
-    Fault(
-        "reducer-wrong-axis",
-        "src/weft/parallel/reducer.py",
-        "pending = start_all_reduce(flat, self._axes.replicate)",
-        "pending = start_all_reduce(flat, self._axes.shard)",
-    ),
-    Fault(
-        "reducer-last-bucket",
-        "src/weft/parallel/reducer.py",
-        "self.buckets[self._next :]",
-        "self.buckets[self._next : -1]",
-    ),
-    Fault("reducer-doubled", "src/weft/parallel/reducer.py", "slot.grad.copy_(grad)", "slot.grad.copy_(grad * 2)"),
-    Fault(
-        "reducer-unused-keeps-garbage",
-        "src/weft/parallel/reducer.py",
-        "    if grad is None:\n        slot.grad.zero_()",
-        "    if grad is None:\n        slot.grad.fill_(0.25)",
-    ),
-    Fault(
-        "reducer-norm-of-one-rank",
-        "src/weft/parallel/reducer.py",
-        "totals.copy_(sums[:-2])\n",
-        "totals.copy_(sums[:-2])\n        sums[-1] = extra[1]\n",
-    ),
-    Fault(
-        "reducer-totals-of-one-rank",
-        "src/weft/parallel/reducer.py",
-        "totals.copy_(sums[:-2])",
-        "pass",
-    ),
-    Fault(
-        "reducer-scale-forgets-a-bucket",
-        "src/weft/parallel/reducer.py",
-        "torch._foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)",
-        "torch._foreach_mul_([shard_of(bucket) for bucket in self.buckets[:1]], factor)",
-    ),
-    Fault(
-        "reducer-launch-too-early",
-        "src/weft/parallel/reducer.py",
-        "if self._launches and slot.fired == slot.expected:",
-        "if self._launches and slot.fired == 1:",
-    ),
-    Fault(
-        "step-no-division",
-        "src/weft/train/step.py",
-        "to_mean = self._nominal / (max(num_tokens, 1.0) * scale)",
-        "to_mean = 1.0 / scale",
-    ),
-    Fault(
-        "step-mean-of-means",
-        "src/weft/train/step.py",
-        "(loss_sum * scale).backward()",
-        "(loss_sum / max(int(num_tokens), 1) * scale).backward()",
-    ),
-    Fault(
-        "step-every-microbatch-is-last",
-        "src/weft/train/step.py",
-        "last=index == len(microbatches) - 1",
-        "last=True",
-    ),
-    Fault(
-        "zero3-plain-not-summed",
-        "src/weft/parallel/zero3.py",
-        "flat = all_reduce(torch.cat([part.reshape(-1).to(self.precision.master) for part in parts]), self._data)",
-        "flat = torch.cat([part.reshape(-1).to(self.precision.master) for part in parts])",
-    ),
-    Fault(
-        "zero3-norm-of-one-shard",
-        "src/weft/parallel/zero3.py",
-        "squares = all_reduce(_square(shards, self._device), self._axis)",
-        "squares = _square(shards, self._device)",
-    ),
-    Fault(
-        "zero3-divides",
-        "src/weft/parallel/zero3.py",
-        "module.set_gradient_divide_factor(1.0)",
-        "module.set_gradient_divide_factor(2.0)",
-    ),
-    Fault(
-        "zero3-defers-nothing",
-        "src/weft/parallel/zero3.py",
-        "self._synchronise(last or not self._defers)",
-        "self._synchronise(True)",
-    ),
-    Fault(
-        "zero3-replicas-left-out",
-        "src/weft/parallel/zero3_hooks.py",
-        "pending = start_all_reduce(sums, self._axis)",
-        "pending = Pending(sums)",
-    ),
-    Fault(
-        "zero3-replicas-forget-earlier-passes",
-        "src/weft/parallel/zero3_hooks.py",
-        "            sums += self._kept\n",
-        "",
-    ),
-    Fault(
-        "zero3-no-reduction",
-        "src/weft/parallel/zero3_comm.py",
-        "reduce_scatter(input_tensor, self._axis, out=output_tensor)",
-        "output_tensor.copy_(input_tensor.view(self._axis.size, -1)[self._axis.rank].view_as(output_tensor))",
-    ),
-    Fault("comm-part-left-out", "src/weft/comm/combine.py", "for part in parts[2:-1]:", "for part in parts[3:-1]:"),
-    Fault(
-        "comm-wrong-slot",
-        "src/weft/comm/routes.py",
-        "index = rank - (rank > of)",
-        "index = rank - (rank >= of and rank > 0)",
-    ),
-    Fault(
-        "comm-gather-keeps-old-shards",
-        "src/weft/comm/routes.py",
-        "            if rank != self.rank:\n                self.shards[rank, first:last]",
-        "            if rank < self.rank:\n                self.shards[rank, first:last]",
-    ),
-    Fault(
-        "comm-split-reduce-not-collected",
-        "src/weft/comm/routes.py",
-        "self.out[first + part.start : first + part.stop].copy_(slot[part])",
-        "self.out[first + part.start : first + part.stop].copy_(slot[part]) if rank == self.rank else None",
-    ),
-    Fault(
-        "comm-no-meeting",
-        "src/weft/comm/shared.py",
-        "if number == self._published or self._segment.lowest(PUBLISHED) <= number:",
-        "if number == self._published:",
-    ),
-    Fault("clip-forgotten", "src/weft/optim/clip.py", "if max_norm > 0 else 1.0", "if max_norm > 1e9 else 1.0"),
-)
-
-
-def check_faults() -> None:
-    """Every fault still fits the source."""
-    for fault in FAULTS:
+def read_faults() -> list[Fault]:
+    """All faults; every one still fits the source."""
+    known = tomllib.loads((ROOT / "benchmarks/faults.toml").read_text())
+    faults = [Fault(**{**one, "tests": tuple(known["tests"][one["tests"]])}) for one in known["fault"]]
+    for fault in faults:
         count = (ROOT / fault.file).read_text().count(fault.before)
         if count != 1:
-            sys.exit(f"{fault.name}: its text stands {count} times in {fault.file}. Mend it in {Path(__file__).name}.")
+            sys.exit(f"{fault.name}: its text stands {count} times in {fault.file}. Mend it in faults.toml.")
+    return faults
+
+
+def control_of(tests: tuple[str, ...]) -> Fault:
+    """No fault at all."""
+    return Fault(f"{CONTROL} {' '.join(tests)}", "src/weft/optim/clip.py", "if max_norm > 0", "if max_norm > 0", tests)
+
+
+def sources_digest() -> str:
+    """Of all that is copied, so that results of other sources are not taken for these."""
+    digest = hashlib.sha256()
+    for path in sorted(path for name in ("src", "tests") for path in (ROOT / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def try_fault(fault: Fault, tests: list[str], limit_s: float) -> dict[str, object]:
-    """Run the tests in a copy of the tree that has the fault."""
+    """Run tests in a copy of the tree that has the fault, up to the first that fails."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="weft-mutation-") as folder:
         copy = Path(folder)
-        for name in ("src", "tests", "docs", "benchmarks"):
+        for name in COPIED:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
-        for file, before, after in (PATIENCE, fault[1:]):
+        for file, before, after in (PATIENCE, fault[1:4]):
             path = copy / file
             path.write_text(path.read_text().replace(before, after))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        variables = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command, cwd=copy, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-            outcome = {0: "SURVIVED", 1: "caught"}.get(process.returncode, f"error {process.returncode}")
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            output, _ = process.communicate()
-            outcome = "too slow"
+        output, code = run_tests(copy, tests, limit_s)
     failed = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    outcome = {0: "SURVIVED", 1: "caught", None: "too slow"}.get(code, f"error {code}")
     if outcome == "caught" and re.search(r"no answer within \d", output):
         outcome = "hung"
     by = failed[0].removeprefix("FAILED ") if failed else ""
-    return {"fault": fault.name, "outcome": outcome, "by": by, "seconds": round(time.perf_counter() - start, 1)}
+    seconds = round(time.perf_counter() - start, 1)
+    return {"fault": fault.name, "tests": tests, "outcome": outcome, "by": by, "seconds": seconds}
+
+
+def run_tests(copy: Path, tests: list[str], limit_s: float) -> tuple[str, int | None]:
+    """What pytest prints and its exit code; None where it took too long."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    variables = {**os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=copy, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        return process.communicate(timeout=limit_s)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0], None
+    finally:
+        if process.poll() is None:  # this program is being ended: its ranks end with it
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def is_good(control: dict[str, object]) -> bool:
+    """Whether the tests pass without a fault."""
+    return control["outcome"] == "SURVIVED"
+
+
+class Runs:
+    """Results so far, in a file of one JSON object a line where there is one."""
+
+    def __init__(self, log: Path | None, limit_s: float):
+        self._log, self._limit_s = log, limit_s
+        self._sources = sources_digest()
+        self._known: dict[tuple[object, ...], dict[str, object]] = {}
+        if log and log.exists():
+            for line in log.read_text().splitlines():
+                self._keep(json.loads(line))
+
+    def _keep(self, result: dict[str, object]) -> None:
+        key = (result["fault"], *[str(test) for test in result["tests"]], result["sources"])  # type: ignore[attr-defined]
+        self._known[key] = result
+
+    def of(self, fault: Fault, tests: list[str]) -> dict[str, object]:
+        """The result of a fault; run where it is not known."""
+        key = (fault.name, *tests, self._sources)
+        if key not in self._known:
+            result = {**try_fault(fault, tests, self._limit_s), "sources": self._sources}
+            self._keep(result)
+            print("{outcome:<9} {seconds:>6} s  {fault:<50} {by}".format(**result), flush=True)
+            if self._log and (is_good(result) or not fault.name.startswith(CONTROL)):
+                with self._log.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+        return self._known[key]
+
+    def judge(self, fault: Fault) -> dict[str, object]:
+        """A fault's own tests, then all; each with its control before."""
+        result: dict[str, object] = {}
+        for tests in (list(fault.tests), EVERYTHING):
+            control = self.of(control_of(tuple(tests)), tests)
+            if not is_good(control):
+                sys.exit(f"without a fault: {control['outcome']} {control['by']}. Mend that, or raise --limit.")
+            result = self.of(fault, tests)
+            if result["outcome"] != "SURVIVED":
+                break
+        return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=["*"], help="patterns of names; all by default")
-    parser.add_argument("--tests", nargs="+", default=["tests/parity/test_matrix.py"], help="what pytest runs")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one fault")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for one run of the tests")
     parser.add_argument("--list", action="store_true", help="only list the faults")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--log", type=Path, help="add the results to this file, and run nothing that it knows")
     options = parser.parse_args()
-    check_faults()
-    chosen = [fault for fault in FAULTS if any(fnmatch.fnmatch(fault.name, name) for name in options.names)]
-    results: list[dict[str, object]] = []
-    if (
-        not options.list
-        and (control := try_fault(Fault(*CONTROL), options.tests, options.limit))["outcome"] != "SURVIVED"
-    ):
-        sys.exit(
-            f"without a fault: {control['outcome']} after {control['seconds']} s {control['by']}. Mend that first."
-        )
-    for fault in chosen:
-        if options.list:
-            print(fault.name)
-            continue
-        results.append(try_fault(fault, options.tests, options.limit))
-        print("{outcome:<9} {seconds:>6} s  {fault:<40} {by}".format(**results[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    faults = read_faults()
+    chosen = [fault for fault in faults if any(fnmatch.fnmatch(fault.name, name) for name in options.names)]
+    if options.list:
+        print("\n".join(fault.name for fault in chosen))
+        return
+    runs = Runs(options.log, options.limit)
+    results = [runs.judge(fault) for fault in chosen]
     survivors = [result["fault"] for result in results if result["outcome"] == "SURVIVED"]
-    sys.exit(f"{len(survivors)} of {len(results)} survived: {', '.join(map(str, survivors))}" if survivors else 0)
+    print(f"{len(results) - len(survivors)} of {len(results)} were seen")
+    sys.exit(f"survived: {', '.join(map(str, survivors))}" if survivors else 0)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ def loss_fn(output, batch):
 
 
 def test_a_plan_that_is_not_built_is_refused_by_its_rule():
-    with pytest.raises(PlanError, match=r"activations on the host together with recompute=full is not built yet"):
-        weft.init("recompute=full offload=activations")
+    with pytest.raises(PlanError, match=r"activations on the host under a pipeline is not built yet"):
+        weft.init("pp=2 offload=activations")
 
 
 def test_a_plan_for_more_ranks_than_were_started_is_refused():

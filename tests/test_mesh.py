@@ -30,6 +30,25 @@ def test_members_are_the_ranks_that_differ_on_those_axes_only(axis_sizes, data):
     assert _members(plan, rank, names) == expected
 
 
+@given(sizes, st.permutations(AXES), st.data())
+@settings(max_examples=60, deadline=None)
+def test_under_another_order_ranks_count_through_its_innermost_axis_first(axis_sizes, order, data):
+    in_use = [name for name, size in zip(AXES, axis_sizes, strict=True) if size > 1]
+    plan = Plan(**dict(zip(AXES, axis_sizes, strict=True)), order=tuple(name for name in order if name in in_use))
+    places = list(itertools.product(*[range(size) for size in plan.axis_sizes().values()]))  # row-major: rank = index
+    assert [name for name in plan.axis_order if name in in_use] == list(plan.order)
+    names = data.draw(st.sets(st.sampled_from(AXES), min_size=1))
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+    fixed = [index for index, name in enumerate(plan.axis_order) if name not in names]
+    mesh = Mesh.__new__(Mesh)
+    mesh.plan, mesh.rank = plan, rank
+    found = mesh.ranks_over(tuple(names))
+    assert found == tuple(
+        other for other, place in enumerate(places) if all(place[i] == places[rank][i] for i in fixed)
+    )
+    assert list(found) == sorted(found)  # as torch orders the ranks of a group
+
+
 def test_axes_of_one_process_all_exist_with_size_one():
     mesh = build_mesh(Plan())
     for name in AXES:
@@ -74,6 +93,11 @@ def test_each_axis_has_its_own_group_of_real_ranks(ranks4):
     assert [row["cp"] for row in found] == [1, 2, 4, 8]
     # The axis of size 1 costs no call.
     assert [row["calls"] for row in found] == [3] * 4
+    turned = ranks4.run(sum_along_axes, "dp_replicate=2 tp=2 order=tp+dp_replicate")
+    # rank = tp * 2 + dp_replicate; names stay what they are
+    assert [row["tp"] for row in turned] == [5, 10, 5, 10]
+    assert [row["dp_replicate"] for row in turned] == [3, 3, 12, 12]
+    assert [row["dp_replicate*tp"] for row in turned] == [15] * 4
 
 
 def test_experts_are_a_second_view_of_the_ranks_inside_a_replica():

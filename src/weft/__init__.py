@@ -20,6 +20,7 @@ _HOMES = {
     "WeftError": "weft.errors",
     "describe": "weft.models",
     "search": "weft.planner.search",
+    "trace": "weft.parallel.traced",
     "build_mesh": "weft.mesh",
     "Mesh": "weft.mesh",
     "init": "weft.api",
@@ -41,6 +42,7 @@ __all__ = [
     "describe",
     "init",
     "search",
+    "trace",
 ]
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from weft.errors import WeftError
     from weft.mesh import Mesh, build_mesh
     from weft.models import describe
+    from weft.parallel.traced import trace
     from weft.planner.search import search
     from weft.spec.cluster import ClusterSpec
     from weft.spec.config import RunConfig

@@ -11,6 +11,7 @@ for batch in loader:
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,8 +23,10 @@ from weft import env
 from weft.comm import Ledger
 from weft.data import ShardedLoader
 from weft.errors import PlanError
+from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
-from weft.parallel import parallelize
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.foreign_router import balance_routers
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
@@ -50,14 +53,26 @@ class Run:
         """True on one rank only: the one to print and write."""
         return self.mesh.rank == 0
 
-    def parallelize(self, model: nn.Module, layout: Layout | str | None = None) -> nn.Module:
+    def parallelize(
+        self,
+        model: nn.Module,
+        layout: Layout | str | Path | None = None,
+        *,
+        balance_rate: float = 0.0,
+        pinned_limit: str = MOST_OF_HOST,
+    ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
         Matrices that are shapes alone (`weft.models.as_shapes`) are drawn from the run's seed, each rank its part.
-        layout: what tensor parallelism cuts how, as `weft layout` prints it; None: found from the model.
+        layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save` wrote;
+        None: found from the model. balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their
+        router_aux_loss_coef, but by sequence and in backward; 0: none. pinned_limit: host memory that all ranks of one
+        machine may pin for what is offloaded: "64GiB", or a share of what the machine has.
         """
-        chosen = Layout.parse(layout) if isinstance(layout, str) else layout
-        return parallelize(model, self.mesh, layout=chosen, seed=self.seed)
+        if balance_rate:
+            balance_routers(model, balance_rate)
+        chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
+        return parallelize(model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit)
 
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
         """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`."""
@@ -87,6 +102,14 @@ class Run:
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, max_grad_norm=max_grad_norm)
 
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ for every plan, in a loop of your own between backward() and optimizer.step().
+
+        The norm is that of the whole gradient, also of what tp, ep and zero=3 divide, of which torch's function sees
+        this rank's part alone. Returns the norm before clipping, a 0-d tensor equal on all ranks. A collective.
+        """
+        return data_parallel(model).clip_own(max_norm)
+
     def close(self) -> None:
         """Part from the other ranks. Call it last, or use the run as a context manager."""
         leave_ranks()
@@ -114,7 +137,8 @@ def init(
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
     plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it needs
-    the model (a size, a Hugging Face config folder, or a spec), tokens of a sequence and sequences of a step.
+    the model (a size, a Hugging Face config folder, package.module:function, or a spec), tokens of a sequence and
+    sequences of a step.
     device: "auto", "cpu" or "cuda".
     Raises PlanError when the plan breaks a rule or needs another number of ranks than were started.
     """
@@ -142,7 +166,8 @@ def _chosen(
     place: env.RankEnv | None,
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
-    from weft.planner.model_source import read_model
+    from weft.parallel.traced import trace
+    from weft.planner.model_source import CODE, read_model
     from weft.train.auto_plan import choose_plan, chosen_line, this_cluster
 
     if model is None or seq_len is None or global_batch is None:
@@ -150,7 +175,8 @@ def _chosen(
         raise PlanError(f"plan=auto: the planner must know model, seq_len and global_batch. Write e.g. {call}.")
     sizes = (place.world_size, place.local_world_size) if place else (1, 1)
     machines = this_cluster(*sizes, device)
-    best = choose_plan(read_model(model), machines, auto_fields(plan), seq_len=seq_len, global_batch=global_batch)
+    described = trace(model) if isinstance(model, str) and CODE.fullmatch(model) else model
+    best = choose_plan(read_model(described), machines, auto_fields(plan), seq_len=seq_len, global_batch=global_batch)
     if place is None or place.rank == 0:
         print(chosen_line(best), flush=True)
     return best.plan

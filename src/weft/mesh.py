@@ -111,7 +111,8 @@ class Mesh:
                 f"mesh axes {' and '.join(names)}: ep is a view over dp_shard x cp x tp, so it joins none of them. "
                 f"Join it with beside_ep, dp_replicate or pp."
             )
-        order = (ENDS, *AXES, *EXPERT_AXES)
+        # Outermost first, so that ranks ascend: torch sorts those of a group.
+        order = (ENDS, *self.plan.axis_order, *EXPERT_AXES)
         return tuple(sorted(dict.fromkeys(names), key=lambda name: order.index(name.partition("/")[0])))
 
     def _build(self, names: tuple[str, ...]) -> Axis:
@@ -119,7 +120,7 @@ class Mesh:
         if self.rank not in ranks:
             raise PlanError(f"mesh axis 'ends': rank {self.rank} is on a stage between the first and the last one.")
         return Axis(
-            name="*".join(names) if names != AXES else "world",
+            name="world" if set(names) == set(AXES) else "*".join(sorted(names, key=_usual_place)),
             size=len(ranks),
             rank=ranks.index(self.rank),
             ranks=ranks,
@@ -156,6 +157,11 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
         return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
     finally:
         names._hash_ranks_to_str = by_count
+
+
+def _usual_place(name: str) -> int:
+    """Where an axis stands in the usual order, so that its name is the same under every order."""
+    return (ENDS, *AXES, *EXPERT_AXES).index(name.partition("/")[0])
 
 
 def _strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:

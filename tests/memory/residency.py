@@ -51,6 +51,8 @@ class TwoMemories(TorchDispatchMode):
             raise RuntimeError(f"{name}: tensors of both memories")
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
+            if tensor.is_meta:
+                continue  # a shape, in no memory
             storage = tensor.untyped_storage()
             self._all[storage._cdata] = weakref.ref(storage)
             if sides == {True} and name not in ("_to_copy",):

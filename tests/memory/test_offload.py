@@ -52,7 +52,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def train(plan: str, host: Host | None, monkeypatch, num_steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
-    monkeypatch.setattr(MODULE, "open_host", lambda plan, device: host)
+    monkeypatch.setattr(MODULE, "open_host", lambda plan, device, limit: host)
     trained = model()
     mesh = build_mesh(Plan.parse(plan))
     with warnings.catch_warnings():
@@ -137,7 +137,7 @@ def test_a_users_own_loop(monkeypatch):
     for offload in (False, True):
         trained = model().double()
         if offload:
-            monkeypatch.setattr(MODULE, "open_host", lambda p, d: Host(LateLink(), HostPool(1 << 30)))
+            monkeypatch.setattr(MODULE, "open_host", lambda p, d, limit: Host(LateLink(), HostPool(1 << 30)))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 parallelize(trained, build_mesh(Plan.parse("precision=fp64 offload=optimizer:0.7")))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import LaunchError
+from weft.memory.offload import open_host
 from weft.memory.pool import HostPool, host_limit
+from weft.spec.config import RunConfig
+from weft.spec.plan import Plan
 
 
 class Registry:
@@ -64,7 +68,7 @@ def test_free_buffers_go_before_the_limit_refuses():
         pool.take(51 * 4096, "offload=activations")
     assert str(caught.value) == (
         "offload=activations: this rank needs 524 KiB of host memory for copies, and its limit is 400 KiB. "
-        "Put a smaller share on the host, such as offload=activations:0.5."
+        "Put a smaller share on the host, such as offload=activations:0.5, or raise memory.pinned_limit."
     )
 
 
@@ -103,8 +107,23 @@ def test_the_bound_holds_whatever_is_asked(requests):
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch):
-    alone = host_limit(0.5)
+    alone = host_limit("50%")
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert host_limit(0.5) == alone // 4
-    assert host_limit(0.25) == pytest.approx(alone / 8, abs=8)
+    assert host_limit("50%") == alone // 4
+    assert host_limit("25%") == pytest.approx(alone / 8, abs=8)
+    assert host_limit("64MiB") == 16 * 2**20
+
+
+def test_a_limit_above_what_the_machine_has_is_refused():
+    with pytest.raises(LaunchError, match=r"^memory.pinned_limit=900TB: the ranks .* Use a share, such as .*=60%\.$"):
+        host_limit("900TB")
+
+
+def test_the_setting_reaches_the_pool_and_is_a_size_or_a_share():
+    assert open_host(Plan(offload=("optimizer",)), torch.device("cpu"), "1MiB").pool.limit_bytes == 2**20
+    for text in ("64GiB", "0.5TB", "1%", "99%", "512MiB"):
+        assert RunConfig(memory={"pinned_limit": text}).memory.pinned_limit == text
+    for text in ("", "0%", "100%", "64", "0GiB", "-1GiB", "all", "60"):
+        with pytest.raises(ValueError, match="pinned_limit"):
+            RunConfig(memory={"pinned_limit": text})

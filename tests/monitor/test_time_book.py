@@ -84,3 +84,17 @@ def test_a_trace_has_a_line_for_each_track():
     assert [event for event in events if event["ph"] == "X"] == [
         {"ph": "X", "name": "F0.0", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500000.0}
     ]
+
+
+def test_a_typical_step_is_not_the_first():
+    book = TimeBook()
+    for seconds in (9.0, 2.0, 4.0):
+        clock = Ticks()
+        meter = Meter(clock=clock)
+        with meter.phase("forward"):
+            clock.now += seconds
+        times = meter.end_step(1)
+        times.total_s = seconds + 0.5
+        book.add_step(times)
+    assert book.typical() == pytest.approx({"compute": 3.0, "host": 0.5})
+    assert TimeBook().typical() == {}

@@ -189,6 +189,8 @@ class Settings:
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if name == "adafactor":
+        return torch.optim.Adafactor(model.parameters(), lr=0.01)
     if name == "muon":
         return Muon(model.parameters(), lr=0.01)
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)

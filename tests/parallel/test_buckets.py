@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.parallel.loops import laid_out
+from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel import data_parallel
 from weft.parallel.buckets import ALIGNMENT, Slot, lay_out
@@ -46,6 +48,16 @@ def test_every_element_has_one_place(described, num_shards, bucket_bytes, whole)
         for gap in bucket.gaps:
             taken[gap] += 1
         assert bool((taken == 1).all())
+
+
+def test_matrices_dealt_out_to_too_many_ranks_are_refused():
+    slots = [Slot(str(index), nn.Parameter(torch.empty(4096, 4096, device="meta")), 0) for index in range(64)]
+    formats = {slot.param: slot.param.dtype for slot in slots}
+    names = frozenset(slot.name for slot in slots)
+    shard = Axis("dp_shard", 8192, 0, tuple(range(8192)))
+    assert lay_out(slots, formats, torch.float32, shard)  # cut anywhere, there is room for all of them
+    with pytest.raises(ModelError, match=r"dp_shard=8192: .* 508 GiB empty beside 4.00 GiB .* Use at most 64 there"):
+        lay_out(slots, formats, torch.float32, shard, whole=names)
 
 
 @settings(max_examples=80, deadline=None)

@@ -92,9 +92,19 @@ def _assert_equal(ours, theirs):
 
 def test_an_optimizer_that_needs_whole_matrices_refuses_cut_ones(ranks2):
     with pytest.raises(
-        CommError, match=r"Muon: it must see the whole of parameter 'blocks\.0\.0\.down', which is cut over tp"
+        CommError, match=r"Adafactor: it must see the whole of parameter 'blocks\.0\.0\.down', which is cut over tp"
     ):
-        ranks2.run(train, "tp=2 precision=fp64", replace(ADAMW, optimizer="muon"))
+        ranks2.run(train, "tp=2 precision=fp64", replace(ADAMW, optimizer="adafactor"))
+
+
+def test_what_muon_keeps_of_cut_matrices_is_saved_whole(ranks4):
+    muon = replace(ADAMW, num_steps=2, optimizer="muon")
+    saved = train_and_capture("precision=fp64", muon)
+    for plan in ("tp=4", "dp_shard=2 tp=2 zero=3"):
+        ours = ranks4.run(train_and_capture, f"{plan} precision=fp64", muon)[0]
+        _assert_equal(ours, saved)
+        again = ranks4.run(train_and_capture, f"{plan} precision=fp64", muon, ours)[3]
+        _assert_equal(again, train_and_capture("precision=fp64", muon, saved))
 
 
 OWN = [
@@ -160,7 +170,18 @@ def test_ranks_must_agree_on_placements(ranks2):
 
 
 def test_an_overflow_on_one_rank_is_one_on_all(ranks4):
-    plans = ["tp=4", "dp_shard=2 tp=2 zero=2", "dp_shard=4 ep=4 zero=1", "dp_shard=2 tp=2 zero=3 ep=2"]
+    plans = [
+        "dp_replicate=4",
+        "dp_shard=4 zero=1 accumulation=2",
+        "dp_shard=4 zero=2",
+        "dp_shard=4 zero=3 accumulation=2",
+        "dp_replicate=2 dp_shard=2 zero=3 reduce=bf16",
+        "dp_replicate=2 dp_shard=2 zero=2 offload=optimizer",
+        "tp=4",
+        "dp_shard=2 tp=2 zero=2",
+        "dp_shard=4 ep=4 zero=1",
+        "dp_shard=2 tp=2 zero=3 ep=2",
+    ]
     for found in ranks4.run(overflows, plans):
         for plan, (first, second) in zip(plans, found, strict=True):
             assert (first or "").startswith("gradient norm is "), plan

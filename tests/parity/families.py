@@ -29,8 +29,7 @@ _SIZES = {
 _GROUPED = {**_SIZES, "num_key_value_heads": KV_HEADS}
 _NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
-#: Context parallelism has no sliding windows and no attention to later tokens; five tokens cannot be cut in two.
-WINDOW = BOTH_WAYS = frozenset({"cp"})
+#: The five tokens of an image cannot be cut in two.
 FIVE_TOKENS = frozenset({"cp", "sp"})
 
 
@@ -50,8 +49,14 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "tie_word_embeddings": True}),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {**_GROUPED, "tie_word_embeddings": False}),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 8, "tie_word_embeddings": True}),
-    "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 6}, without=WINDOW),
+    "mistral": Family("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 6}),
     "gemma": Family("GemmaForCausalLM", "GemmaConfig", {**_GROUPED, "head_dim": 8}),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        # Layers with a window take turns with layers without; scores are capped at 2, which they reach here.
+        {**_GROUPED, "head_dim": 8, "sliding_window": 3, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4},
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -84,7 +89,6 @@ FAMILIES: dict[str, Family] = {
         "BertConfig",
         {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         kv_heads=HEADS,
-        without=BOTH_WAYS,
     ),
     "vit": Family(
         "ViTForImageClassification",

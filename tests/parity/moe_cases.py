@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.models.moe import routers
+from weft.parallel.foreign_router import balance_routers
 from weft.spec.model import DecoderSpec
 from weft.testing import Case, DecoderCase, ParityResult, train_case
 
@@ -38,6 +39,7 @@ class HuggingFaceMoECase(DecoderCase):
     """A Hugging Face decoder with experts. kind: "mixtral", "qwen2_moe" or "qwen3_moe"."""
 
     kind: str = "mixtral"
+    balance_rate: float = 0.0
 
     def model(self) -> nn.Module:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -64,6 +66,8 @@ class HuggingFaceMoECase(DecoderCase):
             )  # fmt: skip
             model = transformers.Qwen3MoeForCausalLM(config)
         model.set_experts_implementation("eager")
+        if self.balance_rate:
+            balance_routers(model, self.balance_rate)
         return model.double()
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -85,8 +89,8 @@ def moe_cases() -> dict[str, Case]:
 
 def hugging_face_moe_cases() -> dict[str, Case]:
     return {
-        kind: HuggingFaceMoECase(MOE, global_batch=8, num_steps=2, kind=kind)
-        for kind in ("mixtral", "qwen2_moe", "qwen3_moe")
+        kind: HuggingFaceMoECase(MOE, global_batch=8, num_steps=2, kind=kind, balance_rate=rate)
+        for kind, rate in (("mixtral", 0.0), ("qwen2_moe", 0.5), ("qwen3_moe", 0.5))
     }
 
 

@@ -81,8 +81,8 @@ FAMILY_GROUPS = (*pairs(FAMILY_AXES), *((axis, "subject") for axis in ("zero", "
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:
-    """Every legal layout and accumulation, with {none, full, selective} recompute and {none, optimizer, params} off."""
-    only = {"recompute": ("none", "full", "selective"), "offload": ((), ("optimizer",), ("params",))}
+    """Every legal layout and accumulation, with recompute and with optimizer and parameters on the host, or not."""
+    only = {"recompute": ("none", "full", "selective", "full:1"), "offload": ((), ("optimizer",), ("params",))}
     return [Cell(name, plan) for name, one in subjects().items() for plan in one.plans(num_ranks, **only)]
 
 
@@ -110,7 +110,7 @@ def train_quietly(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]
     """On each rank: several cases under one plan. Copies to the host happen as late as their waits allow."""
     module = importlib.import_module("weft.parallel.parallelize")
     before = module.open_host, activations.LEAST_BYTES
-    module.open_host = lambda plan, device: offload.Host(LateLink(), HostPool(1 << 30)) if plan.offload else None
+    module.open_host = lambda plan, device, limit: offload.Host(LateLink(), HostPool(1 << 30)) if plan.offload else None
     activations.LEAST_BYTES = 0
     try:
         with warnings.catch_warnings():

@@ -21,6 +21,7 @@ PLANS_2 = [
     ("dp_shard=2 ep=2 zero=3 recompute=selective", False),
     ("dp_shard=2 ep=2 zero=3 recompute=full", False),
     ("dp_shard=2 ep=2 zero=2 recompute=selective", False),
+    ("dp_shard=2 ep=2 zero=1 offload=optimizer", False),
     ("cp=2 ep=2", False),
     ("cp=2 ep=2 zero=3 cp_mode=ring", False),
     ("tp=2", True),
@@ -43,6 +44,7 @@ PLANS_4 = [
     ("dp_shard=2 tp=2 ep=4 zero=1 sp=on", False),
     ("dp_shard=2 tp=2 ep=2 zero=3", False),
     ("tp=2 cp=2 ep=4 sp=on", False),
+    ("tp=2 cp=2 ep=2 zero=3", False),
     ("cp=4 ep=2 zero=2 cp_mode=gather", False),
 ]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from tests.parity.cases import GPT2, LLAMA, HuggingFaceCase, cases, train_cases
+from weft.errors import CommError
+from weft.spec.layout import Layout
 from weft.testing import DecoderCase
 
 DECODERS = {
@@ -48,3 +50,19 @@ def test_two_ranks(plan, ranks2, expected):
 def test_four_ranks(plan, ranks4, expected):
     chosen = {name: case for name, case in DECODERS.items() if "tp=4" not in plan or name != "hf-gpt2"}
     check(ranks4, plan, chosen, expected)
+
+
+@dataclass(frozen=True)
+class LaidOutCase(DecoderCase):
+    """A decoder with a layout of its own, as a config gives one."""
+
+    layout: Layout | None = None
+
+
+def test_a_layout_of_ones_own(ranks2, expected):
+    """Feed-forward layers alone are cut; a layout that fits nothing is not passed over."""
+    words = "blocks.*.mlp.{gate,up}=colwise blocks.*.mlp.down=rowwise"
+    case = LaidOutCase(LLAMA, global_batch=16, layout=Layout.parse(words))
+    check(ranks2, "tp=2", {"decoder": case}, expected)
+    with pytest.raises(CommError, match=r"'blocks.*.mlp.upper': the model has no such module"):
+        ranks2.run(train_cases, "tp=2", {"decoder": replace(case, layout=Layout.parse("blocks.*.mlp.upper=colwise"))})

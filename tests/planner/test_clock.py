@@ -11,7 +11,7 @@ from weft.planner.moves import estimated
 from weft.planner.partition import split_stages
 from weft.planner.question import Question
 from weft.planner.ranks import best_split, drawn_schedule, memory_by_rank, passes, stage_layers
-from weft.planner.why_not import read_choice
+from weft.planner.why_not import read_plan
 
 QUESTION = Question.of("llama3-70b", "8x8xh100", seq_len=8192, global_batch=512, built_only=False)
 PLANS = [
@@ -24,7 +24,7 @@ PLANS = [
 
 
 def candidate(text):
-    return estimated([read_choice(text, QUESTION)], QUESTION)[0]
+    return estimated([read_plan(text, QUESTION)], QUESTION)[0]
 
 
 @pytest.mark.parametrize("text", PLANS)

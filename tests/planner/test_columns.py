@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner.columns import Columns, Job
+from weft.mesh import _strides
+from weft.planner.columns import CP_MODES, Columns, Job, settled
 from weft.planner.shape import Shape
 from weft.spec.model import ModelSpec, decoder_spec, model_names
-from weft.spec.plan import PRECISIONS, RESHARDS, SCHEDULES, Plan
+from weft.spec.plan import AXES, PRECISIONS, RESHARDS, SCHEDULES, Plan
 
 JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=8192, global_batch=64)
 
@@ -27,6 +28,7 @@ PLANS = st.builds(
     recompute=st.sampled_from(["none", "full", "attention", "selective", "50%", "0.25", "12GiB"]),
     offload=st.sampled_from([(), ("optimizer",), ("optimizer:0.5", "activations")]),
     compile=st.booleans(),
+    cp_mode=st.sampled_from(CP_MODES),
 )
 
 
@@ -36,10 +38,27 @@ def test_a_plan_comes_back(plan, passes):
     plan = plan.replace(**{"microbatches" if plan.pp > 1 else "accumulation": passes})
     columns = Columns.of([plan, Plan()], JOB)
     again = columns.plan(0)
-    assert again.replace(recompute="none") == plan.replace(recompute="none")
+    assert again.replace(recompute="none") == settled(plan, JOB).replace(recompute="none")
     assert Columns.of([again], JOB).activation_budget[0] == pytest.approx(columns.activation_budget[0])
     assert columns.world_size[0] == plan.world_size
     assert columns.dp[0] == plan.dp_size
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("cp=2 cp_mode=ring", "ring"),
+        ("cp=2 cp_mode=gather", "gather"),
+        ("cp=2 cp_mode=ulysses", "ulysses"),
+        ("cp=2", "ring"),  # 4096 tokens on a rank
+        ("cp=4", "gather"),  # 2048
+        ("cp=8", "ulysses"),  # as many ranks as key-value heads: queries and outputs are less than all keys and values
+    ],
+)
+def test_the_way_of_context_parallelism_is_the_one_that_the_runtime_takes(text, mode):
+    columns = Columns.of([Plan.parse(text)], JOB)
+    assert CP_MODES[columns.cp_mode[0]] == mode
+    assert columns.plan(0).cp_mode == mode
 
 
 def test_the_batch_is_shared_by_ranks_and_passes():
@@ -89,3 +108,18 @@ def test_parameters_of_mixtures():
         vocab=151_936, hidden=4096, layers=94, heads=64, kv_heads=4, num_experts=128, top_k=8, expert_ffn=1536
     )
     assert qwen.num_params == pytest.approx(235.1e9, rel=1e-3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.tuples(*[st.integers(1, 3)] * len(AXES)), st.permutations(AXES))
+def test_strides_are_those_of_the_mesh(sizes, order):
+    named = dict(zip(AXES, sizes, strict=True))
+    plan = Plan(**named, order=tuple(name for name in order if named[name] > 1))
+    columns = Columns.of([Plan(), plan, plan.replace(order=())], JOB)
+    places = _strides(plan, ())
+    for name in AXES:
+        if named[name] > 1:
+            assert columns.stride(name)[1] == places[name][0]
+            assert columns.stride(name)[2] == _strides(plan.replace(order=()), ())[name][0]
+    usual = [name for name in AXES if named[name] > 1]
+    assert columns.plan(1).order == (() if list(plan.order) == usual else plan.order)

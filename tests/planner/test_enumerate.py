@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.planner.columns import CP_MODES, PRECISIONS, Columns
-from weft.planner.cp_way import with_way
 from weft.planner.enumerate import Tally, enumerate_space
 from weft.planner.question import Question
 from weft.planner.space import Space
@@ -30,7 +29,7 @@ def enumerated(world: int, built_only: bool = False, fixed: str = "") -> tuple[Q
     return question, space, Columns.concatenate(parts), tally
 
 
-def row_of(columns: Columns, plan: Plan, cp_mode: str = "ring") -> np.ndarray:
+def row_of(columns: Columns, plan: Plan) -> np.ndarray:
     """Which rows are this plan."""
     wanted = {
         **{name: getattr(plan, name) for name in (*plan.axis_sizes(), "ep", "zero", "sp", "compile", "virtual_stages")},
@@ -39,7 +38,7 @@ def row_of(columns: Columns, plan: Plan, cp_mode: str = "ring") -> np.ndarray:
         "recompute": RECOMPUTES.index(plan.recompute),
         "reshard": RESHARDS.index(plan.reshard),
         "precision": PRECISIONS.index(plan.precision),
-        "cp_mode": CP_MODES.index(cp_mode),
+        "cp_mode": CP_MODES.index(plan.cp_mode) if plan.cp > 1 else 0,
         **{f"offload_{name}": plan.offload_share(name) for name in ("optimizer", "params", "activations")},
     }
     alike = np.ones(len(columns), dtype=bool)
@@ -66,23 +65,21 @@ def plans_of_the_space(draw) -> tuple[int, Plan]:
     whole = ((0, "after_forward"), *(space.shardings if sizes["cp"] > 1 else ()))
     shardings = space.shardings if sizes["dp_shard"] > 1 else whole
     zero, reshard = draw(st.sampled_from(shardings))
-    return world, with_way(
-        Plan(
-            **sizes,
-            dp_replicate=rest,
-            zero=zero,
-            reshard=reshard,
-            sp=draw(st.booleans()) and sizes["tp"] > 1,
-            schedule=schedule,
-            virtual_stages=stages,
-            microbatches=passes if sizes["pp"] > 1 else 1,
-            accumulation=1 if sizes["pp"] > 1 else passes,
-            precision=draw(st.sampled_from(space.precisions)),
-            recompute=draw(st.sampled_from(space.recomputes)),
-            offload=draw(st.sampled_from(space.offloads)),
-            compile=draw(st.booleans()),
-        ),
-        "ring",
+    return world, Plan(
+        **sizes,
+        dp_replicate=rest,
+        zero=zero,
+        reshard=reshard,
+        sp=draw(st.booleans()) and sizes["tp"] > 1,
+        schedule=schedule,
+        virtual_stages=stages,
+        microbatches=passes if sizes["pp"] > 1 else 1,
+        accumulation=1 if sizes["pp"] > 1 else passes,
+        precision=draw(st.sampled_from(space.precisions)),
+        recompute=draw(st.sampled_from(space.recomputes)),
+        offload=draw(st.sampled_from(space.offloads)),
+        compile=draw(st.booleans()),
+        cp_mode=draw(st.sampled_from(space.cp_modes)) if sizes["cp"] > 1 else "auto",
     )
 
 

@@ -146,3 +146,18 @@ def test_experts_travel():
     assert found.terms["ep"][0] == 0
     assert all(np.diff(found.terms["ep"]) > 0)
     assert all(np.diff(found.memory["parameters"]) < 0)
+
+
+def test_gradients_in_bf16_take_the_time_of_half_the_bytes():
+    """On the data axes alone, and beside a rounded copy of what is on its way."""
+    columns = replace(plans(5), precision=np.zeros(40, np.uint8))
+    wide = estimate(JOB, CLUSTER, columns, TABLES)
+    narrow = estimate(JOB, CLUSTER, replace(columns, reduce=np.ones(40, np.uint8)), TABLES)
+    halved = estimate(replace(JOB, stack=Stack(reduce_bytes=2.0)), CLUSTER, columns, TABLES)
+    for name, seconds in narrow.terms.items():
+        assert seconds == pytest.approx(halved.terms[name]), name
+    changed = {name for name in wide.terms if (narrow.terms[name] != wide.terms[name]).any()}
+    assert "dp_exposed" in changed
+    assert (narrow.step_s <= wide.step_s).all()
+    assert (narrow.total_bytes >= wide.total_bytes).all()
+    assert (narrow.total_bytes > wide.total_bytes).any()

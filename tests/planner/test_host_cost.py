@@ -6,9 +6,14 @@ from itertools import pairwise
 
 import pytest
 
+from weft.memory.budget import cheapest_choice
+from weft.planner.collective_cost import Fabric
+from weft.planner.columns import Columns
+from weft.planner.layer_cost import layer_costs
 from weft.planner.moves import estimated
 from weft.planner.question import Question
-from weft.planner.why_not import read_choice
+from weft.planner.recompute_cost import menu
+from weft.planner.why_not import read_plan
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128, built_only=False)
 BASE = "dp_shard=8 zero={zero} accumulation=16 precision=bf16"
@@ -16,7 +21,7 @@ BASE = "dp_shard=8 zero={zero} accumulation=16 precision=bf16"
 
 def candidates(words, zero=1):
     base = BASE.format(zero=zero)
-    return estimated([read_choice(f"{base} {word}", QUESTION) for word in words], QUESTION)
+    return estimated([read_plan(f"{base} {word}", QUESTION) for word in words], QUESTION)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +50,36 @@ def test_a_budget_lies_between_the_policies():
 def test_short_transfers_hide_under_compute():
     eighth, whole = candidates(["offload=activations:0.125", "offload=activations"])
     assert eighth.terms["offload"] < whole.terms["offload"] / 8
+
+
+def test_a_budget_costs_what_the_runtime_would_choose():
+    """The knapsack of `memory/budget.py` over the layers' menus, against the estimate's lower hull."""
+    for plan in ("recompute=80%", "recompute=50%", "recompute=30%", "recompute=20GiB"):
+        one = candidates([plan])[0]
+        job = one.question.job
+        columns = Columns.of([one.plan], job)
+        fabric = Fabric.of(one.question.tables, one.question.cluster.devices_per_node)
+        options = menu(job, columns, layer_costs(job, columns, one.question.tables, fabric))
+        listed = [(int(each.kept[0]), float(each.seconds[0])) for each in options]
+        whole = listed[0][0] * job.shape.layers
+        budget = int(whole * float(plan[10:-1]) / 100) if plan.endswith("%") else 20 * 2**30
+        choice = cheapest_choice([listed] * job.shape.layers, budget)
+        assert choice is not None
+        chosen = sum(listed[index][1] for index in choice) * one.plan.accumulation
+        # A layer more or less with the next option is all that whole layers add.
+        grain = max(seconds for _, seconds in listed) * one.plan.accumulation
+        assert chosen - grain <= one.terms["recompute"] <= chosen + 1e-9
+
+
+def test_selective_recompute_keeps_what_products_make():
+    none, selective, full = candidates(["", "recompute=selective", "recompute=full"])
+    assert none.total_bytes > selective.total_bytes > full.total_bytes
+    assert 0 < selective.terms["recompute"] < full.terms["recompute"] / 3
+
+
+def test_recompute_of_some_blocks_lies_between_none_and_all():
+    words = ["", "recompute=full:8", "recompute=full:24", "recompute=full:32", "recompute=full"]
+    none, eight, most, every, full = candidates(words)
+    assert none.total_bytes > eight.total_bytes > most.total_bytes > every.total_bytes
+    assert every.total_bytes == full.total_bytes
+    assert eight.terms["recompute"] == pytest.approx(full.terms["recompute"] * 8 / 32)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+import transformers
 
 from weft.errors import ConfigError, WeftError
-from weft.planner.model_source import default_batch, default_seq_len, read_model
+from weft.planner.model_source import _FAMILIES, default_batch, default_seq_len, read_model
 from weft.planner.question import Question
 from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec
 
@@ -109,7 +111,7 @@ def test_bad_hugging_face_configs(tmp_path, table, message):
             "model=lama3-8b: neither a size that Weft knows, nor a folder with a config.json, nor a",
         ),
         ("lama3-8b", "8xh100", "Did you mean 'llama3-8b'?"),
-        ("my.models:build", "8xh100", "planning a model by tracing its code is not built yet."),
+        ("my.models:build", "8xh100", "a model's code is traced with torch, which is not done here. Give weft.trace"),
         ("nothing.toml", "8xh100", "there is no such file"),
         ("tiny", "8xh10", "device=h10: not a device that Weft knows."),
         ("tiny", "0xh100", "a cluster has at least one device."),
@@ -136,3 +138,29 @@ def test_a_description_without_a_shape_is_refused():
     with pytest.raises(WeftError, match="its shape is not known"):
         read_model(ModelSpec(name="mine", layers=()))
     assert isinstance(read_model("tiny").spec, DecoderSpec)
+
+
+@pytest.mark.parametrize("family", sorted(_FAMILIES))
+def test_a_config_of_each_family_has_the_parameters_of_its_model(family, tmp_path):
+    """The config.json alone, as transformers writes it with that family's defaults, against the model it builds."""
+    config = transformers.AutoConfig.for_model(family)
+    for name in ("num_hidden_layers", "n_layer"):
+        if hasattr(config, name):
+            setattr(config, name, 3)
+            break
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:3]
+    if family == "deepseek_v2":
+        config.num_experts_per_tok = 6  # none by default
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    found = read_model(str(tmp_path)).shape
+    assert found.num_params == pytest.approx(sum(param.numel() for param in model.parameters()), rel=0.001)
+
+
+def test_a_family_that_is_not_known_is_sent_to_tracing(tmp_path):
+    with pytest.raises(WeftError, match=r"model_type=t5 .* weft plan package.module:function"):
+        read_model(folder(tmp_path, {"model_type": "t5", "d_model": 512}))
+    with pytest.raises(WeftError, match="lacks num_experts_per_tok"):
+        read_model(folder(tmp_path, {**LLAMA, "model_type": "deepseek_v2", "n_routed_experts": 64}))

@@ -14,7 +14,7 @@ from weft.planner.pictures import memory_by_rank, pareto
 from weft.planner.pictures import waterfall as draw_waterfall
 from weft.planner.question import Question
 from weft.planner.search import answer
-from weft.planner.why_not import read_choice
+from weft.planner.why_not import read_plan
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128, built_only=False, most_plans=20_000)
 PIPED = "pp=4 dp_shard=2 zero=1 microbatches=16 precision=bf16 recompute=full compile=on"
@@ -22,7 +22,7 @@ PIPED = "pp=4 dp_shard=2 zero=1 microbatches=16 precision=bf16 recompute=full co
 
 @pytest.fixture(scope="module")
 def piped():
-    return estimated([read_choice(PIPED, QUESTION)], QUESTION)[0]
+    return estimated([read_plan(PIPED, QUESTION)], QUESTION)[0]
 
 
 def inside(drawing: Drawing) -> bool:
@@ -72,7 +72,7 @@ def test_bars_of_every_rank(piped):
     text = words(drawing)
     assert [f"pp {rank}" in text for rank in range(4)] == [True] * 4
     assert "are there" in text
-    alone = estimated([read_choice("dp_shard=8 zero=3 precision=bf16", QUESTION)], QUESTION)[0]
+    alone = estimated([read_plan("dp_shard=8 zero=3 precision=bf16", QUESTION)], QUESTION)[0]
     assert "every rank" in words(memory_by_rank(alone, ranks.memory_by_rank(alone)))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import weft
 from weft.planner.answer import Answer, layouts
+from weft.planner.moves import estimated, neighbours
 from weft.planner.question import Question
 from weft.planner.refine import anneal, descend
 from weft.planner.search import answer, search
@@ -38,7 +39,7 @@ def test_the_best_plans_are_legal_fit_and_come_fastest_first(six):
         assert sum(one.memory.values()) == pytest.approx(one.total_bytes)
         assert 0 < one.causal_mfu < one.mfu < 1
     assert six.best is six[0]
-    assert len({one.key for one in six}) == len(six)
+    assert len({one.plan for one in six}) == len(six)
 
 
 def test_every_plan_is_accounted_for(six):
@@ -125,7 +126,7 @@ def test_a_question_that_nothing_fits_has_its_nearest_plan():
 def test_the_python_door():
     found = weft.search("tiny", "2xh100")
     text = found[0].explain()
-    assert text.startswith(f"plan    {found[0].text}\n")
+    assert text.startswith(f"plan    {found[0].plan}\n")
     assert "MFU" in text
     assert found.question.assumed == ("--seq-len 1024", "--global-batch 512")
 
@@ -134,3 +135,28 @@ def test_searching_needs_no_torch():
     code = "import weft, sys; assert weft.search('tiny', '2xh100').best; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_orders_of_the_axes_are_tried_and_cost_by_where_neighbours_lie():
+    """Eight devices to a node: what travels most belongs inside, unless the links of a node are no faster."""
+    asked = Question.of("llama3-8b", "4x8xh100", seq_len=4096, global_batch=64)
+    usual = Plan.parse("dp_shard=16 tp=2 sp=on zero=3 recompute=full accumulation=4 precision=bf16")
+    turned = usual.replace(order=("tp", "dp_shard"))
+    near, far = estimated([usual, turned], asked)
+    assert far.terms["tp"] > 2 * near.terms["tp"]
+    assert far.terms["gemm"] == near.terms["gemm"]
+    assert far.memory == near.memory
+    assert turned in neighbours(usual, asked)
+    assert usual in neighbours(turned, asked)
+    replicas = Plan.parse("dp_replicate=4 dp_shard=8 zero=3 recompute=full accumulation=2 precision=bf16")
+    near, far = estimated([replicas, replicas.replace(order=("dp_shard", "dp_replicate"))], asked)
+    assert far.step_s > near.step_s
+    for plan in neighbours(usual, asked):
+        assert not check(plan, asked.facts)
+
+
+def test_an_order_can_be_decided():
+    found = search("llama3-8b", "2x8xl40s", seq_len=4096, global_batch=32, fixed="order=tp+dp_shard")
+    assert found.best is not None
+    assert {one.plan.order for one in found.ranked} == {("tp", "dp_shard")}
+    assert not any(check(one.plan, found.question.facts) for one in found.ranked)

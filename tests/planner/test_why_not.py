@@ -89,7 +89,7 @@ def test_changes_that_fit_do_fit_and_keep_the_rules():
     [
         ("dp_shrad=8", "unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?"),
         ("tp", "plan word 'tp': a plan is made of name=value words."),
-        ("cp=2 cp_mode=rings", "cp_mode=rings: not one of ring, all_gather, ulysses. Use cp_mode=ring."),
+        ("cp=2 cp_mode=rings", "cp_mode=rings: not one of auto, gather, ring, ulysses. Did you mean 'ring'?"),
         ("dp_replicate=* tp=3", "dp_replicate=*: the other axes ask for 3 ranks, and 8 is not a multiple of 3."),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from weft.spec.context import CP_MODES
-from weft.spec.plan import OFFLOADS, PRECISIONS, RECOMPUTES, RESHARDS, SCHEDULES, Plan
+from weft.spec.plan import AXES, OFFLOADS, PRECISIONS, RECOMPUTES, REDUCES, RESHARDS, SCHEDULES, Plan
 
 _sizes = st.integers(1, 64) | st.integers(1, 999_999_999)
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
@@ -25,6 +25,7 @@ plans = st.builds(
     cp=_sizes,
     tp=_sizes,
     ep=_sizes,
+    order=st.permutations(AXES).flatmap(lambda axes: st.integers(0, 5).map(lambda count: tuple(axes[:count]))),
     zero=st.integers(0, 3),
     sp=st.booleans(),
     cp_mode=st.sampled_from(CP_MODES),
@@ -35,6 +36,7 @@ plans = st.builds(
     split=st.lists(st.integers(1, 99), max_size=8).map(tuple),
     accumulation=_sizes,
     precision=st.sampled_from(PRECISIONS),
+    reduce=st.sampled_from(REDUCES),
     recompute=st.sampled_from(RECOMPUTES) | _budgets,
     offload=_offloads,
     compile=st.booleans(),

@@ -159,7 +159,7 @@ UNKNOWN = {
         "unknown key 'data.train.0.schema_'. Did you mean 'data.train.0.schema'?"
     ),
     '"two words" = 1': "unknown key '\"two words\"'. A config has plan, seed, run, model, tokenizer, data, optimizer, "
-    "schedule, train, eval, checkpoint, sample, log, launch.",
+    "schedule, train, eval, checkpoint, memory, sample, log, launch.",
 }
 
 

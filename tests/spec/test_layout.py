@@ -85,3 +85,12 @@ def test_other_errors():
         Layout.named("lama")
     with pytest.raises(LayoutError, match="not one of"):
         Layout.from_mapping({"embed": 3})
+
+
+def test_a_setting_is_words_or_a_file_of_them(tmp_path):
+    words = "embed=vocab blocks.*.mlp.up=colwise"
+    file = tmp_path / "my.layout"
+    file.write_text("# by hand\nembed=vocab\n\nblocks.*.mlp.up=colwise  # half each\n")
+    assert Layout.read(words) == Layout.read(file) == Layout.read(str(file)) == Layout.parse(words)
+    with pytest.raises(LayoutError, match=r"layout=none.layout: this file cannot be read \(No such file"):
+        Layout.read("none.layout")

@@ -114,7 +114,7 @@ GOLDEN = {
     "offload=params:0.5+params": "offload=params: params has another share already. Keep one.",
     "recompute=0%": (
         "recompute=0%: not one of none, full, attention, selective, nor a budget. "
-        "Use one of them, or e.g. recompute=12GiB or recompute=50%."
+        "Use one of them, or e.g. recompute=full:8, recompute=12GiB or recompute=50%."
     ),
 }
 

@@ -16,15 +16,29 @@ from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
 from weft.spec.rule import alternatives, common_divisors, nearest
 from weft.spec.rules import LASTING, NOT_BUILT, RULES, Facts, check, check_plan
+from weft.spec.traced import Limit
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=6, num_heads=32, num_kv_heads=8, ffn_dim=768, max_seq_len=1024)
 FACTS = Facts(model=MODEL, world_size=8, global_batch=16, seq_len=1024)
 OPEN = Facts(open_axis="dp_replicate")
+#: What tracing may find of a model.
+PICTURES = Facts(limits={
+    "tp": Limit((1, 2, 4), "its layers can be shared evenly by 1, 2, 4 ranks"),
+    **{name: Limit((1,), "the model reads no sequence that could be cut") for name in ("cp", "ep", "pp")},
+    "sp": Limit((0,), "the model reads no sequence that could be cut"),
+})  # fmt: skip
 
 CASES = [
+    ("model-allows-tp", "tp=3", PICTURES,
+     "tp=3: its layers can be shared evenly by 1, 2, 4 ranks. Use tp=1, 2 or 4.", "tp=2"),
+    ("model-allows-sp", "tp=2 sp=on", PICTURES,
+     "sp=on: the model reads no sequence that could be cut. Use sp=off.", "tp=2"),
+    *((f"model-allows-{name}", f"{name}=2", PICTURES,
+       f"{name}=2: the model reads no sequence that could be cut. Use {name}=1.", "") for name in ("cp", "ep", "pp")),
     ("pp-recompute-budget-not-built", "pp=2 recompute=12GiB", Facts(),
      "recompute=12GiB: a budget for a pipeline, whose microbatches in flight share it, is not built yet. "
-     "Use recompute=full, selective, attention or none.", "pp=2 recompute=selective"),
+     "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank.",
+     "pp=2 recompute=selective"),
     ("pp-offload-activations-not-built", "pp=2 offload=optimizer+activations:0.5", Facts(),
      "offload=optimizer+activations:0.5: activations on the host under a pipeline is not built yet. "
      "Leave activations out, or use recompute=full.", "pp=2 offload=optimizer"),
@@ -43,16 +57,18 @@ CASES = [
     ("microbatches-fill-dualpipe", "pp=4 schedule=dualpipe_v virtual_stages=2 microbatches=6", Facts(),
      "microbatches=6: schedule=dualpipe_v needs at least 8 with pp=4. "
      "Use microbatches=8 or more, or schedule=zb_v.", "pp=4 schedule=dualpipe_v virtual_stages=2 microbatches=8"),
+    ("order-names-axes", "tp=2 dp_shard=4 zero=1 order=tp+pp", Facts(),
+     "order=tp+pp: the axes in use are dp_shard, tp. Name each of them once, outermost first, or leave order out.",
+     "tp=2 dp_shard=4 zero=1"),
+    ("order-is-another", "tp=2 dp_shard=4 zero=1 order=dp_shard+tp", Facts(),
+     "order=dp_shard+tp: these axes stand in this order anyway. Leave order out.", "tp=2 dp_shard=4 zero=1"),
+    ("order-without-ep", "tp=2 dp_shard=4 zero=1 ep=2 order=tp+dp_shard", Facts(),
+     "order=tp+dp_shard: ep=2 is a view over dp_shard, cp and tp in their usual order. "
+     "Leave order out, or use ep=1.", "tp=2 dp_shard=4 zero=1 ep=2"),
     ("split-needs-pp", "split=2+4", Facts(),
      "split=2+4: stages belong to a pipeline, and pp is 1. Leave split out, or use pp=2 or more.", ""),
     ("split-fits-model", "pp=2 split=2+5", FACTS,
      "split=2+5: there are 2 stages and 6 layers. Use 2 numbers that add up to 6, or leave split out.", "pp=2"),
-    ("offload-activations-recompute-not-built", "recompute=full offload=activations", Facts(),
-     "offload=activations: activations on the host together with recompute=full is not built yet. "
-     "Use recompute=none, or leave activations out.", "offload=activations"),
-    ("offload-activations-compile-not-built", "compile=on offload=activations", Facts(),
-     "offload=activations: activations on the host together with compile=on is not built yet. "
-     "Use compile=off, or leave activations out.", "offload=activations"),
     ("offload-params-needs-zero-3", "offload=params:0.25", Facts(),
      "offload=params:0.25: zero=0 needs whole parameters on the device in every pass; zero=3 brings them piece by "
      "piece. Use zero=3 with dp_shard=2 or more, or offload=optimizer.", "offload=optimizer:0.25"),

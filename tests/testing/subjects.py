@@ -60,3 +60,11 @@ def without_data() -> nn.Module:
 
 def no_model() -> int:
     return 3
+
+
+def raises() -> nn.Module:
+    raise ValueError("no weights here")
+
+
+def with_a_wrong_loss() -> tuple[nn.Module, object, object]:
+    return Net(), batch, lambda output, batch: output.sum()

@@ -14,7 +14,7 @@ from weft.cli.verify import describe
 from weft.errors import WeftError
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
-from weft.testing import verify
+from weft.testing import legal, verify
 from weft.testing.subject import Settings, find_subject, reduced
 from weft.testing.verify import Verifier
 
@@ -44,9 +44,18 @@ def shared_ranks(ranks2, monkeypatch):
     monkeypatch.setattr(verify, "RankPool", There)
 
 
-def verdict_of(source: str, plan: str, settings: Settings = SMALL):
+def verdict_of(source: str, plan: str, settings: Settings | None = None):
+    settings = settings or (Settings(num_steps=2) if source.startswith(HERE) else SMALL)
     with Verifier(find_subject(source, settings), 2) as verifier:
         return verifier.verify(Plan.parse(plan))
+
+
+def test_the_layout_of_a_config_is_the_subjects(tmp_path):
+    toml = tmp_path / "run.toml"
+    toml.write_text("layout = 'embed=vocab head=vocab'\n[model]\nname = 'tiny'\n")
+    built = find_subject(str(toml), SMALL).build()
+    assert built.layout is not None
+    assert built.layout.format() == "embed=vocab head=vocab"
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3 recompute=full"])
@@ -84,6 +93,15 @@ def test_gradients_that_part_are_told_from_outputs(shared_ranks):
     assert "outputs agree" in verdict.parts
 
 
+def test_experts_of_hugging_face_models_are_seen_by_the_rules(tmp_path):
+    mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    shape = find_subject(str(tmp_path), SMALL).shape
+    assert shape is not None
+    assert (shape.num_experts, shape.expert_ffn_dim) == (4, 24)
+    assert {plan.ep for plan in legal(2, model=shape)} == {1, 2}
+
+
 def test_the_model_is_reduced_as_asked():
     small = reduced(decoder_spec("llama3-8b"), Settings(num_layers=3, dim=64, vocab_size=100))
     assert (small.num_layers, small.dim, small.vocab_size) == (3, 64, 100)
@@ -94,17 +112,32 @@ def test_the_model_is_reduced_as_asked():
     "source, text",
     [
         ("tinny", "model=tinny: no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
-        (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or (model, batch_fn)."),
+        (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or it and an example or a batch_fn."),
         (f"{HERE}:without_data", "nothing says what its inputs are. Return (model, batch_fn)"),
+        (
+            f"{HERE}:raises",
+            "it raised ValueError (no weights here). Call it in Python without arguments, to see where.",
+        ),
+        (f"{HERE}:annotations", "and cannot be called. Name a function without arguments that returns a model."),
         (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
         ("tests", "model=tests: the folder has no config.json. Name a Hugging Face model's folder."),
     ],
 )
 def test_models_that_cannot_be_had(source, text):
     with pytest.raises(WeftError) as caught:
-        find_subject(source, SMALL).build()
+        find_subject(source, Settings(num_steps=2)).build()
     assert text in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_what_pytorch_alone_cannot_train_is_said_in_a_sentence():
+    with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Mend"):
+        Verifier(find_subject(f"{HERE}:with_a_wrong_loss", Settings(num_steps=1)), 2)
+
+
+def test_a_function_is_not_reduced_in_silence():
+    with pytest.raises(WeftError, match=r"layers=2: the function .* makes its model as it likes"):
+        find_subject(f"{HERE}:net", SMALL)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +148,8 @@ def test_models_that_cannot_be_had(source, text):
         (["--plan", "zero=1"], "zero=1: ZeRO shards over dp_shard"),
         (["--plan", "dp_shard=2 zero=1", "--dtype", "int8"], "dtype=int8: not one of float64"),
         (["--plan", "dp_shard=2 zero=1", "--all", "2"], "all=2: every legal plan of 1 to 64 ranks is listed"),
+        (["--all", "2", "--part", "3/2"], "part=3/2: a part is written as its number and how many there are. Use 1/10"),
+        (["--plan", "dp_shard=2 zero=1", "--part", "1/2"], "part=: it chooses among all plans, and one is named."),
         (["--all", "0"], "all=0: every legal plan of 1 to 64 ranks"),
         ([], "plan=: nothing says which plan. Give --plan"),
     ],
@@ -147,6 +182,15 @@ def test_all_plans_with_one_start_of_the_ranks(shared_ranks, capsys):
     assert told["num_passed"] + told["num_refused"] == 4
     assert told["legal"] > 50
     assert len({plan["plan"] for plan in told["plans"]}) == 4
+
+
+def test_parts_are_all_plans_together(shared_ranks, capsys):
+    seen = []
+    for part in ("1/2", "2/2"):
+        words = ["--all", "2", "--sample", "3", "--part", part, "--steps", "1", "--json"]
+        assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
+        seen += [plan["plan"] for plan in json.loads(capsys.readouterr().out)["plans"]]
+    assert len(seen) == len(set(seen)) == 3
 
 
 def test_the_command_itself_starts_its_ranks():

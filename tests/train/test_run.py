@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, PlanError, TrainingHalted
+from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError, TrainingHalted
 from weft.monitor import read_events
 from weft.spec.config_file import load_config
 from weft.train import RunFolder, generate_text, prepare_run, run_rank
@@ -60,6 +60,26 @@ def start(tmp_path: Path, text: Path):
         return folder, result, terminal.getvalue()
 
     return run
+
+
+def test_a_layout_is_checked_before_the_ranks_start_and_kept_in_the_folder(tmp_path, text):
+    file = tmp_path / "my.layout"
+    words = "embed=vocab blocks.*.mlp.{gate,up}=colwise blocks.*.mlp.down=rowwise head=vocab"
+    file.write_text(words.replace(" ", "\n"))
+    settings = [
+        *SMALL,
+        f"data.train={text}",
+        f"run.dir={tmp_path}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "plan=tp=2",
+    ]
+    folder = prepare_run(load_config(None, [*settings, f"layout={file}"]).config, world_size=2)
+    file.unlink()
+    assert folder.config().layout == words
+    with pytest.raises(LayoutError, match=r"'blocks.*.mlp.upp': the model has no such module"):
+        prepare_run(load_config(None, [*settings, "layout=blocks.*.mlp.upp=colwise"]).config, world_size=2)
+    with pytest.raises(ConfigError, match=r"layout=blocks.*.mlp.up=colwide: .*not one of colwise"):
+        load_config(None, [*settings, "layout=blocks.*.mlp.up=colwide"])
 
 
 def weights(folder: RunFolder, step: int) -> dict[str, torch.Tensor]:

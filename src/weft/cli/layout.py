@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,8 @@ def layout(
 ) -> None:
     """Print the layout that was found for a model: patterns of module paths, their styles, and the reasons.
 
-    The model is built without numbers, whatever its size. A saved file is given back as `parallelize(layout=...)`.
+    The model is built without numbers, whatever its size. A saved file can be edited and given back: layout="FILE" in
+    a config, `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
     from weft.parallel.layout_find import explain_layout
     from weft.parallel.tensor import check_layout
@@ -68,19 +68,10 @@ def _from_size(name: str) -> Any:
 
 
 def _from_function(name: str) -> tuple[Any, Any]:
-    from torch import nn
+    from weft.models.code import call_function
 
-    module_name, _, attribute = name.partition(":")
-    try:
-        made = getattr(importlib.import_module(module_name), attribute)()
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"model={name}: {error}. Give package.module:function, which takes no arguments.") from error
-    built, example = made if isinstance(made, tuple) else (made, None)
-    if not isinstance(built, nn.Module):
-        raise ModelError(
-            f"model={name}: it gave a {type(built).__name__}. Return a torch.nn.Module, or it and example arguments."
-        )
-    return built, example
+    built, rest = call_function(name)
+    return built, rest[0] if rest and not callable(rest[0]) else None
 
 
 def _from_hugging_face(folder: Path) -> Any:

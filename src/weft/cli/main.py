@@ -27,6 +27,7 @@ class Verb(NamedTuple):
 VERBS = {
     "train": Verb("Train a model; the same command again resumes.", "weft.cli.train", "train"),
     "plan": Verb("Find the best plans for a model on a cluster, and say why.", "weft.cli.plan", "plan"),
+    "calibrate": Verb("Measure this machine, so that the planner knows it.", "weft.cli.calibrate", "calibrate"),
     "verify": Verb("Prove that a plan trains what one process trains.", "weft.cli.verify", "verify"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.planner.question import Question
     from weft.planner.what_if import Scenario
     from weft.planner.why_not import WhyNot
+    from weft.spec.traced import TracedModel
 
 #: Exit code where no plan fits: as of a rank that runs out of memory.
 NOTHING_FITS = 4
@@ -54,24 +55,24 @@ def plan(
     waterfall: options.Waterfall = None,
     memory: options.Memory = None,
     out: options.Out = None,
+    save_model: options.SaveModel = None,
     json: options.Json = False,
     price: options.Price = None,
     tier: options.Tier = "tables",
     refine: options.Refine = 0.0,
     score: options.Score = None,
+    profile: options.ProfileFile = None,
+    learn: options.Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
-    if score is not None:
-        from weft.cli.plan_score import score_runs
-
-        score_runs(score, json)
+    if _needs_no_question(score, learn, profile, as_json=json, has_model=model is not None):
         return
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
     from weft.planner.question import Question
 
     asked = Question.of(
-        model,
+        _described(model, save_model),
         cluster,
         seq_len=seq_len,
         global_batch=global_batch,
@@ -79,6 +80,7 @@ def plan(
         built_only=built_only,
         tier=tier,
         refine_s=refine,
+        profile=profile,
     )
     found = _find(asked, why_not, compare, what_if or [])
     _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
@@ -92,6 +94,42 @@ def plan(
         print_findings(found, top=top, reasons=reasons, hour_price=price)
     if found.answer.best is None and not found.only_judges:
         raise typer.Exit(NOTHING_FITS)
+
+
+def _described(model: str, save: Path | None) -> str | TracedModel:
+    """The model's name, or what tracing finds where the name is that of code: that alone needs torch."""
+    from weft.cli.console import say
+    from weft.planner.model_source import CODE
+
+    if not CODE.fullmatch(model):
+        if save is not None:
+            rule = "only what is traced is saved, and this model is read from a config"
+            raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
+        return model
+    from weft.parallel.traced import trace
+
+    found = trace(model)
+    if save is not None:
+        found.save(save)
+        say(f"wrote {save}.")
+    return found
+
+
+def _needs_no_question(
+    score: Path | None, learn: Path | None, profile: Path | None, *, as_json: bool, has_model: bool
+) -> bool:
+    """Score, or teach a profile; whether that was all."""
+    if score is not None:
+        from weft.cli.plan_score import score_runs
+
+        score_runs(score, as_json)
+        return True
+    if learn is None:
+        return False
+    from weft.cli.plan_learn import learn_from
+
+    learn_from(learn, profile)
+    return not has_model
 
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:

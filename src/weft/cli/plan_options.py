@@ -11,7 +11,8 @@ Model = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A size (`weft models`), a Hugging Face config folder, or a config of Weft (.toml).",
+        help="A size (`weft models`), a Hugging Face config folder, a config of Weft (.toml), package.module:function, "
+        "or a file of --save-model.",
         show_default=False,
     ),
 ]
@@ -19,7 +20,7 @@ Cluster = Annotated[
     str | None,
     typer.Argument(
         metavar="CLUSTER",
-        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), or a .toml file.",
+        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), here, 4xhere, a profile or a .toml file.",
         show_default=False,
     ),
 ]
@@ -50,6 +51,10 @@ Memory = Annotated[
     Path | None, typer.Option("--memory", metavar="FILE.svg", help="Draw the best plan's memory, rank by rank.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE.toml", help="Write a config that `weft train` runs.")]
+SaveModel = Annotated[
+    Path | None,
+    typer.Option("--save-model", metavar="FILE.json", help="Write what tracing found; plan from it without torch."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Price = Annotated[
     float | None, typer.Option("--price", min=0.0, help="Dollars of one device for one hour.", show_default=False)
@@ -58,6 +63,13 @@ Tier = Annotated[str, typer.Option("--tier", help="datasheet, or tables: constan
 Score = Annotated[
     Path | None,
     typer.Option("--score", metavar="RUNS.csv", help="Lay predictions beside measured runs instead of planning."),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE.json", help="What `weft calibrate` measured."),
+]
+Learn = Annotated[
+    Path | None, typer.Option("--learn", metavar="RUN", help="First teach the profile what a finished run measured.")
 ]
 Refine = Annotated[
     float, typer.Option("--refine", min=0.0, max=3600.0, metavar="SECONDS", help="Time for annealing after the search.")

@@ -43,11 +43,10 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
 
 def _heading(console: Console, answer: Answer) -> None:
     question = answer.question
-    job = question.job
     assumed = f" (assumed: {' '.join(question.assumed)})" if question.assumed else ""
     console.print(
-        f"[bold]{question.model.name}[/], {format_count(job.shape.num_params)} parameters, on "
-        f"[bold]{question.cluster}[/]: {job.global_batch} sequences of {job.seq_len} tokens a step{assumed}"
+        f"[bold]{question.model.name}[/], {format_count(question.job.shape.num_params)} parameters, on "
+        f"[bold]{question.cluster}[/]: {question.work}{assumed}"
     )
     kind = "plans that run today" if question.built_only else "plans, those that are not built yet too"
     console.print(
@@ -62,12 +61,13 @@ def _heading(console: Console, answer: Answer) -> None:
 def _ranking(answer: Answer, top: int, hour_price: float | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     table.add_column("#", justify="right")
-    for title in ("step", "tokens/s", "MFU", "memory", "$/B tokens"):
+    unit = answer.question.unit
+    for title in ("step", f"{unit}/s", "MFU", "memory", f"$/B {unit}"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     table.add_column("plan (the best of each layout)", overflow="fold")
     for place, one in enumerate(answer.layouts(top), start=1):
-        table.add_row(str(place), *_figures(one, hour_price), one.text)
+        table.add_row(str(place), *_figures(one, hour_price), str(one.plan))
     return table
 
 
@@ -102,7 +102,7 @@ def _nothing(console: Console, answer: Answer) -> None:
     if answer.nearest is not None:
         one = answer.nearest
         console.print(
-            f"The one that needs least: {one.text}\n  {format_bytes(one.total_bytes)} on the fullest rank, of "
+            f"The one that needs least: {one.plan}\n  {format_bytes(one.total_bytes)} on the fullest rank, of "
             f"{format_bytes(one.usable_bytes)}.",
             markup=False,
         )
@@ -111,24 +111,25 @@ def _nothing(console: Console, answer: Answer) -> None:
         best = found.answer.best
         if best is not None:
             figures = f"{format_seconds(best.step_s)} a step, {format_bytes(best.total_bytes)}"
-            console.print(f"  {found.text:<28} {figures}  {best.text}", markup=False, soft_wrap=True)
+            console.print(f"  {found.text:<28} {figures}  {best.plan}", markup=False, soft_wrap=True)
 
 
 def _scenarios(answer: Answer, scenarios: tuple[Scenario, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("what if", no_wrap=True)
-    for title in ("step", "tokens/s", "speed", "MFU", "memory", "$/B tokens"):
+    unit = answer.question.unit
+    for title in ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("best plan", overflow="fold")
     base = answer.best
     if base is not None:
-        table.add_row("(as it is)", *_scenario(base, base), base.text)
+        table.add_row("(as it is)", *_scenario(base, base), str(base.plan))
     for each in scenarios:
         best = each.answer.best
         if best is None:
             table.add_row(each.text, "-", "-", "-", "-", "-", "-", "no plan fits")
         else:
-            table.add_row(each.text, *_scenario(best, base), best.text)
+            table.add_row(each.text, *_scenario(best, base), str(best.plan))
     return table
 
 

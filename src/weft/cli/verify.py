@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +31,10 @@ def verify(
         bool, typer.Option("--full", help="With --all: every combination, not every layout once with all pairs.")
     ] = False,
     sample: Annotated[
-        int | None, typer.Option("--sample", help="With --all: at most so many, drawn by --seed.")
+        int | None, typer.Option("--sample", min=1, help="With --all: at most so many, drawn by --seed.")
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option("--part", help='With --all: a part of them, such as "2/10".', show_default=False)
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")] = 3,
     dtype: Annotated[
@@ -44,6 +47,9 @@ def verify(
     layers: Annotated[int | None, typer.Option("--layers", min=1, help="Reduce the depth to this.")] = None,
     width: Annotated[int | None, typer.Option("--width", min=2, help="Reduce the width to this.")] = None,
     vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Reduce the vocabulary to this.")] = None,
+    layout: Annotated[
+        str, typer.Option("--layout", help="pattern=style words or a file of them; found from the model by default.")
+    ] = "",
     seed: Annotated[int, typer.Option("--seed", help="Of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -56,17 +62,42 @@ def verify(
     if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
         fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
         raise ConfigError(f"all={all_ranks}: every legal plan of 1 to 64 ranks is listed from the rules. {fix}.")
+    choice = _Choice(full, sample, _read_part(part))
+    if all_ranks is None and choice != _Choice():
+        given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
+        raise ConfigError(f"{given}=: it chooses among all plans, and one is named. Use it with --all.")
+    from weft.spec.layout import Layout
     from weft.testing.subject import Settings, find_subject
 
     batch = global_batch or (4 * all_ranks if all_ranks else 8)
     settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
     subject = find_subject(model, settings)
+    if layout:
+        subject = replace(subject, layout=Layout.read(layout))
     if all_ranks is not None:
-        raise typer.Exit(_verify_all(subject, all_ranks, full, sample, as_json))
+        raise typer.Exit(_verify_all(subject, all_ranks, choice, as_json))
     text = plan if plan is not None else subject.plan
     if not text:
         raise PlanError("plan=: nothing says which plan. Give --plan, or --all with a number of ranks.")
     raise typer.Exit(_verify_one(subject, Plan.parse(text), as_json))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which of all plans are run. full: every one, not a choice. sample: at most so many. part: (2, 10) is 2 of 10."""
+
+    full: bool = False
+    sample: int | None = None
+    part: tuple[int, int] = (1, 1)
+
+
+def _read_part(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 1, 1
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ConfigError(f"part={text}: a part is written as its number and how many there are. Use 1/10, or 2/10.")
+    return int(number), int(count)
 
 
 def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
@@ -86,7 +117,7 @@ def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
     return 0 if verdict.passed else 1
 
 
-def _verify_all(subject: Subject, num_ranks: int, full: bool, sample: int | None, as_json: bool) -> int:
+def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool) -> int:
     from weft.testing.matrix import covering, layout_of, legal, row_of
     from weft.testing.matrix import sample as draw
     from weft.testing.verify import Verifier
@@ -105,16 +136,21 @@ def _verify_all(subject: Subject, num_ranks: int, full: bool, sample: int | None
             f"all={num_ranks}: no plan of {num_ranks} ranks is legal for this model and "
             f"global_batch={settings.global_batch}. Use another global_batch, such as {4 * num_ranks}."
         )
-    chosen = every if full else [every[index] for index in covering([row_of(plan) for plan in every])]
-    chosen = chosen if sample is None else draw(chosen, sample, settings.seed)
+    chosen = every if choice.full else [every[index] for index in covering([row_of(plan) for plan in every])]
+    chosen = chosen if choice.sample is None else draw(chosen, choice.sample, settings.seed)
+    number, count = choice.part
     layouts = len({layout_of(plan) for plan in every})
-    say(f"{len(chosen)} of {len(every)} legal plans of {num_ranks} ranks ({layouts} layouts)")
+    of = f", part {number} of {count}" if count > 1 else ""
+    say(f"{len(chosen)} of {len(every)} legal plans of {num_ranks} ranks ({layouts} layouts){of}")
+    chosen = chosen[number - 1 :: count]
     start = time.perf_counter()
     verdicts: list[Verdict] = []
     with Verifier(subject, num_ranks) as verifier, progress_report(sys.stderr) as report:
         for number, plan in enumerate(chosen):
             report("verify", number, len(chosen))
             verdicts.append(verifier.verify(plan))
+            if not verdicts[-1].passed and not verdicts[-1].refused:
+                say(_table(verdicts[-1:])[0])  # at once: a run of hours may be ended before its table
     seconds = time.perf_counter() - start
     wrong = [one for one in verdicts if not one.passed and not one.refused]
     if as_json:

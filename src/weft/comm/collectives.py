@@ -30,10 +30,20 @@ _COMBINED = {
 
 
 class Pending:
-    """A collective under way; `wait()` returns its tensor, and may be called again."""
+    """A collective under way; `wait()` returns its tensor, and may be called again.
 
-    def __init__(self, tensor: torch.Tensor, axis: Axis | None = None, operation: Operation | None = None):
+    into: where the result belongs, in another format than it travelled in; it is copied there at the end.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        axis: Axis | None = None,
+        operation: Operation | None = None,
+        into: torch.Tensor | None = None,
+    ):
         self._tensor = tensor
+        self._into = into
         self._axis = axis
         self._operation = operation
         self._seconds = 0.0
@@ -51,15 +61,24 @@ class Pending:
             seconds = self._seconds + time.perf_counter() - start
             self._axis = self._operation = None
             axis.record(axis.name, operation.kind, max(operation.source.nbytes, operation.out.nbytes), seconds)
+            if self._into is not None:
+                self._into.detach().copy_(self._tensor.view_as(self._into))
+                self._tensor, self._into = self._into, None
         return self._tensor
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """Combine `tensor` over the axis, in place. op: "sum", "max" or "min". Returns the tensor."""
-    return start_all_reduce(tensor, axis, op).wait()
+def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Combine `tensor` over the axis, in place. op: "sum", "max" or "min". Returns the tensor.
+
+    dtype: the format to travel in, such as bfloat16 for gradients in float32: each rank's tensor is rounded to it, and
+    the result once more; sums of it are made in float32 on the CPU. Over an axis of size 1 nothing is rounded.
+    """
+    return start_all_reduce(tensor, axis, op, dtype=dtype).wait()
 
 
-def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", parts: Parts | None = None) -> Pending:
+def start_all_reduce(
+    tensor: torch.Tensor, axis: Axis, op: str = "sum", parts: Parts | None = None, dtype: torch.dtype | None = None
+) -> Pending:
     """Begin `all_reduce`; the tensor must not be touched before `wait()` of what this returns.
 
     parts: what to combine, where it is not in `tensor` yet; the result is written to `tensor`.
@@ -67,8 +86,11 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", parts: P
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
     name = f"all_reduce over {axis.name}"
-    _check_op(name, tensor, op)
     flat = _flat(name, "tensor", tensor)
+    if (rounded := _rounded(tensor if parts is None else parts, dtype)) is not None:
+        _check_op(name, rounded, op)
+        return Pending(rounded, axis, Operation("all_reduce", axis.name, rounded, rounded, op), into=tensor)
+    _check_op(name, tensor, op)
     return Pending(tensor, axis, Operation("all_reduce", axis.name, flat if parts is None else parts, flat, op))
 
 
@@ -95,16 +117,23 @@ def start_all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None =
     return Pending(out, axis, Operation("all_gather", axis.name, source, flat))
 
 
-def reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum") -> torch.Tensor:
+def reduce_scatter(
+    flat: torch.Tensor,
+    axis: Axis,
+    out: torch.Tensor | None = None,
+    op: str = "sum",
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Combine `flat` over the axis; this rank gets its 1/size slice: flat (numel / size), or in `out` of any shape.
 
     `out` may be this rank's slice of `flat` itself; the rest of `flat` is left as it was. Over an axis of size 1
-    without `out`: the tensor itself, flat. Raises CommError where numel is not a multiple of the axis's size.
+    without `out`: the tensor itself, flat. dtype: the format to travel in, as for `all_reduce`. Raises CommError where
+    numel is not a multiple of the axis's size.
     """
-    return start_reduce_scatter(flat, axis, out, op).wait()
+    return start_reduce_scatter(flat, axis, out, op, dtype).wait()
 
 
-def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor) -> Pending:
+def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, dtype: torch.dtype | None = None) -> Pending:
     """Begin `reduce_scatter` (sum) of a flat tensor that lies in parts, into `out` of this rank's share of elements."""
     name = f"reduce_scatter over {axis.name}"
     if axis.size == 1:
@@ -114,11 +143,19 @@ def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor) -> Pending:
             f"{name}: out holds {out.numel()} {_kind(out)}, and {axis.size} ranks divide {parts.numel()} elements. "
             f"Pass an out of {parts.numel() // axis.size} elements of the parts' type."
         )
+    if (rounded := _rounded(parts, dtype)) is not None:
+        return _scatter_rounded(name, rounded, axis, out, "sum")
     _check_op(name, out, "sum")
     return Pending(out, axis, Operation("reduce_scatter", axis.name, parts, _flat(name, "out", out)))
 
 
-def start_reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, op: str = "sum") -> Pending:
+def start_reduce_scatter(
+    flat: torch.Tensor,
+    axis: Axis,
+    out: torch.Tensor | None = None,
+    op: str = "sum",
+    dtype: torch.dtype | None = None,
+) -> Pending:
     """Begin `reduce_scatter`; neither flat nor out must be touched before `wait()` of what this returns."""
     name = f"reduce_scatter over {axis.name}"
     numel, rest = divmod(flat.numel(), axis.size)
@@ -130,11 +167,13 @@ def start_reduce_scatter(flat: torch.Tensor, axis: Axis, out: torch.Tensor | Non
     _check_out(name, flat, out, numel, f"a slice of {numel} elements")
     if axis.size == 1 or numel == 0:
         return _identity(flat, out, numel)
-    _check_op(name, flat, op)
-    source = flat.detach().reshape(-1)  # copies where it is not contiguous
     if out is None:
         out = torch.empty(numel, dtype=flat.dtype, device=flat.device)
     part = _flat(name, "out", out)
+    if (rounded := _rounded(flat, dtype)) is not None:
+        return _scatter_rounded(name, rounded, axis, out, op)
+    _check_op(name, flat, op)
+    source = flat.detach().reshape(-1)  # copies where it is not contiguous
     _check_overlap(name, whole=source, part=part, offset=axis.rank * numel)
     return Pending(out, axis, Operation("reduce_scatter", axis.name, source, part, op))
 
@@ -154,6 +193,21 @@ def barrier(axis: Axis) -> None:
     if axis.size > 1:
         nothing = torch.empty(0)
         Pending(nothing, axis, Operation("barrier", axis.name, nothing, nothing)).wait()
+
+
+def _rounded(what: torch.Tensor | Parts, dtype: torch.dtype | None) -> torch.Tensor | None:
+    """A flat copy in the format to travel in; None where that is its own."""
+    if dtype is None or dtype == what.dtype:
+        return None
+    flat = torch.empty(what.numel(), dtype=dtype, device=what.device)
+    return what.copy_to(flat) if isinstance(what, Parts) else flat.copy_(what.detach().reshape(-1))
+
+
+def _scatter_rounded(name: str, rounded: torch.Tensor, axis: Axis, out: torch.Tensor, op: str) -> Pending:
+    """reduce_scatter in place of a rounded copy; the result goes to `out`."""
+    _check_op(name, rounded, op)
+    own = rounded[axis.rank * out.numel() :][: out.numel()]
+    return Pending(own, axis, Operation("reduce_scatter", axis.name, rounded, own, op), into=out)
 
 
 def _flat(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -40,9 +40,10 @@ class Choice:
 def transports(mesh: Mesh) -> list[Choice]:
     """What the axes of the mesh use that have communicated so far."""
     found = []
-    for (ranks, device), link in mesh.world.links.items():
+    for (group, device), link in mesh.world.links.items():
         link = cast(Link, link)
-        found.append(Choice(cast("tuple[int, ...]", ranks), str(device), link.transport, link.reason))
+        ranks = tuple(dist.get_process_group_ranks(cast(dist.ProcessGroup, group)))
+        found.append(Choice(ranks, str(device), link.transport, link.reason))
     return found
 
 
@@ -53,7 +54,8 @@ def links_of(axis: Axis) -> list[Link]:
 
 def link_of(axis: Axis, device: torch.device) -> Link:
     """The link of the axis for tensors on `device`; at the first call all its ranks meet."""
-    link = axis.links.get((axis.ranks, device.type))
+    # By group, not by ranks: looking thousands of them up takes tens of microseconds, several times a collective.
+    link = axis.links.get((axis.group, device.type))
     return cast(Link, link) if link is not None else join(axis, device.type)
 
 
@@ -70,7 +72,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
             f"axis {axis.name}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
             f"Look at the logs of these ranks: one has probably ended."
         ) from error
-    axis.links[(axis.ranks, device)] = link
+    axis.links[(axis.group, device)] = link
     return link
 
 

@@ -101,7 +101,6 @@ class ReduceScatter(Route):
     def __init__(self, operation: Operation, rank: int, size: int, combine: Combiner):
         super().__init__(operation, rank, size, combine)
         self.length = self.out.numel()
-        self.shards = self.source.view(size, self.length) if isinstance(self.source, torch.Tensor) else None
 
     def span(self, slot_numel: int) -> int:
         return slot_numel // (self.size - 1)
@@ -115,17 +114,19 @@ class ReduceScatter(Route):
         first, last = span
         for rank in range(self.size):
             if rank != self.rank:
-                mine[self._place(rank, self.rank, last - first)].copy_(self.shards[rank, first:last])
+                mine[self._place(rank, self.rank, last - first)].copy_(self._of(rank, span))
 
     def reduce(self, span: Span, slots: Slots) -> None:
         first, last = span
         parts = [
-            self.shards[self.rank, first:last]
-            if rank == self.rank
-            else slot[self._place(self.rank, rank, last - first)]
+            self._of(rank, span) if rank == self.rank else slot[self._place(self.rank, rank, last - first)]
             for rank, slot in enumerate(slots)
         ]
         self.combine(parts, self.op, self.out[first:last])
+
+    def _of(self, rank: int, span: Span) -> torch.Tensor:
+        """The span of one rank's shard, here."""
+        return self.source[rank * self.length + span[0] : rank * self.length + span[1]]
 
 
 class AllGather(Route):

@@ -3,14 +3,17 @@
 While a block's forward runs, autograd hands every tensor that it would keep to `_Pass`, which begins its copy to the
 host. The device's tensors are let go when the block ends, so the activations of about one block are on the device at a
 time. In backward, the first tensor asked for brings all of its block, and begins to bring those of the block before.
+With recompute that is what the policy keeps: of recompute=full the block's inputs. A compiled block hands over what its
+generated backward reads.
 
 Parameters and buffers, small tensors and tensors that show the same memory at several places stay where they are.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,17 +44,29 @@ class Activations:
 
     def watch(self, name: str, block: nn.Module) -> None:
         """From here the block's activations live on the host between forward and backward."""
+        if block._compiled_call_impl is not None:
+            # Hooks of the block are compiled with it, so this lies around it; copies of the block are not compiled.
+            block._compiled_call_impl = functools.partial(self._around, name, block, block._compiled_call_impl)
+            return
         block.register_forward_pre_hook(_Enter(self, name))
         block.register_forward_hook(_Leave(self), always_call=True)
         for part in block.modules():
             if next(part.parameters(), None) is not None or next(part.buffers(), None) is not None:
                 part.register_forward_pre_hook(_Part(self))
 
-    def enter(self, name: str) -> None:
-        """A block's forward begins."""
+    def _around(self, name: str, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a compiled block."""
+        self.enter(name, compiled=block)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.leave()
+
+    def enter(self, name: str, compiled: nn.Module | None = None) -> None:
+        """A block's forward begins. compiled: the block, where its parts are not called one by one."""
         # A recomputed forward runs inside of backward: what it keeps is used at once.
         wanted = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        one = _Pass(self, name) if wanted else None
+        one = _Pass(self, name, compiled) if wanted else None
         self._open.append(one)
         if one is not None:
             self.last = weakref.ref(one)
@@ -72,8 +87,9 @@ class Activations:
 class _Pass:
     """One forward of one block, and its backward."""
 
-    def __init__(self, owner: Activations, name: str):
+    def __init__(self, owner: Activations, name: str, compiled: nn.Module | None):
         self.owner = owner
+        self._compiled = compiled
         self.hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, self._unpack)
         self._name = name
         self._before = owner.last() if owner.last is not None else None
@@ -100,7 +116,7 @@ class _Pass:
         """The block's forward is over: the device need not keep what the host has."""
         assert self.hooks is not None
         self.hooks.__exit__(None, None, None)
-        known, self._known, self.hooks = self._known, {}, None
+        known, self._known, self.hooks, self._compiled = self._known, {}, None, None
         changed = any(saved.is_changed for saved in known.values())
         for saved in known.values():
             saved.let_go()
@@ -117,7 +133,7 @@ class _Pass:
                 saved.bring()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        if not self._moves(tensor):
+        if not self._moves(tensor) or (self._compiled is not None and not self._moves_compiled(tensor)):
             return tensor
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         saved = self._known.get(key)
@@ -144,6 +160,13 @@ class _Pass:
             and tensor.untyped_storage().data_ptr() not in self._stay
             and all(stride > 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         )
+
+    def _moves_compiled(self, tensor: torch.Tensor) -> bool:
+        """Generated code saves parameters too, wherever they lie now, and asks for strides as they were."""
+        assert self._compiled is not None
+        self.keep(self._compiled)
+        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        return dense and tensor.untyped_storage().data_ptr() not in self._stay
 
 
 class _Saved:

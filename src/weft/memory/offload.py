@@ -20,7 +20,7 @@ import torch
 
 from weft.errors import LaunchError
 from weft.memory.link import Copy, Link, Waitable, link_to
-from weft.memory.pool import HostPool, pool_for
+from weft.memory.pool import MOST_OF_HOST, HostPool, pool_for
 from weft.spec.plan import Plan
 
 #: torch's optimizers whose fused kernels run on a CPU too: one pass over memory where others take several.
@@ -35,9 +35,9 @@ class Host:
     pool: HostPool
 
 
-def open_host(plan: Plan, device: torch.device) -> Host | None:
-    """The host, where the plan puts something there."""
-    return Host(link_to(device), pool_for(device)) if plan.offload else None
+def open_host(plan: Plan, device: torch.device, pinned_limit: str = MOST_OF_HOST) -> Host | None:
+    """The host, where the plan puts something there. pinned_limit: of all ranks of the machine: "64GiB" or "60%"."""
+    return Host(link_to(device), pool_for(device, pinned_limit)) if plan.offload else None
 
 
 def offload_lines(plan: Plan, device: torch.device) -> list[str]:

@@ -1,7 +1,8 @@
 """How one block runs under a policy: what of its forward is kept for backward, and what is computed again.
 
 torch's non-reentrant checkpoint does the work. It replays the block's forward, with the same random numbers, when
-backward first asks for something that was not kept, and stops where the last such thing has been made again.
+backward first asks for something that was not kept, and stops where the last such thing has been made again. What is
+kept is kept as autograd keeps it: hooks on saved tensors, such as those that bring it to the host, see all of it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _VersionWrapper,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import flop_registry
 
 from weft.errors import ModelError
 
 Forward = Callable[..., Any]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 #: Calls that hold the core of attention. nn.MultiheadAttention gives no access to its core alone.
 ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -59,15 +65,30 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     if policy.name == "attention":
         with _RecomputedAttention():
             return forward(block, *args, **kwargs)
-    # Compiled code writes buffers once, whatever it computes twice, and its tracer takes no contexts but torch's own.
-    buffers = () if torch.compiler.is_compiling() else policy.buffers
+    if torch.compiler.is_compiling():
+        return _run_traced(policy, block, forward, args, kwargs)
+    selective = policy.name == "selective"
+    keeping, replaying = _selective_contexts(policy.saved) if selective else _no_contexts()
+    if policy.buffers:
+        # Batch statistics and their like count a batch once: the replay writes into copies.
+        replaying = _both(spare_buffers(block, policy.buffers), replaying)
+    if (state := getattr(block, "_weft_travels", None)) is not None:
+        # What forward reads besides its arguments, and another microbatch may have changed when the replay comes.
+        replaying = _both(state.travelling(), replaying)
+    pair = keeping, replaying
+    outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **kwargs)
+    if selective:
+        _keep_as_autograd_does(keeping.storage)
+    return outputs
+
+
+def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same inside of torch.compile, whose tracer takes no contexts but torch's own.
+
+    Compiled code writes buffers once, whatever it computes twice.
+    """
     if policy.name == "selective":
-        contexts: Callable[[], Contexts] = partial(_selective_contexts, policy.saved)
-        if buffers:
-            contexts = partial(_with_spare_buffers, block, buffers, contexts)
-        return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    if buffers:
-        contexts = partial(_with_spare_buffers, block, buffers, _no_contexts)
+        contexts = partial(_selective_contexts, policy.saved)
         return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
 
@@ -117,14 +138,8 @@ def spare_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
             owner._buffers[name] = tensor
 
 
-def _no_contexts() -> Contexts:
+def _no_contexts() -> tuple[Any, Any]:
     return contextlib.nullcontext(), contextlib.nullcontext()
-
-
-def _with_spare_buffers(block: nn.Module, names: Sequence[str], contexts: Callable[[], Contexts]) -> Contexts:
-    """Batch statistics and their like count a batch once: the replay writes into copies."""
-    forward, replay = contexts()
-    return forward, _both(spare_buffers(block, names), replay)
 
 
 @contextlib.contextmanager
@@ -133,7 +148,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-def _selective_contexts(saved: frozenset[int]) -> Contexts:
+def _selective_contexts(saved: frozenset[int]) -> tuple[Any, Any]:
     order = itertools.count()
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -142,6 +157,38 @@ def _selective_contexts(saved: frozenset[int]) -> Contexts:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(decide)
+
+
+class _Keep(torch.autograd.Function):
+    """Saves one tensor for a backward that never comes: it is asked for by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.detach()
+
+
+class _Kept:
+    """Stands for an entry of torch's storage of selective checkpoints, and is asked by its name for the value."""
+
+    def __init__(self, entry: _VersionWrapper):
+        anchor = torch.empty(0, requires_grad=True)
+        self._node = _Keep.apply(anchor, entry.get_val(False)).grad_fn
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> torch.Tensor:
+        del allow_cache_entry_mutation  # autograd looks after changes in place
+        return self._node.saved_tensors[0]
+
+
+def _keep_as_autograd_does(storage: dict[Any, Any]) -> None:
+    """Let what a selective checkpoint has stored, a list or a dict for each operation, be saved tensors of autograd."""
+    for entries in storage.values():
+        for key in range(len(entries)) if isinstance(entries, list) else list(entries):
+            entries[key] = tree_map_only(_VersionWrapper, _as_saved, entries[key])
+
+
+def _as_saved(entry: _VersionWrapper) -> Any:
+    return _Kept(entry) if isinstance(entry.val, torch.Tensor) else entry
 
 
 class _RecomputedAttention(TorchFunctionMode):

@@ -16,10 +16,10 @@ import torch
 from weft import env
 from weft.errors import LaunchError
 from weft.memory.link import Copy
-from weft.units import format_bytes
+from weft.units import format_bytes, parse_bytes
 
-#: Share of the machine's memory that all ranks on it may pin together; the rest is for states, data and the system.
-MOST_OF_HOST = 0.6
+#: Of the machine's memory, what all ranks on it may pin together; the rest is for states, data and the system.
+MOST_OF_HOST = "60%"
 #: A free buffer serves requests from this share of its size on.
 LEAST_USED = 0.75
 _GRAIN = 4096
@@ -79,7 +79,8 @@ class HostPool:
         if self.held_bytes + size > self.limit_bytes:
             raise LaunchError(
                 f"{field}: this rank needs {format_bytes(self.held_bytes + size)} of host memory for copies, and its "
-                f"limit is {format_bytes(self.limit_bytes)}. Put a smaller share on the host, such as {field}:0.5."
+                f"limit is {format_bytes(self.limit_bytes)}. Put a smaller share on the host, such as {field}:0.5, or "
+                f"raise memory.pinned_limit."
             )
         buffer = torch.empty(size, dtype=torch.uint8)
         if self._pin is not None:
@@ -103,18 +104,28 @@ def _unpin_all(buffers: dict[int, torch.Tensor], unpin: Pin | None) -> None:
             unpin(buffer)
 
 
-def host_limit(share: float = MOST_OF_HOST) -> int:
-    """Bytes of host memory that this rank may take: its part of a share of what the machine or container has."""
+def host_limit(setting: str = MOST_OF_HOST) -> int:
+    """Bytes of host memory that this rank may take: its part of what all ranks of the machine may.
+
+    setting: a size ("64GiB"), or a share of what the machine or container has ("60%"). Raises LaunchError for a size
+    that is not there.
+    """
     total = psutil.virtual_memory().total
     if _CGROUP_LIMIT.exists() and (text := _CGROUP_LIMIT.read_text().strip()).isdigit():
         total = min(total, int(text))
+    limit = total * int(setting[:-1]) // 100 if setting.endswith("%") else parse_bytes(setting)
+    if limit >= total:
+        raise LaunchError(
+            f"memory.pinned_limit={setting}: the ranks of a machine pin less than it has, and here it has "
+            f"{format_bytes(total)}. Use a share, such as memory.pinned_limit={MOST_OF_HOST}."
+        )
     place = env.rank_env()
-    return int(total * share) // (place.local_world_size if place else 1)
+    return limit // (place.local_world_size if place else 1)
 
 
-def pool_for(device: torch.device, limit_bytes: int | None = None) -> HostPool:
-    """The pool of a rank: pinned for a CUDA device, ordinary memory for all others."""
-    limit = host_limit() if limit_bytes is None else limit_bytes
+def pool_for(device: torch.device, pinned_limit: str = MOST_OF_HOST) -> HostPool:
+    """The pool of a rank: pinned for a CUDA device, ordinary memory for all others. pinned_limit: as `host_limit`."""
+    limit = host_limit(pinned_limit)
     return HostPool(limit, _register, _unregister) if device.type == "cuda" else HostPool(limit)
 
 

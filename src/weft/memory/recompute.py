@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,8 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
     """
     _undo(model)
     blocks = (repeated_blocks(model) or {"": model}) if plan.recompute != "none" else {}
+    if plan.recompute_blocks:
+        blocks = _first_blocks(blocks, plan)
     recompute = Recompute(plan.recompute, blocks, axis)
     model._weft_recompute_of_model = recompute
     kinds: dict[type, type] = {}
@@ -64,6 +67,14 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
     return recompute
 
 
+def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Module]:
+    """As many of this rank's blocks as the plan names, from the first: they are kept longest."""
+    if "" in blocks:
+        rule = "it counts repeated blocks, and the model has none on this rank"
+        raise PlanError([Problem("recompute", f"recompute={plan.recompute}: {rule}. Use {plan.recompute_policy}.")])
+    return dict(itertools.islice(blocks.items(), plan.recompute_blocks))
+
+
 def recompute_of(model: nn.Module) -> Recompute | None:
     """What `apply_recompute` made for this model, or None."""
     return getattr(model, "_weft_recompute_of_model", None)
@@ -79,7 +90,8 @@ class Recompute:
 
     def __init__(self, setting: str, blocks: dict[str, nn.Module], axis: Axis | None):
         self.setting = setting
-        self.is_budget = setting not in RECOMPUTES
+        self.policy = setting.partition(":")[0]
+        self.is_budget = self.policy not in RECOMPUTES
         self.policies: dict[str, Policy] = {}
         self.kept_bytes: int | None = None
         self.full_bytes: int | None = None
@@ -130,7 +142,7 @@ class Recompute:
 
     def at_once(self, block: nn.Module) -> Policy | None:
         """The policy that needs no look at the block, or None."""
-        if self.setting != "full" or next(block.buffers(), None) is not None:
+        if self.policy != "full" or next(block.buffers(), None) is not None:
             return None
         policy = Policy("full")
         self.policies.update((path, policy) for path, known in self._blocks.items() if known is block)
@@ -148,7 +160,7 @@ class Recompute:
         trace = self._traces[kind]
         if not self.is_budget:
             self._refuse_without_attention(path, trace)
-            self._choose({path: trace.named(self.setting)})
+            self._choose({path: trace.named(self.policy)})
             return block.forward(*args, **kwargs)
         if not self._watched and any(path == call.path for call in self._calls):
             # The blocks are run by other ways than the model's forward: what lies outside them stays unknown.

@@ -12,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from weft.monitor.meter import StepTimes
 from weft.planner.drawing import Bar, draw_bars
 
+#: Steps that `typical` looks back on.
+_TYPICAL = 200
 #: The kind of each phase of a step, for what of it is not communication.
 _KINDS = {
     "forward": "compute", "backward": "compute", "weight gradients": "compute", "wait": "stages",
@@ -49,10 +52,12 @@ class TimeBook:
         self._total: float | None = None
         self.num_steps = 0
         self.last: StepTimes | None = None
+        self._steps: deque[dict[str, float]] = deque(maxlen=_TYPICAL)
 
     def start(self) -> None:
         """The run begins now."""
         self._seconds, self.num_steps, self._total = {}, 0, None
+        self._steps.clear()
         self._began = time.perf_counter()
 
     def stop(self) -> None:
@@ -76,6 +81,7 @@ class TimeBook:
         """Count a step's phases, communication apart."""
         self.num_steps += 1
         self.last = times
+        before = dict(self._seconds)
         for phase, seconds in times.phases.items():
             kind = _KINDS.get(phase, "host")
             # Waiting for a stage is waiting for its message: one of the two is counted.
@@ -83,6 +89,18 @@ class TimeBook:
             for axis, spent in inside.items():
                 self.add(f"over {axis}", spent)
             self.add(kind, max(0.0, seconds - sum(inside.values())))
+        spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in self._seconds.items() if kind != "host"}
+        # What no phase has: Python between them.
+        spent["host"] = max(0.0, times.total_s - sum(spent.values()))
+        self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
+
+    def typical(self) -> dict[str, float]:
+        """Seconds by kind of one step: the mean over the last ones, without the run's first, which sets things up."""
+        steps = [*self._steps]
+        if self.num_steps == len(steps) and len(steps) > 1:
+            steps = steps[1:]
+        kinds = dict.fromkeys(kind for step in steps for kind in step)
+        return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
 
     def seconds(self) -> dict[str, float]:
         """Seconds by kind; "host" is what no kind has; "total" is all."""

@@ -2,13 +2,15 @@
 
 Muon (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982) steps along the orthogonalised momentum of a
 whole matrix. It therefore needs whole matrices: under ZeRO each is dealt out whole to one rank, which alone keeps its
-momentum and orthogonalises it, and only the new weights travel. The other parameters are cut anywhere.
+momentum and orthogonalises it, and only the new weights travel. A matrix that tensor parallelism has cut keeps its
+momentum cut: the step's direction alone is joined, orthogonalised on each rank of tp, and cut again. The other
+parameters are cut anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,12 +21,23 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
 
 
+class Join(Protocol):
+    """How the parts of a cut matrix become the whole, and the other way round."""
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """A collective: all ranks that hold parts of the matrix call it."""
+        ...
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor: ...
+
+
 class Muon(torch.optim.Optimizer):
     """Muon on 2-D parameters, AdamW on all others.
 
     params: parameters, or groups of them; `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
     usual for embeddings and heads. lr: of matrices, in the scale of AdamW's (`match_rms_adamw` in torch), so that one
     learning rate serves both. Orthogonalisation runs in bf16, as torch's does, and in float64 for float64 parameters.
+    joins: of those matrices that are parts of larger ones; filled by who cut them.
     """
 
     def __init__(
@@ -38,6 +51,7 @@ class Muon(torch.optim.Optimizer):
     ):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         super().__init__(_by_shape(params), {**defaults, "matrices": True, "elementwise": False})
+        self.joins: dict[nn.Parameter, Join] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -62,9 +76,13 @@ class Muon(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(param)
         assert param.grad is not None
         momentum = state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-        update = orthogonalise(param.grad.lerp(momentum, group["momentum"]))
+        ahead, join = _working(param.grad.lerp(momentum, group["momentum"])), self.joins.get(param)
+        update = orthogonalise(ahead if join is None else join.whole(ahead))
+        scale = 0.2 * max(update.shape) ** 0.5
+        if join is not None:
+            update = join.part(update)
         param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape) ** 0.5)
+        param.add_(update.to(param), alpha=-group["lr"] * scale)
 
     def _adamw(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         for param in params:
@@ -91,10 +109,15 @@ class Muon(torch.optim.Optimizer):
         )
 
 
+def _working(matrix: torch.Tensor) -> torch.Tensor:
+    """In the format of the iteration."""
+    return matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
+
+
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
     """Near the nearest matrix whose singular values are all 1, by Newton-Schulz iteration."""
     a, b, c = COEFFICIENTS
-    x = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
+    x = _working(matrix)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / x.norm().clamp(min=1e-7)

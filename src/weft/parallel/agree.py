@@ -32,11 +32,12 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
         return
     most = all_reduce(torch.tensor([len(rows)], device=device), axis, op="max").item()
     marks = torch.tensor([_mark(row) for row in rows] + [0] * (int(most) - len(rows)), device=device)
-    others = all_gather(marks, axis).view(axis.size, -1)
-    unlike = (others != others[0]).nonzero()
+    # Extremes, not everybody's marks: what a rank receives must not grow with the number of ranks.
+    unlike = (all_reduce(marks.clone(), axis, op="max") != all_reduce(marks.clone(), axis, op="min")).nonzero()
     if len(unlike):
-        column = int(unlike[:, 1].min())
-        ranks = [axis.ranks[rank] for rank in (others[:, column] != others[0, column]).nonzero().flatten().tolist()]
+        column = int(unlike[0])
+        others = all_gather(marks[column : column + 1], axis)
+        ranks = [axis.ranks[rank] for rank in (others != others[0]).nonzero().flatten().tolist()]
         here = rows[column] if column < len(rows) else None
         what = f"tensor {here[0]!r} with shape {here[1]} and requires_grad={here[2]}" if here else "no tensor more"
         raise CommError(

@@ -133,16 +133,19 @@ class AxisMap:
         """A parameter's name in checkpoints."""
         return self.placement(name).name or name
 
+    def is_divided(self, name: str) -> bool:
+        """Whether a parameter is cut over more than one rank."""
+        return self._size(self.placement(name).cut) > 1
+
     def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """ModelError where an optimizer must see whole parameters, and one of these is cut."""
+        """ModelError where an optimizer must see whole parameters, and these are cut."""
         for name in sorted(names):
-            placement = self.placement(name)
-            if self._size(placement.cut) > 1:
-                raise ModelError(
-                    f"optimizer {type(optimizer).__name__}: it must see the whole of parameter {name!r}, which is cut "
-                    f"over {'*'.join(placement.cut)}. Use AdamW or SGD for it, or a plan with "
-                    f"{' '.join(f'{axis}=1' for axis in placement.cut)}."
-                )
+            cut = self.placement(name).cut
+            raise ModelError(
+                f"optimizer {type(optimizer).__name__}: it must see the whole of parameter {name!r}, which is cut "
+                f"over {'*'.join(cut)}. Use AdamW or SGD for it, or a plan with "
+                f"{' '.join(f'{axis}=1' for axis in cut)}."
+            )
 
     def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors under the names that checkpoints have for them. A collective over the cut axes."""

@@ -8,6 +8,7 @@ optimizers that must see whole matrices.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 
 from weft.comm.parts import Parts
+from weft.errors import ModelError
 from weft.memory.offload import HostPart
 from weft.mesh import Axis
 from weft.parallel.axes import Axes
+from weft.units import format_bytes
 
 #: Large enough to amortise a collective's latency, small enough that several are under way at once.
 BUCKET_BYTES = 16 * 2**20
@@ -25,6 +28,8 @@ BUCKET_BYTES = 16 * 2**20
 ALIGNMENT = 16
 #: `whole` accepts this share of a bucket as fill between the parts.
 MOST_FILL = 0.05
+#: So much fill, where it is more than the parameters, is refused: many ranks and few matrices.
+MOST_FILL_BYTES = 2**30
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +202,7 @@ def lay_out(
     """Buckets, without contents yet, in the order in which backward completes them: the last parameters first.
 
     whole: names of the parameters that must not cross the borders between parts. host: of those whose masters are
-    on the host.
+    on the host. Raises ModelError where so many ranks would leave most of the memory empty.
     """
     kinds: dict[tuple[object, ...], list[Slot]] = {}
     for slot in reversed(slots):
@@ -206,7 +211,9 @@ def lay_out(
     limit = max(1, bucket_bytes // master.itemsize)
     groups: list[tuple[list[Slot], int, bool]] = []
     for key, members in kinds.items():
-        groups += _whole(members, limit, shard.size) if key[0] else _slices(members, limit, shard.size)
+        found = _whole(members, limit, shard.size) if key[0] else _slices(members, limit, shard.size)
+        _refuse_fill(found, shard, master.itemsize)
+        groups += found
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
     groups.sort(key=lambda group: max(position[id(slot)] for slot in group[0]))
     buckets = [_bucket(index, *group, formats, master, shard) for index, group in enumerate(groups)]
@@ -277,6 +284,20 @@ def _whole(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Sl
     return [(group, _spread(group, num_shards), True) for group in groups]
 
 
+def _refuse_fill(groups: list[tuple[list[Slot], int, bool]], shard: Axis, itemsize: int) -> None:
+    """ModelError where more than half of the flat memory, and more than MOST_FILL_BYTES, would hold nothing."""
+    numel = sum(slot.numel for group, _, _ in groups for slot in group)
+    fill = sum(length * shard.size for _, length, _ in groups) - numel
+    if fill <= numel or fill * itemsize <= MOST_FILL_BYTES:
+        return
+    most = max(1, numel // max(slot.numel for group, _, _ in groups for slot in group))
+    raise ModelError(
+        f"{shard.name}={shard.size}: the optimizer must see whole matrices, and dealt out to so many ranks they leave "
+        f"{format_bytes(fill * itemsize)} empty beside {format_bytes(numel * itemsize)} of weights. "
+        f"Use at most {most} there with the other ranks in dp_replicate, or AdamW."
+    )
+
+
 def _fits(group: list[Slot], least: int, num_shards: int) -> bool:
     numel = sum(_aligned(slot.numel) for slot in group)
     return numel >= least and _spread(group, num_shards) * num_shards <= numel * (1 + MOST_FILL)
@@ -284,13 +305,13 @@ def _fits(group: list[Slot], least: int, num_shards: int) -> bool:
 
 def _spread(group: list[Slot], num_shards: int) -> int:
     """Place each parameter, the largest first, in the part that is emptiest; returns the length of a part."""
-    ends = [0] * num_shards
+    ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; further parts stay empty
     places: list[tuple[Slot, int, int]] = []
     for slot in sorted(group, key=lambda slot: -slot.numel):
-        part = min(range(num_shards), key=ends.__getitem__)
-        places.append((slot, part, ends[part]))
-        ends[part] += _aligned(slot.numel)
-    length = max(max(ends), ALIGNMENT)
+        end, part = ends[0]
+        places.append((slot, part, end))
+        heapq.heapreplace(ends, (end + _aligned(slot.numel), part))
+    length = max(max(ends)[0], ALIGNMENT)
     for slot, part, offset in places:
         slot.start = part * length + offset
     return length

@@ -15,17 +15,54 @@ from torch.nn import functional as F
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
-from weft.parallel.cut_dropout import Fork
+from weft.mesh import Axis
 from weft.parallel.cut_linear import TOKENS, Line, columns, rows, token_share
+
+_PART = "_weft_cut_part"
+
+
+class CutPart:
+    """Where this rank is in the cut parts of one model: what draws random numbers there asks for it.
+
+    is_open: it is between a column-cut layer and the row-cut one after it, where it has its own heads or features.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.is_open = False
+        self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
+        return self  # a copy of the module runs on the same ranks
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def sees_cut_tokens(self, path: str) -> bool:
+        """Whether the module of that path is given this rank's part of the tokens."""
+        return any(path == place or path.startswith(f"{place}.") for place in self.token_paths)
+
+
+def keep_part(model: nn.Module, part: CutPart) -> None:
+    """Leave it on the model, for `cut_part_of`."""
+    setattr(model, _PART, part)
+
+
+def cut_part_of(model: nn.Module) -> CutPart | None:
+    """What tensor parallelism left on this model; None where nothing was cut."""
+    return getattr(model, _PART, None)
 
 
 class Entry:
-    """Where activations enter a cut part. members: the column-cut layers that read them. width: their features."""
+    """Where activations enter a cut part. members: the column-cut layers that read them. width: their features.
 
-    def __init__(self, line: Line, width: int, fork: Fork):
+    part: opened here; None in front of a head, after which nothing comes.
+    """
+
+    def __init__(self, line: Line, width: int, part: CutPart | None):
         self.line = line
         self.width = width
-        self.fork = fork
+        self.part = part
         self.members: list[nn.Module] = []
         self._inner: torch.Tensor | None = None
         self._outer: torch.Tensor | None = None
@@ -59,7 +96,8 @@ class Entry:
     def _begin(self, inner: torch.Tensor, outer: torch.Tensor) -> None:
         self.close()
         self._inner, self._outer = inner, outer
-        self.fork.begin()
+        if self.part is not None:
+            self.part.is_open = True
 
     def _multiply(self, members: list[nn.Module], inner: torch.Tensor, outer: torch.Tensor) -> dict[int, torch.Tensor]:
         biases = [one.bias for one in members]
@@ -98,7 +136,8 @@ class Enter:
         """Nothing of it is needed any more."""
         del module, args, output
         self._entry.close()
-        self._entry.fork.end()
+        if self._entry.part is not None:
+            self._entry.part.is_open = False
 
 
 class ColumnLinear(nn.Module):
@@ -117,12 +156,11 @@ class RowLinear(nn.Module):
     """Reads this rank's share of the input features; its output is the sum over the ranks."""
 
     _weft_line: Line
-    _weft_fork: Fork | None
+    _weft_part: CutPart
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., F) to (..., D)."""
-        if self._weft_fork is not None:
-            self._weft_fork.end()
+        self._weft_part.is_open = False
         out = rows(x, weight_of(self).to(x.dtype), self._weft_line)
         return out if self.bias is None else out + self.bias  # pyright: ignore[reportOperatorIssue]
 

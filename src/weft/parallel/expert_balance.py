@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from weft.mesh import Axis, Mesh
 from weft.models.balance import Span, move_bias
 from weft.models.moe import Router, routers
 from weft.parallel.context import Context, context_of
+from weft.parallel.foreign_router import ForeignRouter
 
 
 class DividedSpan(Span):
@@ -54,7 +57,7 @@ def divide_sequences(model: nn.Module, mesh: Mesh) -> None:
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     context = context_of(model)
     if context is not None or tp.size > 1:
-        for router in routers(model):
+        for router in balanced_routers(model):
             router.span = DividedSpan(context, tp)
 
 
@@ -62,12 +65,17 @@ def _gathered(x: Tensor, axis: Axis) -> list[Tensor]:
     return [x] if axis.size == 1 else list(all_gather(x.contiguous(), axis).view(axis.size, *x.shape))
 
 
+def balanced_routers(model: nn.Module) -> Iterator[Router | ForeignRouter]:
+    """Routers that count what they choose: the project's, and those that `balance_routers` was called for."""
+    return (module for module in model.modules() if isinstance(module, Router | ForeignRouter))
+
+
 class ExpertBalance:
     """What a training step does for the routers of a model; nothing for a model without."""
 
     def __init__(self, model: nn.Module, mesh: Mesh):
-        self._routers = list(routers(model))
-        self._biased = [router for router in self._routers if router.bias_ppm is not None]
+        self._routers = list(balanced_routers(model))
+        self._biased = [router for router in routers(model) if router.bias_ppm is not None]
         names = ("dp_replicate", "dp_shard", "cp", *(("tp",) if mesh.plan.sp else ()))
         self._axis = mesh[names] if self._biased else None
         self._pending: Pending | None = None

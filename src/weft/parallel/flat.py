@@ -6,8 +6,8 @@
     2      weights, gradients of few buckets   masters, optimizer states, gradients
 
 Gradients of a single microbatch travel from where autograd put them: stage 1 then keeps no more of them than stage 2.
-Stage 2 keeps whole gradients over the microbatches of a step, so that they travel once; with `each_microbatch` they
-travel, and are dropped, after each.
+Stage 2 leaves them there over the microbatches of a step, so that they travel once; with `each_microbatch` they travel,
+and are dropped, after each.
 
 Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stages); Zhang et al. 2022, arXiv 2205.00119 (replicas of shards).
 """
@@ -31,6 +31,7 @@ from weft.parallel.adopt import Adoption
 from weft.parallel.agree import check_same_model
 from weft.parallel.axes import AxisMap
 from weft.parallel.buckets import BUCKET_BYTES, Bucket, Slot, fill, lay_out, put_in_order
+from weft.parallel.joined import join_cut
 from weft.parallel.materialise import Materialise
 from weft.parallel.own_loop import OwnLoop
 from weft.parallel.placement import Placement
@@ -82,8 +83,9 @@ class FlatModel:
         self.own_loop = OwnLoop(self)
         shards = any(axes.shard.size > 1 for axes in self._kinds.values())
         stage = mesh.plan.zero if shards else 0
+        each = each_microbatch and stage == 2
         self.reducer = Reducer(
-            self._slots, self.axes, stage, mesh.device, self.own_loop.note, each_microbatch and stage == 2
+            self._slots, self.axes, stage, mesh.device, self.own_loop.note, each, self.precision.reduce
         )
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
@@ -126,6 +128,10 @@ class FlatModel:
         """Multiply all gradients."""
         self.reducer.scale(factor)
 
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """Clip in a user's own loop; the whole gradient's norm before."""
+        return self.own_loop.clip(max_norm)
+
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the new weights into the parameters of all ranks."""
@@ -158,10 +164,9 @@ class FlatModel:
             raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
         adoption = Adoption(optimizer, self._slots)
         names = adoption.must_see_whole()
-        self.axes.refuse_cut(names, optimizer)
         if any(not _bucket(slot).whole and _bucket(slot).num_shards > 1 for slot in self._slots if slot.name in names):
             self._lay_out_anew(names)
-        adoption.put()
+        self._put(adoption)
         if self._on_host:
             step_on_host(optimizer)
         self.adoptions.append(adoption)
@@ -326,8 +331,15 @@ class FlatModel:
         for slot, grad in grads.items():
             slot.grad, slot.param.grad = None, grad
         for adoption, saved in zip(self.adoptions, states, strict=True):
-            adoption.put()
+            self._put(adoption)
             load_states(adoption, saved)
+
+    def _put(self, adoption: Adoption) -> None:
+        """Give an optimizer its pieces, and what it needs to know of those that are cut."""
+        adoption.put()
+        names = adoption.must_see_whole()
+        whole = [(slot.name, piece) for slot, piece in adoption.pieces.items() if slot.name in names]
+        join_cut(adoption.optimizer, whole, self.axes, self.device)
 
     def take_masters(self, tensors: Mapping[str, Any]) -> None:
         """Masters follow parameters that were written, from tensors that were not rounded."""

@@ -75,6 +75,13 @@ class DataParallel(Protocol):
         """Multiply all gradients, after `finish`."""
         ...
 
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """In a user's own loop, after backward: scale all gradients to a norm of at most max_norm.
+
+        The norm before, of the whole gradient: 0-d, equal on all ranks, which call it together.
+        """
+        ...
+
     def publish(self) -> None:
         """After `optimizer.step()`: the next forward sees the new weights, on all ranks."""
         ...

@@ -29,7 +29,7 @@ def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     Raises LayoutError where the forward fails without numbers, or nothing is found.
     """
     trace = _Trace(model)
-    trace.run(_example(model) if example is None else example)
+    trace.run(example_of(model) if example is None else example)
     styles, reasons = trace.styles()
     if not styles:
         raise LayoutError(
@@ -228,7 +228,7 @@ def _plain(output: Any) -> Any:
     return dict(output) if isinstance(output, dict) else output
 
 
-def _example(model: nn.Module) -> Any:
+def example_of(model: nn.Module) -> Any:
     """Arguments that fit what the model begins with."""
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)

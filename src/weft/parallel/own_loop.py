@@ -3,7 +3,8 @@
 After each backward that is not inside `microbatch`, gradients become means over the data ranks, whole on every rank:
 what `.grad` would hold on one device whose batch is all ranks' batches, so clipping and looking at `.grad` are right.
 Ranks may call backward a different number of times before a step: before ranks exchange anything they tell each other
-where they are, and those that are at the step already take part with nothing new.
+where they are, and those that are at the step already take part with nothing new. Under reduce=bf16 what earlier
+backward passes of a step left is rounded with the new: sums over several are exact to that format, not to fp32.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from weft.comm import all_reduce
 from weft.comm.collectives import start_all_reduce
 from weft.errors import ModelError
+from weft.optim import clip_factor, global_norm
 from weft.parallel.adopt import Adoption
 from weft.parallel.axes import Axes
 from weft.parallel.buckets import Bucket, Slot
 
 if TYPE_CHECKING:
     from weft.parallel.flat import FlatModel
+
+
+#: By how much, of itself, a norm may differ between ranks that added the same numbers in another order.
+_ALIKE = 1e-4
 
 
 class OwnLoop:
@@ -69,18 +75,58 @@ class OwnLoop:
         optimizer.zero_grad = zero_all
 
     @torch.no_grad()
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale `.grad` of all parameters to a norm of at most max_norm; the norm before, of the whole gradient.
+
+        A collective: ranks that are still in a backward are waited for.
+        """
+        self._wait_for_all()
+        engine = self._held()
+        square, grads = torch.zeros((), dtype=torch.float64, device=engine.device), []
+        for bucket in engine.reducer.buckets:
+            found = [slot.param.grad for slot in bucket.slots if slot.param.grad is not None]
+            # Each rank that holds the same part adds its share of it.
+            square += global_norm(found).to(square).square() / bucket.over.same.size
+            grads += found
+        norm = all_reduce(square, engine.axes.world).sqrt()
+        if grads:
+            torch._foreach_mul_(grads, clip_factor(float(norm), max_norm))
+        return norm
+
+    @torch.no_grad()
     def settle(self) -> None:
         """At the optimizer's step: wait for ranks that are still in a backward, then have all gradients in buckets."""
+        self._wait_for_all()
+        self._check_alike()
         engine = self._held()
-        while engine.axes.stage.size > 1 and self._meet(at_step=True):
-            self._reduce_touched()
-        self._touched = set()
         for bucket in engine.reducer.buckets:
             bucket.shard = engine.reducer.take(bucket)[bucket.own]
         engine.reducer.forget()
         engine.reducer.send()
         engine.reducer.arrive()
         engine.show_gradients()
+
+    def _wait_for_all(self) -> None:
+        """Take part, with nothing new, in the backwards of ranks that are not at the step yet."""
+        while self._held().axes.stage.size > 1 and self._meet(at_step=True):
+            self._reduce_touched()
+        self._touched = set()
+
+    def _check_alike(self) -> None:
+        """ModelError where a gradient that all ranks have alike is not: it was scaled by what each rank knows alone."""
+        engine = self._held()
+        if not any(placement.is_cut for placement in engine.axes.placements.values()):
+            return
+        whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
+        norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None]).double()
+        both = torch.stack([norm, -norm]).to(engine.device)
+        most, least = all_reduce(both, engine.axes.stage, op="max").abs().tolist()
+        if most - least > _ALIKE * most:
+            raise ModelError(
+                f"gradients: the norm of those that all ranks have alike is {least:.6g} on one rank and {most:.6g} on "
+                f"another. torch.nn.utils.clip_grad_norm_ sees a rank's part alone of what tp and ep divide. "
+                f"Use run.clip_grad_norm_(model, max_norm)."
+            )
 
     def _held(self) -> FlatModel:
         engine = self._engine()
@@ -119,7 +165,8 @@ class OwnLoop:
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]
         axes = [bucket.over.over for bucket in buckets]
-        for pending in [start_all_reduce(flat, axis) for flat, axis in zip(flats, axes, strict=True)]:
+        travels = engine.precision.reduce
+        for pending in [start_all_reduce(flat, axis, dtype=travels) for flat, axis in zip(flats, axes, strict=True)]:
             pending.wait()
         if flats:
             torch._foreach_mul_(flats, [1.0 / axis.size for axis in axes])

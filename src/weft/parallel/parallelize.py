@@ -11,15 +11,19 @@ from weft.errors import ModelError
 from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
+from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import Mesh
 from weft.parallel.context import apply_context
+from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import spread_experts
 from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.materialise import move
+from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, merge_placements
 from weft.parallel.tensor import cut_tensors, fuse_whole_head
+from weft.parallel.zero3 import FullyShardedModel
 from weft.spec.layout import Layout
 
 
@@ -30,23 +34,27 @@ def parallelize(
     layout: Layout | None = None,
     placements: Mapping[str, Placement] | None = None,
     seed: int | None = None,
+    pinned_limit: str = MOST_OF_HOST,
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
-    seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them.
+    seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them; and of
+    dropout in steps that nobody gives a key.
     layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is None.
     placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
+    pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
     Raises ModelError when the model was laid over a mesh before.
     """
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
     placed = cut(model, mesh, layout) if placements is None else dict(placements)
-    hold_back(model, mesh)
+    follow_positions(model, mesh, seed or 0)
+    _hold_back(model, mesh)
     move(model, mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
         compile_blocks(model)
-    host = open_host(mesh.plan, mesh.device)
+    host = open_host(mesh.plan, mesh.device, pinned_limit)
     if host is not None and (share := mesh.plan.offload_share("activations")):
         offload_activations(list(repeated_blocks(model).items()) or [("", model)], share, host)
     if host is not None and mesh.rank == 0 and mesh.device.type != "cuda":
@@ -60,30 +68,18 @@ def parallelize(
 def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     plan = mesh.plan
-    stages = split_stages(model, mesh) if plan.pp > 1 else {}
+    stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     experts = spread_experts(model, mesh, layout)
     tensors = cut_tensors(model, mesh, layout, experts) if plan.tp > 1 else {}
     if plan.tp == 1:
         fuse_whole_head(model)
-    context = cut_context(model, mesh) if plan.cp > 1 else {}
+    context = apply_context(model, mesh)
     divide_sequences(model, mesh)
     return merge_placements(stages, experts, tensors, context)
 
 
-# Each technique takes the place of its function here when it is built.
-
-
-def split_stages(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
-    """Keep only this rank's stages of the model."""
-    from weft.parallel.pipeline.runtime import build_pipeline
-
-    return build_pipeline(model, mesh)
-
-
-def hold_back(model: nn.Module, mesh: Mesh) -> None:
+def _hold_back(model: nn.Module, mesh: Mesh) -> None:
     """Let weight gradients wait where the schedule of the model's pipeline says so."""
-    from weft.parallel.pipeline.runtime import pipeline_of
-
     pipeline = pipeline_of(model)
     if pipeline is None:
         return
@@ -96,18 +92,11 @@ def hold_back(model: nn.Module, mesh: Mesh) -> None:
     pipeline.hold_weight_gradients(model)
 
 
-def cut_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
-    """Let attention see the whole sequence where each rank has a part of it."""
-    return apply_context(model, mesh)
-
-
 def _engine(
     model: nn.Module, mesh: Mesh, host: Host | None, placements: Mapping[str, Placement], seed: int | None
 ) -> DataParallel:
     """The stage that the plan asks for."""
     if mesh.plan.zero == 3:
-        from weft.parallel.zero3 import FullyShardedModel
-
         return FullyShardedModel(model, mesh, placements, seed, host=host)
     return FlatModel(model, mesh, placements, host=host, seed=seed)
 

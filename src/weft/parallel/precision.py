@@ -1,8 +1,9 @@
 """Which number format each part of a step uses, and how a module is brought to it.
 
 One policy for every stage. Weights of forward and backward are in the compute format, so that activations, gathers
-and memory are too. Master weights, gradients, their reduction and optimizer states are fp32 (fp64 under "fp64"), and
-the masters start from the weights as they were before rounding. Batch norms stay in the master format: their running
+and memory are too. Master weights, gradients and optimizer states are fp32 (fp64 under "fp64"), and the masters start
+from the weights as they were before rounding. Gradients travel between ranks in that format too, or in bf16 where the
+plan says so: rounded for the collective alone. Batch norms stay in the master format: their running
 statistics move by less than a step of bf16. Buffers keep their format under bf16 and fp16.
 """
 
@@ -24,16 +25,21 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """compute: of weights in forward and backward, and of activations. master: of all that is summed or kept."""
+    """compute: of weights in forward and backward, and of activations. master: of all that is added up or kept.
+
+    reduce: of gradients on their way between ranks.
+    """
 
     compute: torch.dtype
     master: torch.dtype
+    reduce: torch.dtype
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
-        """The formats that the plan's `precision` stands for."""
+        """The formats that the plan's `precision` and `reduce` stand for."""
         compute = _COMPUTE[plan.precision]
-        return cls(compute, torch.float64 if compute == torch.float64 else torch.float32)
+        master = torch.float64 if compute == torch.float64 else torch.float32
+        return cls(compute, master, torch.bfloat16 if plan.reduce == "bf16" else master)
 
     @property
     def scales_loss(self) -> bool:
@@ -47,12 +53,16 @@ class Precision:
 
     def __str__(self) -> str:
         short = {value: key for key, value in _COMPUTE.items()}
+        narrow = self.reduce != self.master
+        apart = f", gradients travel in {short[self.reduce]}" if narrow else ""
         if not self.is_mixed:
-            return f"all {short[self.compute]}"
-        return (
-            f"forward and backward {short[self.compute]}; "
-            f"master weights, gradients, reduction and optimizer {short[self.master]}"
+            return f"all {short[self.compute]}{apart}"
+        kept = (
+            "master weights, gradients and optimizer"
+            if narrow
+            else "master weights, gradients, reduction and optimizer"
         )
+        return f"forward and backward {short[self.compute]}; {kept} {short[self.master]}{apart}"
 
 
 def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:

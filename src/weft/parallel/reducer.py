@@ -39,7 +39,8 @@ class Reducer:
     """Reduces the gradients of one step, bucket by bucket.
 
     stage: 2 drops a bucket's whole gradient as soon as it was reduced. each: reduce after each microbatch, not only
-    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches.
+    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches. travels: the
+    format in which gradients travel between ranks.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Reducer:
         device: torch.device,
         note: Callable[[Bucket], None],
         each: bool = False,
+        travels: torch.dtype | None = None,
     ):
         self.buckets: list[Bucket] = []
         self._slots = slots
         self._axes = axes
         self._stage = stage
         self._each = each
+        self._travels = travels
         self._note = note
         self._pass: str | None = None  # "inner" or "last" inside a microbatch
         self._has_seen_backward = False
@@ -107,7 +110,8 @@ class Reducer:
         """All gradients are sums, `totals` too."""
         self._reduce_rest()
         divided = [bucket for bucket in self.buckets if bucket.num_shards > 1]
-        for pending in [start_all_reduce(shard_of(bucket), bucket.over.replicate) for bucket in divided]:
+        sums = [start_all_reduce(shard_of(one), one.over.replicate, dtype=self._travels) for one in divided]
+        for pending in sums:
             pending.wait()
         self.send()
         self._sum(totals)
@@ -193,7 +197,7 @@ class Reducer:
             self._late.append(index)
             slot.fired += 1
             return
-        if bucket.collected or self._pass != "last":
+        if bucket.collected or not self._stays(bucket):
             self._room(bucket)
             if param.grad is not slot.grad:
                 _take(slot)
@@ -206,6 +210,15 @@ class Reducer:
             self._waiting[bucket.index] -= 1
             while self._next < len(self.buckets) and self._waiting[self._next] == 0:
                 self._launch(self.buckets[self._next], self._pass == "last")
+
+    def _stays(self, bucket: Bucket) -> bool:
+        """Whether gradients stay in autograd's hands until they travel.
+
+        Stage 2 needs room for them until then in any case; below, what they are summed into is there already, and
+        later microbatches would make a second set of them.
+        """
+        kept = self._stage == 2 and bucket.num_shards > 1 and self._pass == "inner" and not self._each
+        return self._pass == "last" or kept
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
         """Let a bucket's gradients travel. final: there is no later microbatch."""
@@ -228,10 +241,10 @@ class Reducer:
             self._make_way()
         out = bucket.shard if add is None else add
         if parts is not None:
-            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out)
+            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out, self._travels)
         else:
             assert flat is not None
-            pending = start_reduce_scatter(flat, bucket.over.shard, out=out)
+            pending = start_reduce_scatter(flat, bucket.over.shard, out=out, dtype=self._travels)
         if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
         self._under_way[bucket.index] = _UnderWay(pending, add)
@@ -246,7 +259,7 @@ class Reducer:
                 self._make_way()
                 for slot in bucket.slots:
                     slot.param.grad = None
-            pending = start_all_reduce(flat, bucket.over.replicate, parts=parts)
+            pending = start_all_reduce(flat, bucket.over.replicate, parts=parts, dtype=self._travels)
             self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:

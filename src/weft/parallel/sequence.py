@@ -11,7 +11,7 @@ B sequences, T tokens, S = T / tp tokens of this rank, D features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,8 @@ from weft.comm.autograd import gather_slice, slice_to
 from weft.errors import LayoutError
 from weft.memory import repeated_blocks
 from weft.models import Decoder
-from weft.parallel.cut_dropout import TokenDropout
 from weft.parallel.cut_linear import TOKENS, Line, token_share
-from weft.parallel.cut_modules import Entry, become, weight_of
+from weft.parallel.cut_modules import weight_of
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.spec.layout import Layout, Style
 
@@ -98,7 +97,7 @@ def _check_block(path: str, block: nn.Module, styles: Mapping[str, Style]) -> No
             )
 
 
-def cut_sequence(model: nn.Module, sequence: Sequence, line: Line, entries: Iterable[Entry]) -> None:
+def cut_sequence(model: nn.Module, sequence: Sequence, line: Line) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
     if sequence.with_ends:
@@ -109,11 +108,6 @@ def cut_sequence(model: nn.Module, sequence: Sequence, line: Line, entries: Iter
         for first, last in sequence.runs:
             modules[first].register_forward_pre_hook(edge.before, with_kwargs=True)
             modules[last].register_forward_hook(edge.after)
-    forks = list({id(entry.fork): entry.fork for entry in entries}.values())
-    for path in sequence.blocks:
-        for module in modules[path].modules():
-            if isinstance(module, nn.Dropout) and not isinstance(module, TokenDropout):
-                become(module, TokenDropout, line=line, forks=forks)
 
 
 class _Edge:

@@ -15,10 +15,10 @@ from torch import nn
 from weft.comm import broadcast
 from weft.errors import LayoutError, PlanError
 from weft.mesh import Axis, Mesh
-from weft.parallel.cut_dropout import Fork
 from weft.parallel.cut_linear import Line
 from weft.parallel.cut_modules import (
     ColumnLinear,
+    CutPart,
     Enter,
     Entry,
     RowLinear,
@@ -26,6 +26,7 @@ from weft.parallel.cut_modules import (
     become,
     is_linear,
     is_transposed,
+    keep_part,
     weight_of,
 )
 from weft.parallel.head import fuse_head, make_head
@@ -73,7 +74,7 @@ class _Cutter:
         self.locals: dict[int, nn.Parameter] = {}  # by id of the whole: a tied weight is cut once
         self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs
         self.entries: dict[str, Entry] = {}
-        self.forks: dict[str, Fork] = {}
+        self.part = CutPart(self.axis)
 
     def cut(self) -> dict[str, Placement]:
         heads = _find_heads(self.modules, self.styles)
@@ -93,7 +94,9 @@ class _Cutter:
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
         if self.sequence is not None:
-            cut_sequence(self.model, self.sequence, self.line, list(self.entries.values()))
+            cut_sequence(self.model, self.sequence, self.line)
+            self.part.token_paths = self.sequence.modules
+        keep_part(self.model, self.part)
         return self._placements()
 
     def _check_partial(self, heads: dict[str, Heads]) -> None:
@@ -128,8 +131,7 @@ class _Cutter:
         alone = self._is_wide(parent) or bool(getattr(around, "is_cross_attention", False))
         place = path if alone else parent
         if place not in self.entries:
-            fork = self.forks.setdefault(parent, Fork(self.line, around, parent))
-            entry = Entry(self.line, weight_of(module).shape[1], fork)
+            entry = Entry(self.line, weight_of(module).shape[1], self.part)
             self.entries[place] = entry
             if not alone:
                 hooks = Enter(entry)
@@ -158,7 +160,7 @@ class _Cutter:
     def _row(self, path: str, module: nn.Module) -> None:
         self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if is_transposed(module) else 1)
         _set_sizes(module)
-        become(module, RowLinear, line=self.line, fork=self.forks.get(_parent(path)))
+        become(module, RowLinear, line=self.line, part=self.part)
 
     def _vocab(self, path: str, module: nn.Module) -> None:
         vocab = weight_of(module).shape[0]
@@ -175,7 +177,7 @@ class _Cutter:
             become(module, VocabEmbedding, line=self.ends, vocab=vocab)
             return
         _set_sizes(module)
-        entry = Entry(self.ends, weight_of(module).shape[1], Fork(self.ends, None))
+        entry = Entry(self.ends, weight_of(module).shape[1], None)
         entry.members.append(module)
         make_head(module, self.ends, vocab, entry, scales_logits(self.model))
 

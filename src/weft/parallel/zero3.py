@@ -30,8 +30,10 @@ from weft.errors import ModelError
 from weft.memory import repeated_blocks
 from weft.memory.offload import Host, step_on_host
 from weft.mesh import Axis, Mesh
+from weft.optim import clip_factor
 from weft.parallel.agree import check_same_model
 from weft.parallel.axes import AxisMap
+from weft.parallel.joined import join_cut
 from weft.parallel.materialise import Materialise
 from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
@@ -86,7 +88,7 @@ class FullyShardedModel:
         originals = dict(model.named_parameters())
         self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
         self._shapes = {name: param.shape for name, param in originals.items()}
-        self._partial = PartialSums(axes, self.precision.master, mesh.device)
+        self._partial = PartialSums(axes, self.precision, mesh.device)
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         materialise.make(self.plain.values())
@@ -97,8 +99,11 @@ class FullyShardedModel:
         kinds = self._kinds
         self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
         names = choose_hosted(self.shards, on_host, plan)
-        hosted = HostedShards(host, self.shards, names) if host is not None and names else None
-        self._adoption = ShardAdoption(self.shards, originals, self._axis, hosted)
+        self._hosted = HostedShards(host, self.shards, names) if host is not None and names else None
+        if self._hosted is not None and self._replicas.size == 1:
+            late = {shard.name for _, shard in self._late}
+            self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
+        self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
         self._modules = [unit.module for unit in self.units]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
@@ -107,7 +112,7 @@ class FullyShardedModel:
 
     def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
         """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
-        names, calls = [*map(str, self.units), *self.plain], Calls()
+        names, calls, travels = [*map(str, self.units), *self.plain], Calls(), self.precision.reduce
         axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
         orders = {axis.ranks: Order(axis, names, mesh.device) for axis in axes}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
@@ -116,11 +121,12 @@ class FullyShardedModel:
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
-            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks]))
+            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks], travels))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
-                self._sums.append(ReplicaSum(index, members[index], self._replicas, orders[self._replicas.ranks]))
+                order = orders[self._replicas.ranks]
+                self._sums.append(ReplicaSum(index, members[index], self._replicas, order, travels))
                 module.set_all_reduce_hook(self._sums[-1])
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]
@@ -145,6 +151,8 @@ class FullyShardedModel:
             drop_partial_gradients(self._modules)
             self._unfinished = False
         self._synchronise(True)
+        if self._hosted is not None:
+            self._hosted.forget()
         self.clear()
 
     def clear(self) -> None:
@@ -162,16 +170,21 @@ class FullyShardedModel:
         self._in_microbatch = self._unfinished = self._is_partial = True
         self._average(False)
         self._synchronise(last or not self._defers)
-        for replica_sum in self._sums:
-            replica_sum.last, replica_sum.may_overlap = last, last
+        self._at_last(last, overlaps=last)
         try:
             yield
             self._unfinished = not last
         finally:
             # Outside, each backward is complete in itself, as a user's own loop expects.
             self._in_microbatch = False
-            for replica_sum in self._sums:
-                replica_sum.last, replica_sum.may_overlap = True, False
+            self._at_last(True, overlaps=False)
+
+    def _at_last(self, last: bool, *, overlaps: bool) -> None:
+        """Whether gradients that arrive now are sums with those of earlier passes, and whether they may travel on."""
+        for replica_sum in self._sums:
+            replica_sum.last, replica_sum.may_overlap = last, overlaps
+        if self._hosted is not None:
+            self._hosted.is_last = overlaps
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
@@ -216,7 +229,17 @@ class FullyShardedModel:
         """Multiply all gradients."""
         grads = [param.grad for param in self._optimized() if param.grad is not None]
         if factor != 1.0 and grads:
+            if self._hosted is not None:
+                self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
             torch._foreach_mul_(grads, factor)
+
+    @torch.no_grad()
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """Clip in a user's own loop; the whole gradient's norm before."""
+        self.settle()
+        norm = self.norm()
+        self.scale(clip_factor(float(norm), max_norm))
+        return norm
 
     def publish(self) -> None:
         """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""
@@ -231,6 +254,7 @@ class FullyShardedModel:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
         self._adoption.put(optimizer)
+        join_cut(optimizer, self._adoption.whole(optimizer), self.axes, self._device)
         if self._has_host:
             step_on_host(optimizer)
         watch_steps(optimizer, weakref.ref(self), self._adoption)
@@ -302,6 +326,8 @@ class FullyShardedModel:
                 "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
                 "Use run.train_step, or precision=bf16."
             )
+        if self._hosted is not None:
+            self._hosted.forget()
         self._settle_gradients()
 
     def _optimized(self) -> Iterator[nn.Parameter]:
@@ -355,4 +381,4 @@ class FullyShardedModel:
         if self._in_microbatch:
             return None
         self._orders[0].meet(Act.SUM, index, grad.numel())
-        return all_reduce(grad.detach().clone(), over) / self._data.size
+        return all_reduce(grad.detach().clone(), over, dtype=self.precision.reduce) / self._data.size

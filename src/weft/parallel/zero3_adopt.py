@@ -8,7 +8,7 @@ for a step their weights and gradients are gathered, and afterwards the weights 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,8 @@ from weft.parallel.zero3_shards import Shard, local_part
 class Held:
     """What one optimizer holds of the sharded parameters.
 
-    local: those it updates on shards; hosted: of these the ones whose optimizer is on the host. whole: those it sees
-    whole, each with the rank that updates it; mine: of these the ones that this rank updates, empty between steps.
+    local: those it updates on shards. whole: those it sees whole, each with the rank that updates it; mine: of these
+    the ones that this rank updates, empty between steps. hosted: of both, those whose optimizer is on the host.
     """
 
     local: list[str] = field(default_factory=list)
@@ -101,18 +101,18 @@ class ShardAdoption:
             if self._hosted is not None and name in self._hosted.params:
                 held.hosted.append(name)
             return self._param(name)
-        if self._hosted is not None:
-            raise ModelError(
-                f"offload=optimizer: under zero=3 an optimizer that sees whole weights, as for {name!r}, works on the "
-                f"device. Use zero=2, or leave optimizer out of offload."
-            )
         owner = load.index(min(load))
         load[owner] += shard.param.numel()
         held.whole[name] = owner
-        if owner != self._axis.rank:
-            return None
-        held.mine[name] = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device))
-        return held.mine[name]
+        mine = owner == self._axis.rank
+        if self._hosted is not None and name in self._hosted.params:
+            held.hosted.append(name)
+            param = self._hosted.see_whole(name, mine)
+        else:
+            param = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device)) if mine else None
+        if param is not None:
+            held.mine[name] = param
+        return param
 
     def _param(self, name: str) -> nn.Parameter:
         """What an elementwise optimizer has in the place of a sharded parameter."""
@@ -135,26 +135,39 @@ class ShardAdoption:
         """Gather weights and gradients of what the optimizer sees whole. A collective."""
         held = self._held[optimizer]
         if self._hosted is not None:
-            self._hosted.before_step(held.hosted)
+            self._hosted.before_step(name for name in held.hosted if name not in held.whole)
         for name in held.whole:
             shard = self._shards[name]
             weight = shard.whole(shard.local)
             grad = None if shard.local.grad is None else shard.whole(shard.local.grad)
-            if name in held.mine:
-                held.mine[name].data, held.mine[name].grad = weight, grad
+            if (param := held.mine.get(name)) is None:
+                continue
+            if self._hosted is not None and name in held.hosted:
+                self._hosted.send_whole(name, param, weight, grad)
+            else:
+                param.data, param.grad = weight, grad
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring weights that were updated whole back to the shards. A collective."""
         held = self._held[optimizer]
         if self._hosted is not None:
-            self._hosted.after_step(held.hosted)
+            self._hosted.after_step(name for name in held.hosted if name not in held.whole)
         for name, owner in held.whole.items():
             shard, param = self._shards[name], held.mine.get(name)
-            weight = shard.local.new_empty(shard.param.shape) if param is None else param.detach()
+            on_host = self._hosted is not None and name in held.hosted
+            weight = param.detach() if param is not None and not on_host else shard.local.new_empty(shard.param.shape)
+            if self._hosted is not None and on_host and param is not None:
+                self._hosted.bring_whole(name, weight)
             shard.local.copy_(shard.part(broadcast(weight, self._axis, owner)))
             if param is not None:
-                param.data, param.grad = shard.local.new_empty(0), None
+                param.grad = None
+                if not on_host:
+                    param.data = shard.local.new_empty(0)
+
+    def whole(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
+        """What this rank's optimizer sees whole, by name."""
+        return self._held[optimizer].mine.items()
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the states of sharded parameters, whole, as `name/key`. A collective."""

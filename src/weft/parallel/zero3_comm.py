@@ -109,12 +109,13 @@ class UnitGather(_Buffers):
 
 
 class UnitReduce(_Buffers):
-    """reduce_scatter of one unit's gradients."""
+    """reduce_scatter of one unit's gradients. dtype: the format in which they travel."""
 
-    def __init__(self, unit: int, axis: Axis, order: Order):
+    def __init__(self, unit: int, axis: Axis, order: Order, dtype: torch.dtype):
         self._unit = unit
         self._axis = axis
         self._order = order
+        self._dtype = dtype
 
     def __call__(
         self,
@@ -128,4 +129,4 @@ class UnitReduce(_Buffers):
         if op != dist.ReduceOp.SUM:
             raise CommError(f"gradients of a unit are to be reduced by {op}: only sums are. Use torch 2.11 or later.")
         self._order.meet(Act.REDUCE, self._unit, input_tensor.numel())
-        reduce_scatter(input_tensor, self._axis, out=output_tensor)
+        reduce_scatter(input_tensor, self._axis, out=output_tensor, dtype=self._dtype)

@@ -30,13 +30,15 @@ class ReplicaSum:
 
     Called by fully_shard with the flat sum over the shard axis, before it becomes the gradients of `params` (views, or
     an addition where they have gradients). Over the replicas only the last microbatch's call communicates.
+    dtype: the format in which they travel.
     """
 
-    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order):
+    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, dtype: torch.dtype):
         self._unit = unit
         self._params = params
         self._axis = axis
         self._order = order
+        self._dtype = dtype
         self._kept: torch.Tensor | None = None
         self._pending: Pending | None = None
         #: False in the passes of a step before the last one.
@@ -63,7 +65,7 @@ class ReplicaSum:
         # A unit that is reduced twice in a step is added to at once, so the first sum must be complete then.
         again = self._pending is not None
         self.wait()
-        pending = start_all_reduce(sums, self._axis)
+        pending = start_all_reduce(sums, self._axis, dtype=self._dtype)
         if self.may_overlap and not again:
             self._pending = pending
         else:

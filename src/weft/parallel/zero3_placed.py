@@ -93,9 +93,9 @@ def settle(
 class PartialSums:
     """Gradients that are sums over their units' ranks, and still partial over others, such as those of tp."""
 
-    def __init__(self, axes: AxisMap, master: torch.dtype, device: torch.device):
+    def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
         self._axes = axes
-        self._master = master
+        self._precision = precision
         self._device = device
 
     @torch.no_grad()
@@ -106,8 +106,9 @@ class PartialSums:
             if axis.size > 1:
                 groups.setdefault(axis.ranks, (axis, []))[1].append(grad)
         for axis, parts in groups.values():
-            flat = torch.cat([part.reshape(-1).to(self._device, self._master) for part in parts])
-            for part, total in zip(parts, all_reduce(flat, axis).split([p.numel() for p in parts]), strict=True):
+            flat = torch.cat([part.reshape(-1).to(self._device, self._precision.master) for part in parts])
+            all_reduce(flat, axis, dtype=self._precision.reduce)
+            for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
                 part.copy_(total.view_as(part))
 
     def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.planner.columns import CP_MODES, Columns
-from weft.planner.cp_way import with_way
+from weft.planner.columns import Columns
 from weft.planner.enumerate import Refused
 from weft.planner.estimate import Estimates
 from weft.planner.figures import Cost, model_flops_utilisation, step_cost
@@ -29,7 +28,6 @@ class Candidate:
 
     question: Question
     plan: Plan
-    cp_mode: str
     microbatch: int
     terms: Mapping[str, float]
     step_s: float
@@ -40,11 +38,6 @@ class Candidate:
     usable_bytes: float
     fits: float
     clocked: bool = False
-
-    @property
-    def key(self) -> tuple[Plan, str]:
-        """What tells two candidates of one question apart."""
-        return self.plan, self.cp_mode
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,12 +74,6 @@ class Candidate:
         from weft.spec.rules import check
 
         return not check(self.plan, self.question.facts)
-
-    @property
-    def text(self) -> str:
-        """The plan as it is typed, with how context parallelism works where that matters."""
-        words = str(self.plan)
-        return f"{words} cp_mode={self.cp_mode}" if self.plan.cp > 1 and "cp_mode" not in words else words
 
     def explain(self) -> str:
         """Where time and memory go, as text."""
@@ -154,8 +141,7 @@ def candidates(
     return [
         Candidate(
             question=question,
-            plan=with_way(columns.plan(row), CP_MODES[columns.cp_mode[row]]) if plans is None else plans[row],
-            cp_mode=CP_MODES[columns.cp_mode[row]],
+            plan=columns.plan(row) if plans is None else plans[row],
             microbatch=int(columns.microbatch[row]),
             terms={name: float(values[row]) for name, values in found.terms.items()},
             step_s=sums["step_s"][row],

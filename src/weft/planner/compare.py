@@ -33,8 +33,8 @@ class Comparison:
     def lines(self) -> list[str]:
         """The comparison as text."""
         left, right = self.left, self.right
-        lines = [f"A       {left.text}", f"B       {right.text}"]
-        lines.append(f"change  {changed_words(left, right) or 'none'}")
+        lines = [f"A       {left.plan}", f"B       {right.plan}"]
+        lines.append(f"change  {changed_words(left.plan, right.plan) or 'none'}")
         lines.append(_row("", "A", "B", "B - A"))
         for name, before, after in self.time_rows:
             lines.append(_row(TERMS.get(name, name), *_seconds(before, after)))
@@ -49,17 +49,17 @@ class Comparison:
 
 def compare(left: str, right: str, question: Question) -> Comparison:
     """Two plans from their texts. Raises PlanError where one is no plan or breaks a rule."""
-    from weft.planner.why_not import read_choice
+    from weft.planner.why_not import read_plan
 
-    choices = [read_choice(text, question) for text in (left, right)]
+    plans = [read_plan(text, question) for text in (left, right)]
     problems = [
         Problem(violation.field, f"{name}: {violation.message}")
-        for name, choice in zip("AB", choices, strict=True)
-        for violation in check(choice.plan, question.facts, LASTING)
+        for name, plan in zip("AB", plans, strict=True)
+        for violation in check(plan, question.facts, LASTING)
     ]
     if problems:
         raise PlanError(problems)
-    return Comparison(*estimated(choices, question))
+    return Comparison(*estimated(plans, question))
 
 
 def _row(name: str, left: str, right: str, change: str) -> str:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
-from weft.planner.cp_way import plan_word, read_way
+from weft.planner.columns import CP_MODES, ORDERS, PRECISIONS, Columns, Job
 from weft.planner.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
 from weft.planner.space import Space
 from weft.spec.cluster import ClusterSpec
-from weft.spec.plan import RESHARDS, SCHEDULES, Plan, plan_fields
+from weft.spec.plan import REDUCES, RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rule import Facts, Rule, common_divisors
 
 #: What a plan without context parallelism says of its way.
@@ -102,7 +101,7 @@ class Block:
             if len(mesh):
                 values = {name: array[rows][mesh] for name, array in left.items()}
                 values |= {name: array[flag] for name, array in right.items()}
-                yield Columns.make(len(mesh), **values)
+                yield Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
 
     def _alive(self, rows: slice, tally: Tally) -> Mask:
         alive = np.ones((rows.stop - rows.start, len(self.flags)), dtype=bool)
@@ -237,11 +236,13 @@ def _flags(space: Space, sharded: bool, tensor: bool, context: bool) -> PartialP
         {
             "sharding": shardings,
             "sp": space.sequence_parallel if tensor or "sp" in space.fixed else (False,),
-            "cp_mode": [plan_word(mode) for mode in space.cp_modes] if context else [_NO_WAY],
+            "cp_mode": space.cp_modes if context else [_NO_WAY],
             "recompute": space.recomputes,
             "offload": space.offloads,
             "precision": space.precisions,
+            "reduce": (space.fixed.get("reduce", REDUCES[0]),),
             "compile": space.compiles,
+            "order": (space.fixed.get("order", ()),),
         }
     )
     chosen = table.codes["sharding"]
@@ -282,14 +283,16 @@ def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
     columns: dict[str, NDArray[Any]] = {}
     for word, names in (
         ("offload", ("offload_optimizer", "offload_params", "offload_activations")),
-        ("recompute", ("recompute", "activation_budget")),
+        ("recompute", ("recompute", "recompute_blocks", "activation_budget")),
     ):
         levels = Columns.of([Plan(**{word: level}) for level in flags.levels[word]], job)
         columns |= {name: getattr(levels, name)[flags.codes[word]] for name in names}
-    for name, known in (("precision", PRECISIONS), ("reshard", RESHARDS)):
+    for name, known in (("precision", PRECISIONS), ("reduce", REDUCES), ("reshard", RESHARDS)):
         columns[name] = _codes(flags, name, known)
-    ways = [read_way(level) or CP_MODES[0] for level in flags.levels["cp_mode"]]
-    columns["cp_mode"] = np.array([CP_MODES.index(way) for way in ways], dtype=np.uint8)[flags.codes["cp_mode"]]
+    ways = [0 if level == _NO_WAY else CP_MODES.index(level) for level in flags.levels["cp_mode"]]
+    columns["cp_mode"] = np.array(ways, dtype=np.uint8)[flags.codes["cp_mode"]]
+    orders = [ORDERS.index(Plan(order=level).axis_order) for level in flags.levels["order"]]
+    columns["order"] = np.array(orders, dtype=np.uint8)[flags.codes["order"]]
     for name, kind in (("zero", np.uint8), ("sp", np.bool_), ("compile", np.bool_)):
         columns[name] = flags.values(name, kind)
     return columns

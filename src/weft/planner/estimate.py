@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import Columns, Job
-from weft.planner.host_cost import Work, budget_s, offload_s
+from weft.planner.host_cost import Work, offload_s
 from weft.planner.kernels import bytes_s
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
 from weft.planner.overlap import Shares, Window, exposed_s
 from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
+from weft.planner.recompute_cost import budget_s
+from weft.planner.stack import Stack
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import RECOMPUTES
@@ -103,12 +105,27 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
     cluster: gives the size of a node; the rates are the tables'.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node)
+    if tables.laws is not None:
+        from weft.planner.measured.host import host_estimate
+
+        return _estimates(job, columns, tables, [host_estimate(job, columns, tables.laws)])
     parts = [
         _chunk(job, cluster, columns[slice(start, start + _CHUNK)], tables, fabric)
         for start in range(0, max(1, len(columns)), _CHUNK)
     ]
+    return _estimates(job, columns, tables, parts)
+
+
+def _estimates(
+    job: Job, columns: Columns, tables: Tables, parts: Sequence[tuple[Mapping[str, Array], Mapping[str, Array]]]
+) -> Estimates:
+    none = [np.zeros(len(columns))]
     return Estimates(
-        terms={name: np.concatenate([part[0][name] for part in parts]) for name in TERMS},
+        terms={
+            name: np.concatenate([part[0][name] for part in parts if name in part[0]] or none)
+            * tables.learned.get(name, 1.0)
+            for name in TERMS
+        },
         memory={name: np.concatenate([part[1][name] for part in parts]) for name in CLASSES},
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.global_batch) * job.seq_len,
@@ -121,9 +138,8 @@ def _chunk(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
-    layer = _layer_terms(columns, costs)
-    again = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
-    layer["recompute"] = layer["recompute"] + budget_s(job, columns, again, costs.gemm_f / 2 + costs.memory_f)
+    *idle, layer = _layer_terms(columns, costs, job.stack)
+    layer["recompute"] = layer["recompute"] + budget_s(job, columns, costs)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
     lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
@@ -142,37 +158,41 @@ def _chunk(
         for name, seconds in part.items():
             terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
     _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
-    _step_terms(job, columns, cluster, tables, fabric, costs, stages, terms)
+    _step_terms(job, columns, cluster, tables, fabric, (costs, *idle), stages, terms)
     return terms, memory_bytes(job, columns, tables, stages)
 
 
-def _layer_terms(columns: Columns, costs: LayerCosts) -> dict[str, Array]:
-    """Seconds of one pass of one layer by term, what recompute does again included."""
+def _layer_terms(columns: Columns, costs: LayerCosts, stack: Stack) -> tuple[Array, Array, dict[str, Array]]:
+    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     again = {
         "full": forward + costs.tp_f + costs.cp_f + costs.ep_f,
         "attention": costs.attn_f,
-        "selective": costs.gemm_f / 2 + costs.memory_f,
+        "selective": costs.memory_f + (costs.gemm_f / 2 if stack.half_selective else 0.0),
     }
     repeated = np.zeros(len(columns))
     for name, seconds in again.items():
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
     repeated = repeated * columns.recompute_share
-    whole = columns.recompute == RECOMPUTES.index("full")
-    twice = whole * columns.recompute_share
-    idle = np.maximum(0.0, costs.host_f - forward - costs.tp_f)
-    idle = idle + np.maximum(0.0, costs.host_f * (_HOST_BACKWARD + twice) - backward - costs.tp_b - repeated)
-    return {
-        "gemm": costs.gemm_f + costs.gemm_b,
-        "attention": costs.attn_f + costs.attn_b,
-        "memory_bound": costs.memory_f + costs.memory_b,
-        "host": idle,
-        "recompute": repeated,
-        "tp": costs.tp_f + costs.tp_b,
-        "cp": costs.cp_f + costs.cp_b,
-        "ep": costs.ep_f + costs.ep_b,
-    }
+    idle_f = np.maximum(0.0, costs.host_f - forward - costs.tp_f - costs.cp_f - costs.ep_f)
+    twice = (columns.recompute == RECOMPUTES.index("full")) * columns.recompute_share
+    calls_b = costs.host_f * (_HOST_BACKWARD + twice)
+    idle_b = np.maximum(0.0, calls_b - backward - costs.tp_b - costs.cp_b - costs.ep_b - repeated)
+    return (
+        idle_f,
+        idle_b,
+        {
+            "gemm": costs.gemm_f + costs.gemm_b,
+            "attention": costs.attn_f + costs.attn_b,
+            "memory_bound": costs.memory_f + costs.memory_b,
+            "host": idle_f + idle_b,
+            "recompute": repeated,
+            "tp": costs.tp_f + costs.tp_b,
+            "cp": costs.cp_f + costs.cp_b,
+            "ep": costs.ep_f + costs.ep_b,
+        },
+    )
 
 
 def _pipeline_terms(
@@ -193,8 +213,7 @@ def _pipeline_terms(
     terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, layers * costs.wgrad, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
-    ranks_inside = columns.tp * columns.cp * columns.dp_shard * columns.dp_replicate
-    each = fabric.send_s(tokens * job.shape.hidden * 2.0 / slices, ranks_inside)
+    each = fabric.send_s(tokens * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
     many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
     terms["pp_p2p"] = many * each
 
@@ -213,17 +232,18 @@ def _step_terms(
     cluster: ClusterSpec,
     tables: Tables,
     fabric: Fabric,
-    costs: LayerCosts,
+    layer: tuple[LayerCosts, Array, Array],
     stages: Any,
     terms: dict[str, Array],
 ) -> None:
+    costs, idle_f, idle_b = layer
     first = rank_shares(job, columns, stages.first, True, False)
     both = rank_shares(job, columns, stages.middle, True, True)
     alone = columns.pp == 1
     shares = type(first)(*(np.where(alone, getattr(both, n), getattr(first, n)) for n in ("dense", "experts", "ends")))
     layers = np.where(alone, stages.middle, stages.first)
-    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f)
-    backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b)
+    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + idle_f)
+    backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)
     window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
     terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, shares, window)
     group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
@@ -231,10 +251,11 @@ def _step_terms(
     expert_group = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
     own = (shares.dense + shares.ends) / group + shares.experts / expert_group
     terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, shares)
-    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + tables.step_s
+    nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
+    barriers = tables.step_s * (1 + np.log2(nodes))  # the norm, the loss, the next batch
+    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + barriers
     each = np.maximum(1.0, layers)
     work = Work(forward=forward / each, backward=backward / each, layers=layers, own=own)
     terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
-    nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
     busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
     terms["straggler"] = busy * tables.straggler * np.sqrt(2 * np.log(nodes))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from weft.planner.basis import basis_words, time_by_rung
+from weft.planner.question import Question
 from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -40,23 +41,35 @@ def explain(one: Candidate, hour_price: float | None = None) -> str:
 def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     """Plan, step time, throughput, utilisation, price, energy."""
     job, cluster = one.question.job, one.question.cluster
-    tokens = job.global_batch * job.seq_len
+    tokens, unit = job.global_batch * job.seq_len, one.question.unit
     cost = one.cost(hour_price)
-    money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion tokens"]
-    energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion tokens"]
+    money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion {unit}"]
+    energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion {unit}"]
     waiting = [] if one.built else ["note    the runtime does not run this plan yet (see the rules)"]
     return [
-        f"plan    {one.text}",
+        f"plan    {one.plan}",
         f"job     {one.question.model.name}, {format_count(job.shape.num_params)} parameters, on {cluster}; "
-        f"{job.global_batch} sequences of {job.seq_len} tokens a step, {one.microbatch} in a pass",
-        f"speed   {format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} tokens/s "
+        f"{one.question.work}, {one.microbatch} in a pass",
+        f"speed   {format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} {unit}/s "
         f"({format_count(one.tokens_per_s / cluster.num_devices)} per device)",
         f"MFU     {one.mfu:.1%} with attention counted whole, {one.causal_mfu:.1%} as the causal mask leaves it; "
         "recompute not counted",
         *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
         f"trust   {basis_words(time_by_rung(one.terms, one.question.tables))}",
+        *_learned(one.question),
         *waiting,
     ]
+
+
+def _learned(question: Question) -> list[str]:
+    """Which profile is in it, and what runs taught that."""
+    profile = question.profile
+    if profile is None:
+        return []
+    from weft.planner.measured.learn import lesson_words
+
+    lines = [f"        the profile of {profile.machine.device}, measured {profile.made}"]
+    return lines + ([f"        {words}"] if (words := lesson_words(profile)) else [])
 
 
 def waterfall(one: Candidate) -> list[str]:

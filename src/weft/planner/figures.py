@@ -9,6 +9,7 @@ from importlib import resources
 
 from weft.planner.columns import Job
 from weft.planner.shape import Shape
+from weft.planner.traced import TracedShape, model_flops
 from weft.spec.cluster import ClusterSpec
 
 #: Watts of host, fans and switches for each device, and what the building takes beside (power usage effectiveness).
@@ -31,6 +32,8 @@ def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:
     causal: attention counts what a causal mask leaves, half of the square; else the whole square, as PaLM
     (Chowdhery et al. 2022, appendix B) and Megatron-LM count it.
     """
+    if isinstance(shape, TracedShape):
+        return model_flops(shape, seq_len, causal=causal)
     full, windowed = shape.layers - shape.windowed_layers, shape.windowed_layers
     seen = full * seq_len + windowed * min(seq_len, shape.window)
     attention = 12.0 * shape.heads * shape.head_dim * seen * (0.5 if causal else 1.0)

@@ -1,8 +1,8 @@
-"""Seconds that memory saved costs: transfers to and from the host, the optimizer's step there, recompute by budget."""
+"""Seconds that memory saved costs: transfers to and from the host, and the optimizer's step there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weft.planner.columns import Columns, Job
 from weft.planner.memory_cost import layer_bytes
 from weft.planner.tables import Tables
-from weft.spec.plan import RECOMPUTES, RESHARDS
+from weft.spec.plan import RESHARDS
 
 Array = NDArray[np.float64]
 
@@ -53,24 +53,3 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: Work, devices_pe
     each = activations * layer_bytes(job, columns).kept / rate
     waits = np.maximum(0.0, each - work.forward) + np.maximum(0.0, each - work.backward)
     return step + back + late + passes * work.layers * waits
-
-
-def budget_s(job: Job, columns: Columns, forward: Array, selective: Array) -> Array:
-    """Seconds of recompute of one pass of one layer under a budget that is a share of what recompute=none keeps.
-
-    forward, selective: what full and selective recompute take. Between the policies the budget mixes them, layer by
-    layer, so the time goes in straight lines from one to the next.
-    """
-    budget = columns.activation_budget
-    if not np.isfinite(budget).any():
-        return np.zeros(len(columns))
-    kept = {}
-    for name in ("selective", "full"):
-        code = np.full(len(columns), RECOMPUTES.index(name), dtype=np.uint8)
-        found = layer_bytes(job, replace(columns, recompute=code, recompute_share=np.ones(len(columns))))
-        kept[name] = found.kept / found.whole
-    high, low = kept["selective"], kept["full"]
-    share = np.clip(budget, low, 1.0)
-    upper = selective * (1 - share) / np.maximum(1 - high, 1e-9)
-    lower = selective + (forward - selective) * (high - share) / np.maximum(high - low, 1e-9)
-    return np.where(budget < 1, np.where(share >= high, upper, lower), 0.0)

@@ -11,11 +11,22 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.planner import context_cost
 from weft.planner.collective_cost import Fabric
-from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
+from weft.planner.columns import PRECISIONS, Columns, Job
 from weft.planner.kernels import bytes_s, core_s, flash_s, gemm_s
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
+from weft.planner.traced import (
+    Cut,
+    TracedShape,
+    attention_s,
+    end_s,
+    moved_bytes,
+    num_calls,
+    products_s,
+    tensor_traffic,
+)
 
 Array = NDArray[np.float64]
 
@@ -64,6 +75,9 @@ def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> L
         key = key * size + getattr(columns, name)
     code = columns.precision * 16 + columns.sp * 8 + columns.compile * 4 + columns.cp_mode.astype(np.int64)
     _, first, index = np.unique(key * 256 + code, return_index=True, return_inverse=True)
+    if columns.order.any():  # then neighbours of one size may lie near or far
+        apart = (index.reshape(-1) * (1 << 20) + columns.stride("tp")) * (1 << 20) + columns.stride("cp")
+        _, first, index = np.unique(apart, return_index=True, return_inverse=True)
     return _distinct(job, columns[first], tables, fabric).rows(index.reshape(-1))
 
 
@@ -79,15 +93,21 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
     width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)  # 4-byte elements
     q = np.ceil(shape.heads / t) * shape.head_dim
     kv = np.ceil(shape.kv_heads / t) * shape.head_dim
+    if isinstance(shape, TracedShape):
+        return _traced(job, shape, columns, tables, fabric, (tokens, q, kv, rate, half, width))
     gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, q, kv, rate)
     attn_f, attn_b = _attention(job, columns, tables, q, half)
     memory_f, memory_b = _passes(job, columns, tokens, q, kv)
+    if (columns.cp > 1).any():
+        joined_f, joined_b = context_cost.joined_bytes(job, columns, tokens, q, kv)
+        memory_f, memory_b = memory_f + joined_f, memory_b + joined_b
     quantised = np.where(columns.precision >= PRECISIONS.index("fp8"), 6.0 * tokens * (2 * shape.hidden + q), 0.0)
     head = _head(job, columns, tables, fabric, tokens, half)
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, gemm_f, dgrad + wgrad)
-    cp_f, cp_b = _cp(columns, tables, fabric, tokens, q, kv, attn_f, attn_b)
+    cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, attn_f, attn_b)
     ep = _ep(job, columns, fabric, tokens)
     calls = np.where(stack.fused_norm | columns.compile, _CALLS_FUSED, _CALLS_EAGER) + np.where(t > 1, 4, 0)
+    calls = calls + context_cost.calls(columns)
     host = calls * tables.host_op_s / stack.host_gain * (0.0 if stack.cuda_graphs else 1.0)
     return LayerCosts(
         gemm_f=gemm_f * width,
@@ -109,6 +129,71 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
         head_tp=head[2],
         embed=bytes_s(tables, tokens * shape.hidden * 16.0),
         embed_tp=np.where(t > 1, fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, columns.tp_stride), 0.0),
+    )
+
+
+def _traced(
+    job: Job, shape: TracedShape, columns: Columns, tables: Tables, fabric: Fabric, given: tuple[Array, ...]
+) -> LayerCosts:
+    """The same for a model that was traced: its own products, attention and passes in the place of formulas."""
+    tokens, q, kv, rate, half, width = given
+    own = own_cut(job, columns, rate=rate, half=half)
+    gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
+    attn_f, attn_b = attention_s(shape, None, own, tables, job.stack.attn_gain)
+    memory_f, memory_b = moved_bytes(shape, None, own)
+    if (columns.cp > 1).any():
+        cut = context_cost.is_cut(columns)
+        pieces = [context_cost.pieces_s(job, columns, tables, q, backward, half) for backward in (False, True)]
+        attn_f, attn_b = np.where(cut, pieces[0], attn_f), np.where(cut, pieces[1], attn_b)
+        joined_f, joined_b = context_cost.joined_bytes(job, columns, tokens, q, kv)
+        memory_f, memory_b = memory_f + joined_f, memory_b + joined_b
+    calls = num_calls(shape, columns.compile) + np.where(own.t > 1, 4, 0) + context_cost.calls(columns)
+    sums = tensor_traffic(shape, own)
+    tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, gemm_f, dgrad + wgrad)
+    cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, attn_f, attn_b)
+    before, after = (end_s(shape, each, own, tables) for each in (shape.traced.before, shape.traced.after))
+    head = _head(job, columns, tables, fabric, tokens, half) if shape.vocab else (0.0, 0.0, 0.0)
+    none = np.zeros(len(columns))
+    return LayerCosts(
+        gemm_f=gemm_f * width,
+        gemm_b=(dgrad + wgrad) * width,
+        wgrad=wgrad * width,
+        attn_f=attn_f,
+        attn_b=attn_b,
+        memory_f=bytes_s(tables, memory_f) * width + calls * 0.5 * tables.launch_s,
+        memory_b=bytes_s(tables, memory_b) * width + calls * 0.7 * tables.launch_s,
+        tp_f=tp_f * sums,
+        tp_b=tp_b * sums,
+        cp_f=cp_f,
+        cp_b=cp_b,
+        ep_f=none,
+        ep_b=none,
+        host_f=calls * tables.host_op_s / job.stack.host_gain,
+        head_gemm=head[0] + after[0] * width,
+        head_memory=head[1] + after[1] * width,
+        head_tp=head[2] + none,
+        embed=(before[0] + before[1]) * width,
+        embed_tp=np.where(
+            (own.t > 1) & (shape.vocab > 0),
+            fabric.ring_s("all_reduce", tokens * shape.hidden * 2, own.t, columns.tp_stride),
+            0.0,
+        ),
+    )
+
+
+def own_cut(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> Cut:
+    """A rank's share of a pass, as a traced model asks for it."""
+    t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
+    peak = np.ones_like(t)
+    return Cut(
+        batch=columns.microbatch.astype(np.float64),
+        seq=job.seq_len / c,
+        t=t,
+        c=c,
+        between=np.where(columns.sp, t, 1.0),
+        fused=columns.compile,
+        rate=peak if rate is None else rate,
+        half=peak if half is None else half,
     )
 
 
@@ -161,16 +246,23 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
     if not stack.flash:
         return _unfused_attention(job, columns, tables, rows, q, peak)
     forward, backward = np.zeros_like(rows), np.zeros_like(rows)
+    cut = context_cost.is_cut(columns)
     for seen, layers in ((s, shape.layers - shape.windowed_layers), (min(shape.window, s), shape.windowed_layers)):
         if not layers:
             continue
         mean = (seen + 128) / 2 if seen == s else seen - seen * seen / (2 * s)
-        flops = 4.0 * rows * mean * q * (1 + shape.rope_dim / (2 * shape.head_dim))
+        width = q * (1 + shape.rope_dim / (2 * shape.head_dim))
+        flops = 4.0 * rows * mean * width
         share = layers / shape.layers / stack.attn_gain
-        # A ring takes the keys in as many pieces as it has ranks, and every call works on one.
-        piece = seen / np.where(columns.cp_mode == CP_MODES.index("ring"), columns.cp, 1)
-        forward = forward + share * flash_s(tables, flops, piece, shape.head_dim, False, peak)
-        backward = backward + share * flash_s(tables, 2.5 * flops, piece, shape.head_dim, True, peak)
+        pair = [
+            flash_s(tables, (2.5 if back else 1.0) * flops, seen, shape.head_dim, back, peak) for back in (False, True)
+        ]
+        if seen == s and cut.any():
+            pair = [
+                np.where(cut, context_cost.pieces_s(job, columns, tables, width, back, peak), whole)
+                for back, whole in zip((False, True), pair, strict=True)
+            ]
+        forward, backward = forward + share * pair[0], backward + share * pair[1]
     return forward, backward
 
 
@@ -256,26 +348,6 @@ def _tp(
     hidden_b = np.minimum(backward, gemm_b / tables.overlap_compute) * slices
     slow = tables.overlap_compute - 1
     return forward - hidden_f * (1 - slow), backward - hidden_b * (1 - slow)
-
-
-def _cp(
-    columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, q: Array, kv: Array, attn_f: Array, attn_b: Array
-) -> tuple[Array, Array]:
-    """Exposed seconds of context-parallel traffic: forward, backward."""
-    c, stride = columns.cp.astype(np.float64), columns.tp * columns.tp_stride
-    chunk = tokens * kv * 4.0  # keys and values of a rank's own part
-    step_f = fabric.send_s(chunk, stride)
-    step_b = fabric.send_s(2 * chunk, stride)
-    crowd = np.where(stride * c > fabric.domain, 1.0, tables.overlap_comm)
-    ring_f = (c - 1) * np.maximum(0, step_f * crowd - attn_f / c) + step_f
-    ring_b = (c - 1) * np.maximum(0, step_b * crowd - attn_b / c) + step_b
-    gather_f = fabric.ring_s("all_gather", chunk * c, c, stride)
-    gather_b = gather_f + fabric.ring_s("reduce_scatter", chunk * c, c, stride)
-    exchange = fabric.all_to_all_s(tokens * (2 * q + 2 * kv) * 2.0, c, stride)
-    modes = [columns.cp_mode == CP_MODES.index(name) for name in CP_MODES]
-    forward = np.select(modes, [ring_f, gather_f, exchange])
-    backward = np.select(modes, [ring_b, gather_b, exchange])
-    return np.where(c > 1, forward, 0.0), np.where(c > 1, backward, 0.0)
 
 
 def _ep(job: Job, columns: Columns, fabric: Fabric, tokens: Array) -> Array:

@@ -8,11 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import PRECISIONS, Columns, Job
-from weft.planner.layer_cost import padded_vocab
+from weft.planner.context_cost import buffer_bytes
+from weft.planner.layer_cost import own_cut, padded_vocab
 from weft.planner.overlap import Shares
 from weft.planner.pipeline import Stages, in_flight
 from weft.planner.tables import Tables
-from weft.spec.plan import RECOMPUTES
+from weft.planner.traced import TracedShape, end_params, end_saved_bytes, layer_params, saved_bytes
+from weft.spec.plan import RECOMPUTES, REDUCES
 
 Array = NDArray[np.float64]
 
@@ -39,6 +41,8 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
         dense = dense + moe * shape.moe_shared_params
     split = e if job.stack.fold_experts else e * t
     experts = layers * moe * shape.num_experts * shape.expert_params / split
+    if isinstance(shape, TracedShape):
+        dense = layer_params(shape, t) * t
     table = padded_vocab(job, t) * shape.hidden
     alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has a copy of its own
     ends = np.zeros(len(columns))
@@ -46,20 +50,30 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
         ends = ends + table + shape.learned_positions * shape.hidden
     if head:
         ends = ends + table * (1.0 if not shape.tied else (alone if embedding is False else 0.0))
-    return Shares(dense=layers * dense / t, experts=experts, ends=ends / t)
+    ends = ends / t
+    if isinstance(shape, TracedShape):
+        ends = ends + embedding * end_params(shape.traced.before, t) + head * end_params(shape.traced.after, t)
+    return Shares(dense=layers * dense / t, experts=experts, ends=ends)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Bytes that a mean layer keeps of one pass on a rank: all of it, and what recompute leaves."""
+    """Bytes of a mean layer and one pass on a rank.
+
+    whole: all that it saves. kept: what recompute leaves of it. beside: buffers while its backward runs.
+    """
 
     whole: Array
     kept: Array
+    beside: Array
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     """Saved activations of a mean layer, without and with the plan's recompute."""
     shape, stack = job.shape, job.stack
+    width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)
+    if isinstance(shape, TracedShape):
+        return _traced_bytes(job, shape, columns, width)
     t = columns.tp.astype(np.float64)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     h = float(shape.hidden)
@@ -74,14 +88,34 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     scores = _score_bytes(job, t)
     ffn, ffn_up = _ffn_bytes(job, columns, t)
     whole = outside + core + product + scores + ffn
-    selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + ffn_up
+    # The layer's input, and what products and attention make, or half of the products.
+    selective = 4.0 * h / between + core * (0.5 if stack.half_selective else 1.0) + product + ffn_up
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)
-    fp8 = columns.precision == PRECISIONS.index("fp8")
-    copies = np.where(fp8, 0.0, 0.0)
-    return LayerBytes(whole=tokens * (whole + copies) * width, kept=tokens * (kept + copies) * width)
+    beside = buffer_bytes(job, columns, tokens, q, kv)
+    return LayerBytes(whole=tokens * whole * width, kept=tokens * kept * width, beside=beside)
+
+
+def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
+    cut = own_cut(job, columns)
+    left = [saved_bytes(shape, cut, name) for name in RECOMPUTES]
+    kept = np.choose(columns.recompute, left)
+    whole = left[RECOMPUTES.index("none")]
+    kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
+    q, kv = (np.ceil(each / cut.t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
+    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv)
+    return LayerBytes(whole=whole * width, kept=kept * width, beside=beside)
+
+
+def _end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
+    """Bytes that one pass keeps before and after the layers, where they are known."""
+    found = np.zeros(len(columns))
+    if isinstance(job.shape, TracedShape):
+        cut, traced = own_cut(job, columns), job.shape.traced
+        for there, layer in ((embedding, traced.before), (head, traced.after)):
+            found = found + (end_saved_bytes(layer, cut) if there else 0.0)
+    return found
 
 
 def _score_bytes(job: Job, t: Array) -> Array:
@@ -93,13 +127,14 @@ def _score_bytes(job: Job, t: Array) -> Array:
 
 
 def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array]:
-    """Bytes per token of the feed-forward part of a mean layer: all, and the half that selective recompute keeps."""
+    """Bytes per token of the feed-forward part of a mean layer: all, and what selective recompute keeps."""
     shape = job.shape
     moe = shape.moe_layers / shape.layers
     width = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     routed = moe * shape.top_k * 4.0 * shape.hidden / t
-    return per * width + routed, 2.0 * width + routed
+    ups = 2.0 if shape.gated and not job.stack.half_selective else 1.0
+    return per * width + routed, 2.0 * ups * width + routed
 
 
 def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:
@@ -129,15 +164,17 @@ def _rank_bytes(
     held = in_flight(columns, rank)
     offloaded = 1 - columns.offload_activations
     saved = layers * held * layer.kept
+    ends = _end_bytes(job, columns, embedding, head) * held
     budget = np.where(
         columns.activation_budget < 1,
         columns.activation_budget * layers * held * layer.whole,
         columns.activation_budget,
     )
-    saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0)
+    saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     logits = _logits(job, columns, tokens) if head else np.zeros(len(columns))
     gathered, reduced = _buffers(job, columns, shares, layers)
+    reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
     loss, backward = saved + logits + gathered, saved + layer.whole + gathered + reduced
@@ -194,7 +231,8 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
     largest = np.maximum(unit, shares.ends)
     gathered = np.where(zero == 3, stack.gather_bytes * (unit + largest), np.where(zero > 0, stack.bucket_bytes, 0.0))
-    reduced = np.where(zero == 3, (2 + stack.reduce_bytes) * unit, np.where(zero == 2, stack.reduce_bytes * unit, 0.0))
+    travels = stack.reduce_bytes + np.where(columns.reduce == REDUCES.index("bf16"), 2.0, 0.0)  # a rounded copy
+    reduced = np.where(zero == 3, (2 + travels) * unit, np.where(zero == 2, travels * unit, 0.0))
     return gathered, reduced
 
 

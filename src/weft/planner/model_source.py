@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from weft.errors import ModelError, did_you_mean
 from weft.planner.shape import Shape
+from weft.planner.traced import TracedShape, as_rules_see_it
 from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec, model_names
+from weft.spec.traced import FORMAT, Limit, TracedModel
 
 if TYPE_CHECKING:
     from weft.spec.config import RunConfig
@@ -44,7 +46,8 @@ _NAMES = {
     "dense_layers": ("first_k_dense_replace",),
     "window": ("sliding_window",),
 }
-_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+#: How a model is named by its code.
+CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +59,34 @@ class PlannedModel:
     spec: DecoderSpec
     config: RunConfig | None = None
 
+    @property
+    def traced(self) -> TracedModel | None:
+        """The trace that its shape rests on; None for a known family."""
+        return self.shape.traced if isinstance(self.shape, TracedShape) else None
 
-def read_model(source: str | ModelSpec | DecoderSpec | Shape | PlannedModel) -> PlannedModel:
+    @property
+    def reads_sequence(self) -> bool:
+        """Whether its samples are sequences."""
+        return self.traced is None or self.traced.reads_sequence
+
+    @property
+    def limits(self) -> Mapping[str, Limit]:
+        """What its modules allow of a plan."""
+        return {} if self.traced is None else dict(self.traced.limits)
+
+
+def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel) -> PlannedModel:
     """The model that a text or a spec stands for.
 
     source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a config of Weft
-    (.toml); or a spec. Raises ModelError or ConfigError.
+    (.toml); a description that tracing saved (.json); or a spec. Raises ModelError or ConfigError.
     """
     if isinstance(source, PlannedModel):
         return source
     if isinstance(source, DecoderSpec):
         return of_decoder("decoder", source)
+    if isinstance(source, TracedModel):
+        return PlannedModel(name=source.name, shape=TracedShape.of(source), spec=as_rules_see_it(source))
     if isinstance(source, Shape):
         return PlannedModel(name="decoder", shape=source, spec=_as_decoder(source, 2**20))
     if isinstance(source, ModelSpec):
@@ -90,9 +110,9 @@ def _read_text(text: str) -> PlannedModel:
         return _read_run(path)
     if path.is_dir() or path.suffix == ".json":
         return _read_hugging_face(path)
-    if _CODE.fullmatch(text):
-        rule = "planning a model by tracing its code is not built yet. Give a size, or a folder with its config.json."
-        raise ModelError(f"model={text}: {rule}")
+    if CODE.fullmatch(text):
+        rule = "a model's code is traced with torch, which is not done here"
+        raise ModelError(f"model={text}: {rule}. Give weft.trace({text!r}).")
     hint = did_you_mean(text, model_names()) or f" Sizes: {', '.join(model_names())}."
     raise ModelError(
         f"model={text}: neither a size that Weft knows, nor a folder with a config.json, nor a .toml file.{hint}"
@@ -118,6 +138,8 @@ def _read_hugging_face(path: Path) -> PlannedModel:
         raise ModelError(f"model={path}: {file} is not JSON ({error}). Give the config.json of a model.") from None
     if not isinstance(table, dict):
         raise ModelError(f"model={path}: {file} holds no table. Give the config.json of a model.")
+    if table.get("format") == FORMAT:
+        return read_model(TracedModel.from_table(str(path), table))
     return _from_hugging_face(path.parent.name if path.suffix == ".json" else path.name or str(path.resolve()), table)
 
 
@@ -125,7 +147,11 @@ def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:
     family = table.get("model_type")
     if family not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        raise ModelError(f"model={name}: model_type={family} is not a family that the planner reads. Known: {known}.")
+        raise ModelError(
+            f"model={name}: model_type={family} is not a family that the planner reads. "
+            f"Known: {known}. Let it be traced: weft plan package.module:function, a function that "
+            f"returns the model."
+        )
     found = _numbers(name, table)
     shape = _shape(str(family), table, found)
     return PlannedModel(name=name, shape=shape, spec=_as_decoder(shape, found.get("positions", 2**20)))
@@ -143,6 +169,8 @@ def _numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
         found[field] = value
     missing = [keys[0] for field, keys in _NAMES.items() if field in ("vocab", "hidden", "layers", "heads")
                and not found.get(field)]  # fmt: skip
+    if found.get("num_experts", 0) > 1 and not found.get("top_k"):
+        missing.append("num_experts_per_tok")
     if missing:
         raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Give a whole config.json.")
     if found["hidden"] % found["heads"] and "head_dim" not in found:
@@ -215,17 +243,22 @@ def _expert_fields(shape: Shape) -> dict[str, Any]:
 
 def default_seq_len(model: PlannedModel) -> int:
     """Tokens of a sequence where nobody says: the config's, else what the model reads, at most 8192."""
-    return model.config.train.seq_len if model.config else min(8192, model.spec.max_seq_len)
+    if model.config:
+        return model.config.train.seq_len
+    example = model.traced.default_seq_len if model.traced else 0
+    return example or min(8192, model.spec.max_seq_len)
 
 
 def default_batch(model: PlannedModel, seq_len: int, num_devices: int) -> int:
     """Sequences of a step where nobody says: the config's, else a usual number of tokens for the model's size.
 
     Half a million tokens for small models, up to 16 million for the largest, in a power of two of sequences; enough
-    for one on each device of a small cluster.
+    for one on each device of a small cluster. Of samples that are no sequences, eight for each device, 256 at least.
     """
     if model.config:
         return model.config.train.global_batch
+    if not model.reads_sequence:
+        return max(256, 1 << (8 * num_devices - 1).bit_length())
     params = model.shape.num_params
     millions = next(
         tokens for limit, tokens in ((3e9, 0.5), (3e10, 1), (2e11, 4), (float("inf"), 16)) if params < limit

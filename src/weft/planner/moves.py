@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-
-import numpy as np
 
 from weft.errors import PlanError
 from weft.planner.answer import Candidate, candidates
-from weft.planner.columns import CP_MODES, Columns
-from weft.planner.cp_way import with_way
+from weft.planner.columns import Columns, Job, settled
 from weft.planner.estimate import estimate
 from weft.planner.question import Question
 from weft.planner.space import Space
@@ -27,45 +24,36 @@ FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activati
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A plan with what it does not say yet: how context parallelism works."""
-
-    plan: Plan
-    cp_mode: str = CP_MODES[0]
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """Every field with its value."""
-        return {name: getattr(self.plan, name) for name in plan_fields()} | {"cp_mode": self.cp_mode}
-
-
-def neighbours(one: Choice, question: Question, *, fine: bool = False) -> Iterator[Choice]:
+def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
     """Legal plans that are one change away, each once; decided fields stay as they are. fine: in small steps."""
     space = Space.whole(question.job, question.cluster, question.fixed)
-    seen = {one, _settled(one.words)}
-    for change in _changes(one.plan, space, question, fine):
-        values = one.words | change
+    words = _words(plan)
+    seen = {plan, _fitted(words, question.job)}
+    for change in _changes(plan, space, question, fine):
         try:
-            found = _settled(values)
+            found = _fitted(words | change, question.job)
         except PlanError:
             continue
         if found not in seen and _keeps(found, question.fixed):
             seen.add(found)
-            if not check(found.plan, question.facts, question.rules):
+            if not check(found, question.facts, question.rules):
                 yield found
 
 
-def _keeps(one: Choice, fixed: Mapping[str, Any]) -> bool:
+def _words(plan: Plan) -> dict[str, Any]:
+    """Every field with its value."""
+    return {name: getattr(plan, name) for name in plan_fields()}
+
+
+def _keeps(plan: Plan, fixed: Mapping[str, Any]) -> bool:
     """Whether every decided field has its value; the way of context parallelism counts only where there is any."""
-    words = one.words
-    return all(words[name] == value or (name == "cp_mode" and one.plan.cp == 1) for name, value in fixed.items())
+    return all(getattr(plan, name) == value or (name == "cp_mode" and plan.cp == 1) for name, value in fixed.items())
 
 
 def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
     for zero, reshard in (*space.shardings, (0, "after_forward")):
         yield {"zero": zero, "reshard": reshard}
-    for recompute in (*space.recomputes, *(FINE_BUDGETS if fine else BUDGETS)):
+    for recompute in (*space.recomputes, *_mixtures(plan, question, fine)):
         yield {"recompute": recompute}
     for offload in (*space.offloads, *((share,) for share in (FINE_SHARES if fine else SHARES))):
         yield {"offload": offload}
@@ -76,8 +64,36 @@ def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterat
     if plan.pp > 1:
         for schedule, stages in space.schedules:
             yield {"schedule": schedule, "virtual_stages": stages}
+    for order in _orders(plan):
+        yield {"order": order}
     yield from _batches(plan, question)
     yield from _meshes(plan, question)
+
+
+def _mixtures(plan: Plan, question: Question, fine: bool) -> Iterator[str]:
+    """Recompute of some layers: by a budget, and of a pipeline's ranks by a number of blocks."""
+    if plan.pp == 1:
+        yield from FINE_BUDGETS if fine else BUDGETS
+        if fine and plan.recompute.endswith("%"):
+            percent = int(plan.recompute[:-1])
+            yield from (f"{each}%" for each in range(max(1, percent - 4), min(99, percent + 4) + 1))
+        return
+    most = -(-question.job.shape.layers // plan.pp)
+    counts = {round(most * eighth / 8) for eighth in (range(1, 8) if fine else (4,))}
+    if fine and plan.recompute_blocks:
+        counts |= {plan.recompute_blocks + step for step in (-2, -1, 1, 2)}
+    for count in sorted(counts & set(range(1, most))):
+        yield from (f"{policy}:{count}" for policy in ("full", "selective"))
+
+
+def _orders(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Other orders of the axes in use: all of up to three, and of more those in which two neighbours change places."""
+    now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
+    if len(now) <= 3:
+        yield from itertools.permutations(now)
+        return
+    for place in range(len(now) - 1):
+        yield (*now[:place], now[place + 1], now[place], *now[place + 2 :])
 
 
 def _batches(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
@@ -120,7 +136,7 @@ def _primes(number: int) -> list[int]:
     return [each for each in common_divisors(number) if each > 1 and all(each % low for low in range(2, each))]
 
 
-def _settled(values: Mapping[str, Any]) -> Choice:
+def _fitted(values: Mapping[str, Any], job: Job) -> Plan:
     """A plan of these values; what belongs to an axis that is not in use goes back to its default."""
     found = dict(values)
     default = Plan()
@@ -136,33 +152,26 @@ def _settled(values: Mapping[str, Any]) -> Choice:
         found["zero"] = max(1, found["zero"])
     if found["zero"] != 3:
         found["reshard"] = default.reshard
-    if found["cp"] == 1:
-        found["cp_mode"] = CP_MODES[0]
-    fields = {name: found[name] for name in plan_fields() if name != "cp_mode"}
-    return Choice(with_way(Plan(**fields), found["cp_mode"]), found["cp_mode"])
+    in_use = tuple(axis for axis in AXES if found[axis] > 1)
+    if found["order"] == in_use or set(found["order"]) != set(in_use) or found["ep"] > 1:
+        found["order"] = ()
+    return settled(Plan(**found), job)
 
 
-def columns_of(choices: Sequence[Choice], question: Question) -> Columns:
-    """The columns of choices."""
-    columns = Columns.of([one.plan for one in choices], question.job)
-    modes = np.array([CP_MODES.index(one.cp_mode) for one in choices], dtype=np.uint8)
-    return replace(columns, cp_mode=modes)
-
-
-def estimated(choices: Iterable[Choice], question: Question) -> list[Candidate]:
-    """Choices with their estimates, in their order."""
-    listed = list(choices)
+def estimated(plans: Iterable[Plan], question: Question) -> list[Candidate]:
+    """Plans with their estimates, in their order; each says its way of context parallelism."""
+    listed = [settled(plan, question.job) for plan in plans]
     if not listed:
         return []
-    columns = columns_of(listed, question)
+    columns = Columns.of(listed, question.job)
     found = estimate(question.job, question.cluster, columns, question.tables)
-    return candidates(question, columns, found, [one.plan for one in listed])
+    return candidates(question, columns, found, listed)
 
 
-def changed_words(before: Candidate, after: Candidate) -> str:
+def changed_words(before: Plan, after: Plan) -> str:
     """What differs, as it is typed: "tp=4 accumulation=8"."""
-    old, new = Choice(before.plan, before.cp_mode).words, Choice(after.plan, after.cp_mode).words
-    words = [name for name, value in new.items() if value != old[name] and (name != "cp_mode" or after.plan.cp > 1)]
+    old, new = _words(before), _words(after)
+    words = [name for name, value in new.items() if value != old[name] and (name != "cp_mode" or after.cp > 1)]
     return " ".join(f"{name}={_shown(new[name])}" for name in words)
 
 

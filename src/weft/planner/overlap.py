@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import Columns, Job
 from weft.planner.tables import Tables
-from weft.spec.plan import RESHARDS
+from weft.spec.plan import REDUCES, RESHARDS
 
 Array = NDArray[np.float64]
 
@@ -74,12 +74,14 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
     folded = stack.fold_experts
     spread = t if folded else np.ones_like(t)
     parts = (
-        (shares.dense, shard * c, t, units),
-        (shares.ends, shard * c, t, np.ones_like(t)),
+        (shares.dense, shard * c, _stride(columns, fabric), units),
+        (shares.ends, shard * c, _stride(columns, fabric), np.ones_like(t)),
         (shares.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units),
     )
     gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
+    apart = columns.stride("dp_replicate")
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
+    reduce_bytes = np.where(columns.reduce == REDUCES.index("bf16"), 2.0, stack.reduce_bytes)
     for params, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
         buckets = (
@@ -88,11 +90,23 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
         piece = params / pieces
         ring = np.where(columns.zero == 0, 2.0, 1.0)
-        reduced = pieces * fabric.ring_s("reduce_scatter", piece * stack.reduce_bytes, group, stride) * ring
+        reduced = pieces * fabric.ring_s("reduce_scatter", piece * reduce_bytes, group, stride) * ring
         across = fabric.ring_s(
-            "all_reduce", piece * stack.reduce_bytes / np.where(columns.zero == 0, 1.0, group), replicas, stride * group
+            "all_reduce", piece * reduce_bytes / np.where(columns.zero == 0, 1.0, group), replicas, apart
         )
         reduces += np.where(params > 0, reduced + pieces * across, 0.0)
         gathered = pieces * fabric.ring_s("all_gather", piece * gather_bytes, group, stride)
         gathers += np.where((params > 0) & (columns.zero > 0), gathered, 0.0)
     return gathers, reduces
+
+
+def _stride(columns: Columns, fabric: Fabric) -> Array:
+    """Ranks from one member of a group over dp_shard and cp to the next; where another axis lies between those, the
+    stride of an even group with as many members in a scale-up domain."""
+    usual = columns.stride("cp").astype(np.float64)
+    if not columns.order.any():
+        return usual
+    inside = fabric.inside(columns.dp_shard, columns.stride("dp_shard")) * fabric.inside(
+        columns.cp, columns.stride("cp")
+    )
+    return np.where(columns.order > 0, np.maximum(1.0, fabric.domain / inside), usual)

@@ -27,7 +27,7 @@ def pareto(found: Answer) -> Drawing:
         return drawing
     most_x = dots[0].usable_bytes
     most_y = _round_up(max(one.tokens_per_s for one in dots))
-    _axes(drawing, most_x, most_y)
+    _axes(drawing, most_x, most_y, question.unit)
     for one in found.ranked:
         drawing.add(Dot(*_place(one, most_x, most_y), 3, PALETTE[5], _dot_title(one)))
     border = [_place(one, most_x, most_y) for one in found.pareto]
@@ -46,10 +46,10 @@ def _place(one: Candidate, most_x: float, most_y: float) -> tuple[float, float]:
 
 
 def _dot_title(one: Candidate) -> str:
-    return f"{one.text}\n{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} tokens/s"
+    return f"{one.plan}\n{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} {one.question.unit}/s"
 
 
-def _axes(drawing: Drawing, most_x: float, most_y: float) -> None:
+def _axes(drawing: Drawing, most_x: float, most_y: float, unit: str) -> None:
     bottom = _TOP + _HEIGHT
     for part in range(5):
         x, y = _LEFT + _WIDTH * part / 4, bottom - _HEIGHT * part / 4
@@ -59,7 +59,7 @@ def _axes(drawing: Drawing, most_x: float, most_y: float) -> None:
     drawing.add(
         Text(_LEFT + _WIDTH / 2, bottom + 42, "memory on the fullest rank, up to what the device has", 12, "middle")
     )
-    drawing.add(Text(_LEFT - 8, _TOP - 10, "tokens/s", 12, "end"))
+    drawing.add(Text(_LEFT - 8, _TOP - 10, f"{unit}/s", 12, "end"))
 
 
 def _round_up(value: float) -> float:
@@ -73,7 +73,7 @@ def waterfall(one: Candidate) -> Drawing:
     left, height = 280.0, 24.0
     drawing = Drawing(left + 710, _TOP + height * (len(rows) + 1) + 30)
     drawing.add(Text(20, 26, f"{one.question.model.name}: a step of {format_seconds(one.step_s)}", 16))
-    drawing.add(Text(20, 44, one.text, 11))
+    drawing.add(Text(20, 44, str(one.plan), 11))
     done = 0.0
     for row, (name, value) in enumerate(rows):
         x, width = left + 580 * done / one.step_s, 580 * value / one.step_s
@@ -97,7 +97,7 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
     row = 26.0 if len(ranks) <= 32 else 12.0
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + row * len(ranks) + 90)
     drawing.add(
-        Text(20, 26, f"{one.question.model.name}: memory by rank of the pipeline", 16), Text(20, 44, one.text, 11)
+        Text(20, 26, f"{one.question.model.name}: memory by rank of the pipeline", 16), Text(20, 44, str(one.plan), 11)
     )
     names = [name for name in ranks[0] if any(each.get(name, 0.0) > 0 for each in ranks)]
     colours = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}

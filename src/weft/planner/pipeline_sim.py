@@ -145,9 +145,3 @@ def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float],
             far = schedule.owner(need.stage) != rank
             start = max(start, done[need] + (latency_s if far else 0.0))
     return start
-
-
-def step_from_actions(schedule: Schedule, durations: Durations) -> tuple[float, tuple[float, ...]]:
-    """(makespan in seconds, waiting of each rank in seconds) of a schedule: the planner's seam."""
-    timeline = simulate(schedule, durations)
-    return timeline.makespan_s, timeline.idle_s

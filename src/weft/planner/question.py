@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,15 +10,17 @@ from typing import Any
 
 from weft.errors import ConfigError, PlanError, Problem
 from weft.planner.columns import Job
-from weft.planner.cp_way import read_way
+from weft.planner.measured import here
+from weft.planner.measured.profile import Profile, load_profile
 from weft.planner.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
-from weft.spec.cluster import ClusterSpec
+from weft.spec.cluster import ClusterSpec, device_by_torch_name
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, split_plan
 from weft.spec.rule import Facts, Rule
 from weft.spec.rules import LASTING, RULES
+from weft.spec.traced import TracedModel
 
 #: Probability of fitting into memory from which on a plan is listed.
 FITS = 0.9
@@ -30,7 +33,7 @@ class Question:
     tier: "datasheet" or "tables". fits: least probability of fitting into memory. most_plans: a space with more is
     made narrower before it is looked at, and the answer says how; by default a million, and a sixth
     of that for up to 64 devices. refine_s: seconds for annealing after enumeration.
-    assumed: what nobody said and was filled in, in words.
+    profile: of a machine that was measured. assumed: what nobody said and was filled in, in words.
     """
 
     model: PlannedModel
@@ -42,17 +45,19 @@ class Question:
     fits: float = FITS
     most_plans: int | None = None
     refine_s: float = 0.0
+    profile: Profile | None = None
     assumed: tuple[str, ...] = ()
 
     @classmethod
     def of(
         cls,
-        model: str | ModelSpec | DecoderSpec | Shape | PlannedModel,
+        model: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel,
         cluster: str | ClusterSpec,
         *,
         seq_len: int | None = None,
         global_batch: int | None = None,
         fixed: str | Mapping[str, Any] = "",
+        profile: Path | str | None = None,
         **options: Any,
     ) -> Question:
         """A question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
@@ -60,10 +65,13 @@ class Question:
         Raises ModelError, ConfigError or PlanError for what cannot be read.
         """
         planned = read_model(model)
-        machines = read_cluster(cluster)
+        machines, measured = find_machines(cluster, profile)
         assumed = [] if planned.config else [
-            name for name, value in (("seq_len", seq_len), ("global_batch", global_batch)) if value is None
+            name for name, value in (("seq_len", seq_len), ("global_batch", global_batch))
+            if value is None and (name == "global_batch" or planned.reads_sequence)
         ]  # fmt: skip
+        if seq_len is not None and not planned.reads_sequence:
+            raise _error("seq-len", f"seq-len={seq_len}: {planned.name} reads no sequence. Leave it out.")
         seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
         if global_batch is None:
             global_batch = default_batch(planned, seq_len, machines.num_devices)
@@ -81,6 +89,7 @@ class Question:
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
             ),
             fixed=read_fixed(fixed) if isinstance(fixed, str) else dict(fixed),
+            profile=measured,
             assumed=tuple(words[name] for name in assumed),
             **options,
         )
@@ -94,7 +103,20 @@ class Question:
             global_batch=self.job.global_batch,
             seq_len=self.job.seq_len,
             device=self.cluster.device,
+            limits=self.model.limits,
         )
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: "tokens", or "samples" of a model that reads no sequence."""
+        return "tokens" if self.model.reads_sequence else "samples"
+
+    @property
+    def work(self) -> str:
+        """What a step reads, in words."""
+        if not self.model.reads_sequence:
+            return f"{self.job.global_batch} samples a step"
+        return f"{self.job.global_batch} sequences of {self.job.seq_len} tokens a step"
 
     @property
     def limit(self) -> int:
@@ -109,7 +131,40 @@ class Question:
     @property
     def tables(self) -> Tables:
         """The cost model's constants for the device."""
-        return Tables.of(self.cluster.device, self.tier)
+        return _tables(self.profile, self.cluster, self.tier)
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
+    """Kept, because laws are fitted to a profile's samples."""
+    if profile is None:
+        return Tables.of(cluster.device, tier)
+    from weft.planner.measured.host import measured_tables
+
+    return measured_tables(profile, cluster, tier)
+
+
+def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:
+    """The machines, and the profile that says more of them: a text may be "here", "4xhere" or a profile's file.
+
+    Raises ConfigError for a profile of another device than the cluster's.
+    """
+    path = Path(profile) if profile is not None else None
+    if isinstance(cluster, str) and here.asks_for_here(cluster):
+        found = here.profile_here(path)
+        return here.cluster_of(found, cluster), found
+    if isinstance(cluster, str) and Path(cluster).suffix == ".json":
+        found = load_profile(cluster)
+        return here.cluster_of(found), found
+    machines = read_cluster(cluster)
+    if path is None:
+        return machines, None
+    found = load_profile(path)
+    known = device_by_torch_name(found.machine.device)
+    if known is None or known.name != machines.device.name.rstrip("*"):
+        rule = f"it was measured on {found.machine.device}, and the cluster has {machines.device.name}"
+        raise _error("profile", f"profile={path}: {rule}. Use it with CLUSTER=here, or leave it out.")
+    return machines, found
 
 
 def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
@@ -122,12 +177,13 @@ def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
 def read_fixed(text: str) -> dict[str, Any]:
     """Decided fields from a plan's text: only those that are named, with their values. Raises PlanError."""
     words, problems = split_plan(text)
-    way = read_way(str(words.pop("cp_mode", "auto")))
     if problems:
         raise PlanError(problems)
     plan = Plan.from_mapping(words)
     fixed = {name: getattr(plan, name) for name in words}
-    return fixed | ({"cp_mode": way} if way else {})
+    if fixed.get("cp_mode") == "auto":
+        del fixed["cp_mode"]  # every way is looked at then
+    return fixed
 
 
 def _positive(name: str, value: int) -> int:

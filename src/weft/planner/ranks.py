@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from weft.errors import PlanError, Problem
 from weft.planner.answer import Candidate
 from weft.planner.collective_cost import Fabric
+from weft.planner.columns import Columns
 from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import _rank_bytes, layer_bytes
-from weft.planner.moves import Choice, columns_of
 from weft.planner.partition import split_stages
 from weft.planner.pipeline_sim import Durations
+from weft.planner.question import Question
 from weft.planner.stages import divide_layers
 from weft.spec.schedule import Schedule, build_schedule, stages_of
 
@@ -44,9 +45,8 @@ class Passes:
 def passes(one: Candidate) -> Passes:
     """What the estimate of a candidate takes for its parts, recompute and communication between ranks included."""
     question = one.question
-    columns = columns_of([Choice(one.plan, one.cp_mode)], question)
-    tables = question.tables
-    costs = layer_costs(question.job, columns, tables, Fabric.of(tables, question.cluster.devices_per_node))
+    columns = Columns.of([one.plan], question.job)
+    costs = _costs(question, columns)
     layer = _layer(one, costs)
     head = _first(costs.head_gemm) + _first(costs.head_memory) + _first(costs.head_tp)
     products = _first(costs.head_gemm) / 3
@@ -56,6 +56,16 @@ def passes(one: Candidate) -> Passes:
         embedding=Pass(embedding / 2, 0.0, embedding / 2),
         head=Pass((head - products) / 2, (head - products) / 2, products),
     )
+
+
+def _costs(question: Question, columns: Columns) -> LayerCosts:
+    tables = question.tables
+    if tables.laws is not None:
+        from weft.planner.measured import layer
+
+        [(dtype, _)] = layer.dtype_of(columns)
+        return layer.layer_costs(question.job, columns, tables.laws, columns.world_size, dtype)
+    return layer_costs(question.job, columns, tables, Fabric.of(tables, question.cluster.devices_per_node))
 
 
 def _layer(one: Candidate, costs: LayerCosts) -> Pass:
@@ -124,16 +134,18 @@ def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
 def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     """Bytes by class on every rank of the pipeline; one entry where there is none."""
     question, plan = one.question, one.plan
-    if plan.pp == 1:
-        return [dict(one.memory)]
-    columns = columns_of([Choice(plan, one.cp_mode)], question)
-    layer = layer_bytes(question.job, columns)
+    if plan.pp == 1 or question.tables.laws is not None:
+        return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
+    columns = Columns.of([plan], question.job)
     layers = stage_layers(one)
     found: list[dict[str, float]] = []
     for rank in range(plan.pp):
         own = stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)
         held = np.array([float(sum(layers[stage] for stage in own))])
         place = (held, rank, 0 in own, len(layers) - 1 in own)
+        if plan.recompute_blocks:
+            columns = replace(columns, recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
+        layer = layer_bytes(question.job, columns)
         classes = _rank_bytes(question.job, columns, question.tables, layer, place)
         found.append({name: _first(value) for name, value in classes.items()})
     return found

@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from weft.planner.answer import Candidate
-from weft.planner.moves import Choice, estimated, neighbours
+from weft.planner.moves import estimated, neighbours
 from weft.planner.question import Question
+from weft.spec.plan import Plan
 
 #: Plans from which the descent starts, and how often each may move.
 _STARTS, _ROUNDS = 6, 8
@@ -27,7 +28,7 @@ _WORTH = 0.001
 
 def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     """The plans that are reached from the starts by taking the best single change until none helps."""
-    found: dict[Choice, Candidate] = {}
+    found: dict[Plan, Candidate] = {}
     active = [one for one, _ in zip(starts, range(_STARTS), strict=False)]
     for _ in range(_ROUNDS):
         if not active:
@@ -37,8 +38,8 @@ def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
             better = [near for near in around if near.step_s < one.step_s * (1 - _WORTH)]
             if better:
                 moved.append(min(better, key=lambda near: near.step_s))
-        active = [one for one in moved if _choice(one) not in found]
-        found |= {_choice(one): one for one in active}
+        active = [one for one in moved if one.plan not in found]
+        found |= {one.plan: one for one in active}
     return list(found.values())
 
 
@@ -49,27 +50,27 @@ def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed
     draw = random.Random(seed)
     chains = list(starts[:_CHAINS])
     best = min(chains, key=lambda one: one.step_s)
-    met: dict[Choice, Candidate] = {}
-    visited = {_choice(one) for one in chains}
+    met: dict[Plan, Candidate] = {}
+    visited = {one.plan for one in chains}
     begin = time.perf_counter()
     while (passed := (time.perf_counter() - begin) / seconds) < 1:
         temperature = best.step_s * _HOT * (_COLD / _HOT) ** passed
         for index, around in enumerate(_around(chains, question)):
-            met |= {_choice(one): one for one in around if one.step_s < best.step_s * (1 + _HOT)}
-            fresh = [one for one in around if _choice(one) not in visited]
+            met |= {one.plan: one for one in around if one.step_s < best.step_s * (1 + _HOT)}
+            fresh = [one for one in around if one.plan not in visited]
             chains[index] = _drawn(fresh, temperature, draw) if fresh else best
-            visited.add(_choice(chains[index]))
+            visited.add(chains[index].plan)
             best = min((best, chains[index]), key=lambda one: one.step_s)
     return sorted(met.values(), key=lambda one: one.step_s)[:64]
 
 
 def _around(centres: Sequence[Candidate], question: Question) -> list[list[Candidate]]:
     """The neighbours that fit, of each plan; all are estimated in one go."""
-    choices = [list(neighbours(_choice(one), question, fine=True)) for one in centres]
-    every = estimated([choice for each in choices for choice in each], question)
+    plans = [list(neighbours(one.plan, question, fine=True)) for one in centres]
+    every = estimated([plan for each in plans for plan in each], question)
     found: list[list[Candidate]] = []
     place = 0
-    for each in choices:
+    for each in plans:
         found.append([one for one in every[place : place + len(each)] if one.fits >= question.fits])
         place += len(each)
     return found
@@ -80,7 +81,3 @@ def _drawn(around: Sequence[Candidate], temperature: float, draw: random.Random)
     least = min(one.step_s for one in around)
     weights = [math.exp(-min(700.0, (one.step_s - least) / temperature)) for one in around]
     return draw.choices(around, weights)[0]
-
-
-def _choice(one: Candidate) -> Choice:
-    return Choice(one.plan, one.cp_mode)

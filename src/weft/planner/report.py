@@ -35,7 +35,6 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
     shares = time_by_rung(one.terms, one.question.tables)
     return {
         "plan": str(one.plan),
-        "cp_mode": one.cp_mode if one.plan.cp > 1 else None,
         "built": one.built,
         "microbatch": one.microbatch,
         "step_s": one.step_s,

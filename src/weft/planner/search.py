@@ -22,6 +22,7 @@ from weft.planner.space import Space
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.traced import TracedModel
 from weft.units import format_bytes
 
 Floats = NDArray[np.float64]
@@ -37,7 +38,7 @@ _CLOCKED = 12
 
 
 def search(
-    model: str | ModelSpec | DecoderSpec | Shape,
+    model: str | ModelSpec | DecoderSpec | Shape | TracedModel,
     cluster: str | ClusterSpec,
     *,
     seq_len: int | None = None,
@@ -49,7 +50,8 @@ def search(
     """The best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
 
     model: a size, a path to a Hugging Face config folder or to a config of Weft, or a spec. cluster: "2x8xh100", a
-    .toml file, or a ClusterSpec. seq_len: tokens of a sequence; global_batch: sequences of a step; by default the
+    .toml file, or a ClusterSpec; a model by its code is given as weft.trace(...). seq_len: tokens of a sequence;
+    global_batch: sequences of a step; by default the
     config's, else usual ones. fixed: decided fields as plan text, such as "tp=8 precision=bf16". built_only: only
     plans that the runtime runs today. options: as in `Question`.
     Raises ModelError, ConfigError or PlanError for what cannot be read.
@@ -93,10 +95,10 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
     cells: dict[tuple[int, int, int], Candidate] = {}
     for one in ranked:
         cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
-    starts = list({one.key: one for one in [*cells.values(), *layouts(ranked)]}.values())
+    starts = list({one.plan: one for one in [*cells.values(), *layouts(ranked)]}.values())
     found = descend(starts, question)
     found += anneal([*found, *starts], question, question.refine_s)
-    merged = {one.key: one for one in [*ranked, *found]}
+    merged = {one.plan: one for one in [*ranked, *found]}
     return _with_clock(sorted(merged.values(), key=lambda one: one.step_s), question)
 
 
@@ -107,14 +109,14 @@ def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
     for one in layouts(ranked)[:_CLOCKED]:
         steps += num_steps(one) if one.plan.pp > 1 else 0
         if one.plan.pp > 1 and steps <= most:
-            timed[one.key] = clocked(one)
-    order = [timed.get(one.key, one) for one in ranked]
+            timed[one.plan] = clocked(one)
+    order = [timed.get(one.plan, one) for one in ranked]
     return sorted((one for one in order if one.fits >= one.question.fits), key=_rank)
 
 
 def _rank(one: Candidate) -> tuple[float, int, str]:
     """Fastest first. What is alike in four digits goes by the fewer words: every machine then ranks alike."""
-    return float(f"{one.step_s:.3e}"), len(one.text.split()), one.text
+    return float(f"{one.step_s:.3e}"), len(str(one.plan).split()), str(one.plan)
 
 
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Block]]:

@@ -14,12 +14,8 @@ from typing import Any
 
 from weft.planner.columns import CP_MODES, Job
 from weft.spec.cluster import ClusterSpec
-from weft.spec.plan import AXES, RESHARDS
+from weft.spec.plan import RESHARDS
 
-#: Fields that a block's left table holds; the rest are flags.
-_MESH_FIELDS = (*AXES, "ep", "microbatches", "accumulation", "schedule", "virtual_stages")
-#: Tokens of one pass on one rank beyond which no device gets faster.
-_MOST_TOKENS = 2**18
 _STRAIGHT = ("gpipe", "1f1b", "zb_h1")
 _TWO_STAGES = ("zb_v", "dualpipe_v")
 
@@ -119,7 +115,7 @@ _NARROWER = (
         "offloads": tuple(each for each in space.offloads if "activations" not in each) or space.offloads}),
     ("reshard=after_step", lambda space: {"shardings": _without(space.shardings, (3, "after_step"))}),
     ("compile=off beside compile=on", lambda space: {"compiles": _without(space.compiles, False)}),
-    ("cp by ulysses and all_gather", lambda space: {"cp_modes": space.cp_modes[:1]}),
+    ("cp by gather and ulysses", lambda space: {"cp_modes": space.cp_modes[:1]}),
     ("offload of parameters", lambda space: {"offloads": _without(space.offloads, ("params",))}),
     ("zero=2", lambda space: {"shardings": _without(space.shardings, (2, "after_forward"))}),
     ("offload", lambda space: {"offloads": _without(space.offloads, ("optimizer",))}),

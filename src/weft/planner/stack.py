@@ -10,6 +10,9 @@ class Stack:
     """Features of a training stack. The defaults are what Weft's runtime does.
 
     flash: fused attention, no scores in memory. attn_gain: speed of its attention kernels over the table's.
+    eager_pieces: pieces of a cut sequence go through FlashAttention 2, whatever whole ones go through, and are joined
+    by single kernels (else through the same attention, and each is joined by one kernel).
+    cp_sum_bytes: of a key's gradient as it travels between the ranks of a sequence.
     fused_softmax: without flash, one kernel scales, masks and normalises the scores (else several, in fp32).
     fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
     fused_loss: the loss works in place on the logits (else fp32 copies of them).
@@ -23,6 +26,7 @@ class Stack:
     weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
     regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
     dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
+    half_selective: selective recompute makes every second matmul again (else it keeps all of them and attention).
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
     times tp. balanced_stages: layers are split over a pipeline so that embedding and head count as the layers
@@ -32,6 +36,8 @@ class Stack:
     name: str = "weft"
     flash: bool = True
     attn_gain: float = 1.0
+    eager_pieces: bool = True
+    cp_sum_bytes: float = 4.0
     fused_softmax: bool = True
     fused_norm: bool = False
     fused_mlp: bool = False
@@ -54,6 +60,7 @@ class Stack:
     dropout: bool = False
     cuda_graphs: bool = False
     host_gain: float = 1.0
+    half_selective: bool = False
     scatter_p2p: bool = False
     fold_experts: bool = True
     vocab_multiple: int = 1

@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.spec.cluster import DeviceSpec
 
+if TYPE_CHECKING:
+    from weft.planner.measured.laws import Laws
+
 #: "datasheet": the vendor's rates and constants common to all devices. "tables": measured ones where there are any.
 TIERS = ("datasheet", "tables")
 _DEFAULT_SMS = 128
+#: Entries of a device that are facts of its make, which every tier reads.
+_HARDWARE = ("sms", "flash2_gain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,7 @@ class Tables:
 
     The names are those of `tables.toml`. flops: dense peak by precision. rungs: constant -> "here" (measured on this
     machine), "table" (shipped measurement or fit of this device) or "common" (for every device).
+    laws: of a CPU host that was measured, which has a model of its own. learned: factor of terms, from runs.
     """
 
     flops: Mapping[str, float]
@@ -34,6 +40,7 @@ class Tables:
     host_rate: float
     memory_bytes: float
     sms: int
+    flash2_gain: float
     gemm_ceiling: float
     gemm_sustained: float
     gemm_k0: float
@@ -61,6 +68,8 @@ class Tables:
     reserve: float
     usable: float
     rungs: Mapping[str, str]
+    laws: Laws | None = None
+    learned: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, device: DeviceSpec, tier: str = "tables", profile: Mapping[str, float] | None = None) -> Tables:
@@ -77,7 +86,7 @@ class Tables:
         own = _own_constants(device, shipped["devices"]) if tier == "tables" else {}
         values |= own
         rungs |= dict.fromkeys(own, "table")
-        known = {each.name for each in fields(cls)} - {"rungs", "flops"}
+        known = {each.name for each in fields(cls)} - {"rungs", "flops", "laws", "learned"}
         for name, value in (profile or {}).items():
             if name not in known:
                 raise _error(name, f"profile.{name}: no such constant.{did_you_mean(name, known)}")
@@ -101,7 +110,7 @@ def _base_name(device: DeviceSpec) -> str:
 
 
 def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    own = {name: value for name, value in tables.get(_base_name(device), {}).items() if name != "sms"}
+    own = {name: value for name, value in tables.get(_base_name(device), {}).items() if name not in _HARDWARE}
     peak = device.peak_flops("bf16") or device.peak_flops("fp16")
     if device.measured_flops is not None and peak:
         own.setdefault("gemm_ceiling", device.measured_flops / peak)
@@ -109,7 +118,7 @@ def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]
 
 
 def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    sms = tables.get(_base_name(device), {}).get("sms", _DEFAULT_SMS)
+    own = tables.get(_base_name(device), {})
     flops = dict(device.peaks)
     half = flops.get("bf16") or flops.get("fp16") or flops.get("fp32") or 1e12
     flops = {"bf16": half, "fp16": half, "fp8": half, "fp32": flops.get("tf32", half / 2) / 8} | flops
@@ -124,7 +133,8 @@ def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dic
         "nic_rate": device.nic_bytes_per_s or 12.5e9,
         "host_rate": device.host_bytes_per_s or 12e9,
         "memory_bytes": float(device.memory_bytes),
-        "sms": sms,
+        "sms": own.get("sms", _DEFAULT_SMS),
+        "flash2_gain": own.get("flash2_gain", 1.0),
     }
 
 

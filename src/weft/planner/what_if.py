@@ -128,6 +128,8 @@ def change(question: Question, text: str) -> Question:
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
             raise _error("what-if", f"what-if={name}: nothing that can be changed has this name.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))
+    if question.job.seq_len > 1 and not question.model.reads_sequence:
+        raise _error("seq", f"seq={question.job.seq_len}: {question.model.name} reads no sequence. Leave it out.")
     if question.job.seq_len > question.model.spec.max_seq_len:
         rule = f"{question.model.name} reads at most {question.model.spec.max_seq_len} tokens"
         raise _error("seq", f"seq={question.job.seq_len}: {rule}. Use less.")

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from weft.errors import PlanError
 from weft.planner.answer import Answer, Candidate
-from weft.planner.cp_way import read_way, way_of, with_way
 from weft.planner.explain import TERMS, differences, fit_words
-from weft.planner.moves import Choice, changed_words, estimated, neighbours
+from weft.planner.moves import changed_words, estimated, neighbours
 from weft.planner.question import Question
-from weft.spec.plan import Plan, split_plan
+from weft.spec.plan import Plan, plan_fields, split_plan
 from weft.spec.rule import Violation
 from weft.spec.rules import LASTING, check
 from weft.units import format_bytes, format_seconds
@@ -56,7 +55,7 @@ class WhyNot:
         for one in self.remedies:
             lines.append(f"  {one.words:<44} {_outcome(one.after, base)}")
         if self.best is not None and self.kind != "best":
-            lines.append(f"best    {self.best.text}")
+            lines.append(f"best    {self.best.plan}")
             lines.append(f"        {_outcome(self.best, base)}")
         return lines
 
@@ -71,17 +70,17 @@ def why_not(text: str, question: Question, found: Answer) -> WhyNot:
 
     Raises PlanError where the text is no plan.
     """
-    choice = read_choice(text, question)
-    violations = check(choice.plan, question.facts, LASTING) or check(choice.plan, question.facts, question.rules)
+    plan = read_plan(text, question)
+    violations = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
     best = found.best
     if violations:
-        return _against_rules(choice, violations, question, best)
-    candidate = estimated([choice], question)[0]
+        return _against_rules(plan, violations, question, best)
+    candidate = estimated([plan], question)[0]
     if candidate.fits < question.fits:
-        return _too_large(choice, candidate, question, best)
+        return _too_large(candidate, question, best)
     if best is None or candidate.step_s <= best.step_s * 1.0005:
         sentence = "nothing that was looked at is faster: this is the answer."
-        return WhyNot(kind="best", sentence=sentence, plan=choice.plan, candidate=candidate, best=best)
+        return WhyNot(kind="best", sentence=sentence, plan=candidate.plan, candidate=candidate, best=best)
     slower = candidate.step_s / best.step_s - 1
     sentence = (
         f"it runs and {fit_words(candidate.fits)}, and takes {format_seconds(candidate.step_s)} a step, "
@@ -92,41 +91,35 @@ def why_not(text: str, question: Question, found: Answer) -> WhyNot:
     return WhyNot(
         kind="slower",
         sentence=sentence,
-        plan=choice.plan,
+        plan=candidate.plan,
         candidate=candidate,
-        remedies=tuple(_faster(choice, candidate, question)),
+        remedies=tuple(_faster(candidate, question)),
         best=best,
         details=tuple(details),
     )
 
 
-def read_choice(text: str, question: Question) -> Choice:
+def read_plan(text: str, question: Question) -> Plan:
     """A plan from its text; `*` takes the devices that the other axes leave. Raises PlanError."""
     words, problems = split_plan(text)
     if problems:
         raise PlanError(problems)
-    way = read_way(str(words.pop("cp_mode", "auto")))
-    plan = Plan.from_mapping(words, question.cluster.num_devices)
-    if way is None:
-        return Choice(plan, way_of(plan, question.model.spec, question.job.seq_len))
-    return Choice(with_way(plan, way), way)
+    return Plan.from_mapping(words, question.cluster.num_devices)
 
 
-def _against_rules(
-    choice: Choice, violations: Sequence[Violation], question: Question, best: Candidate | None
-) -> WhyNot:
-    mended = _mended(choice, question)
+def _against_rules(plan: Plan, violations: Sequence[Violation], question: Question, best: Candidate | None) -> WhyNot:
+    mended = _mended(plan, question)
     remedies: list[Remedy] = []
     if mended is not None:
         after = estimated([mended], question)[0]
-        changed = [name for name, value in mended.words.items() if value != choice.words[name] and name != "cp_mode"]
-        words = {part.partition("=")[0]: part for part in str(mended.plan).split()}
+        changed = [name for name in plan_fields() if getattr(mended, name) != getattr(plan, name)]
+        words = {part.partition("=")[0]: part for part in str(mended).split()}
         text = " ".join(words.get(name, f"without {name}") for name in changed)
         remedies.append(Remedy(text, after))
     return WhyNot(
         kind="rule",
         sentence=violations[0].message,
-        plan=choice.plan,
+        plan=plan,
         candidate=None,
         violations=tuple(violations),
         remedies=tuple(remedies),
@@ -135,13 +128,12 @@ def _against_rules(
     )
 
 
-def _mended(choice: Choice, question: Question) -> Choice | None:
+def _mended(plan: Plan, question: Question) -> Plan | None:
     """The plan after every broken rule's own fix, one after another; None where that does not end well."""
-    plan = choice.plan
     for _ in range(8):
         broken = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
         if not broken:
-            return Choice(plan, choice.cp_mode)
+            return plan
         fix = next((violation.fix for violation in broken if violation.fix is not None), None)
         if fix is None or fix == plan:
             return None
@@ -149,7 +141,7 @@ def _mended(choice: Choice, question: Question) -> Choice | None:
     return None
 
 
-def _too_large(choice: Choice, candidate: Candidate, question: Question, best: Candidate | None) -> WhyNot:
+def _too_large(candidate: Candidate, question: Question, best: Candidate | None) -> WhyNot:
     parts = sorted(candidate.memory.items(), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value >= candidate.total_bytes / 100)
     missing = candidate.total_bytes - candidate.usable_bytes
@@ -162,20 +154,20 @@ def _too_large(choice: Choice, candidate: Candidate, question: Question, best: C
     return WhyNot(
         kind="memory",
         sentence=sentence,
-        plan=choice.plan,
+        plan=candidate.plan,
         candidate=candidate,
-        remedies=tuple(fitting_changes(choice, candidate, question)),
+        remedies=tuple(fitting_changes(candidate, question)),
         best=best,
         details=(f"{shown}.",),
     )
 
 
-def fitting_changes(choice: Choice, candidate: Candidate, question: Question) -> list[Remedy]:
+def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
     """The smallest changes that make a plan fit: as few fields as possible, then as fast as possible.
 
     One change is tried everywhere; where none is enough, another one from the plans that then need least memory.
     """
-    beam, seen = [choice], {choice}
+    beam, seen = [candidate.plan], {candidate.plan}
     for _ in range(_DEPTH):
         reached = {one: None for seed in beam for one in neighbours(seed, question) if one not in seen}
         nearby = estimated(reached, question)
@@ -183,7 +175,7 @@ def fitting_changes(choice: Choice, candidate: Candidate, question: Question) ->
         if fitting:
             return _smallest(candidate, fitting)
         seen |= set(reached)
-        beam = [Choice(one.plan, one.cp_mode) for one in sorted(nearby, key=lambda one: one.total_bytes)[:_BEAM]]
+        beam = [one.plan for one in sorted(nearby, key=lambda one: one.total_bytes)[:_BEAM]]
     return []
 
 
@@ -191,17 +183,17 @@ def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
     """One remedy for each set of fields that changes."""
     found: dict[tuple[str, ...], Remedy] = {}
     for one in sorted(fitting, key=lambda one: one.step_s):
-        words = changed_words(before, one)
+        words = changed_words(before.plan, one.plan)
         found.setdefault(tuple(word.partition("=")[0] for word in words.split()), Remedy(words, one))
     smallest = sorted(found.items(), key=lambda item: (len(item[0]), item[1].after.step_s))
     return [remedy for _, remedy in smallest[:_MOST]]
 
 
-def _faster(choice: Choice, candidate: Candidate, question: Question) -> list[Remedy]:
+def _faster(candidate: Candidate, question: Question) -> list[Remedy]:
     """Single changes that fit and are faster, the fastest first."""
-    nearby = [one for one in estimated(neighbours(choice, question), question) if one.fits >= question.fits]
+    nearby = [one for one in estimated(neighbours(candidate.plan, question), question) if one.fits >= question.fits]
     better = sorted((one for one in nearby if one.step_s < candidate.step_s * 0.999), key=lambda one: one.step_s)
-    return [Remedy(changed_words(candidate, one), one) for one in better[:_MOST]]
+    return [Remedy(changed_words(candidate.plan, one.plan), one) for one in better[:_MOST]]
 
 
 def _signed(seconds: float) -> str:

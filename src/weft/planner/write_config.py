@@ -42,6 +42,9 @@ def config_text(one: Candidate) -> str:
 
 def _model_table(one: Candidate) -> dict[str, object]:
     model = one.question.model
+    if model.traced is not None:
+        rule = "`weft train` builds models from configs, not from code. Leave --out out"
+        raise ModelError(f'model={model.name}: {rule}, and write weft.init("{one.plan}") in your script.')
     if model.name in model_names() and decoder_spec(model.name) == model.spec:
         return {"name": model.name}
     shape = model.shape

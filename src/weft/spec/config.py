@@ -30,6 +30,19 @@ Name = Annotated[
     ),
 ]
 
+_SHARE_OR_SIZE = r"^([1-9][0-9]?%|([1-9][0-9]{0,8}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])([KMGT]i?|k)B)$"
+ShareOrSize = Annotated[
+    str,
+    StringConstraints(pattern=_SHARE_OR_SIZE),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _SHARE_OR_SIZE,
+            "x-rule": "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
+        }
+    ),
+]
+
 ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
 
 #: The source that every machine already has: Python's standard library.
@@ -217,6 +230,12 @@ class CheckpointSection(Section):
     """The checkpoint with the lowest evaluation loss stays too."""
 
 
+class MemorySection(Section):
+    pinned_limit: ShareOrSize = "60%"
+    """Host memory that all ranks of one machine may pin together for what the plan offloads: a size, or a share of what
+    the machine or container has."""
+
+
 class SampleSection(Section):
     prompt: str = "def "
     """Text that the sample at the end of the run continues; empty: no sample."""
@@ -244,6 +263,9 @@ class RunConfig(Section):
     plan: str = "dp_replicate=*"
     """How the model is laid over the ranks, as text or as a table; '*' takes the ranks that the other axes leave.
     "auto" lets the planner choose; words after it, as in "auto zero=3", are decided."""
+    layout: str = ""
+    """How tensor parallelism cuts the model: pattern=style words, or a file of them (`weft layout MODEL --save FILE`
+    writes one to edit); by default found from the model."""
     seed: Count = 0
     """Decides initial weights, order of data and sampling."""
     run: RunSection = RunSection()
@@ -255,6 +277,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    memory: MemorySection = MemorySection()
     sample: SampleSection = SampleSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-from weft.errors import ConfigError, PlanError, Problem
+from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
 from weft.spec.config import RunConfig
+from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.origins import origin_of
 from weft.spec.plan import Plan, is_auto, plan_fields
@@ -38,6 +39,15 @@ class ConfigRule:
         if not self.predicate(config):
             return None
         return Problem(self.keys[0], f"{self.keys[0]}={self.message(config)}")
+
+
+def _layout_problem(config: RunConfig) -> str:
+    """Why the layout cannot be read; empty where it can, or none is given."""
+    try:
+        Layout.read(config.layout or "x=replicate")
+    except LayoutError as error:
+        return str(error).removeprefix(f"layout={config.layout}: ")
+    return ""
 
 
 def _warmup(config: RunConfig) -> int:
@@ -100,6 +110,13 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
             f"{config.tokenizer.path!r}: tokenizer.kind={config.tokenizer.kind} does not read a file. "
             f"Use tokenizer.kind=file, or leave the path out."
         ),
+    ),
+    ConfigRule(
+        name="layout-reads",
+        keys=("layout",),
+        reason="A layout is pattern=style words, or a file of them.",
+        predicate=lambda config: bool(_layout_problem(config)),
+        message=lambda config: f"{config.layout}: {_layout_problem(config)}",
     ),
     ConfigRule(
         name="nesterov-is-of-sgd",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from weft.spec.config import RunConfig
-from weft.spec.plan import OFFLOADS, PRECISIONS, RESHARDS, SCHEDULES, plan_fields
+from weft.spec.plan import CHOICES, OFFLOADS, plan_fields
 
 
 def format_config(config: RunConfig) -> str:
@@ -42,9 +42,7 @@ def _plan_table() -> dict[str, object]:
     special: dict[str, dict[str, object]] = {
         "sp": {"type": "boolean"},
         "compile": {"type": "boolean"},
-        "schedule": {"enum": list(SCHEDULES)},
-        "reshard": {"enum": list(RESHARDS)},
-        "precision": {"enum": list(PRECISIONS)},
+        **{name: {"enum": list(words)} for name, words in CHOICES.items()},
         "recompute": {"type": "string"},
         "offload": {"type": "array", "items": {"type": "string", "pattern": f"^({'|'.join(OFFLOADS)})(:.+)?$"}},
     }

@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from weft.errors import LayoutError, did_you_mean
@@ -137,6 +138,25 @@ class Layout:
                 )
             pairs.append((pattern, style))
         return cls(tuple(pairs))
+
+    @classmethod
+    def read(cls, source: str | Path) -> Layout:
+        """What a setting says: the words themselves, or the file that holds them, as `weft layout MODEL --save` writes.
+
+        In a file, '#' begins a comment. Raises LayoutError for a file that cannot be read.
+        """
+        text = str(source)
+        if "=" in text and not Path(text).is_file():
+            return cls.parse(text)
+        try:
+            lines = Path(text).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise LayoutError(
+                f"layout={text}: this file cannot be read ({reason}). Give pattern=style words, or a file that "
+                f"`weft layout MODEL --save FILE` wrote."
+            ) from error
+        return cls.parse(" ".join(line.partition("#")[0] for line in lines))
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object]) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.spec.plan import RECOMPUTES, Plan
+from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, asks
 from weft.spec.schedule.schedule import FORMS
 
@@ -48,9 +48,11 @@ PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
         name="pp-recompute-budget-not-built",
         field="recompute",
         reason="A budget of saved activations does not yet count the microbatches in flight of a pipeline.",
-        predicate=lambda plan, facts: plan.recompute not in RECOMPUTES and asks(plan, facts, "pp"),
+        predicate=lambda plan, facts: plan.recompute_policy == "budget" and asks(plan, facts, "pp"),
         finding=lambda plan, facts: "a budget for a pipeline, whose microbatches in flight share it, is not built yet",
-        remedy=lambda plan, facts: "Use recompute=full, selective, attention or none",
+        remedy=lambda plan, facts: (
+            "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank"
+        ),
         fix=lambda plan, facts: plan.replace(recompute="selective"),
     ),
     Rule(

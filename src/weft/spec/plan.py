@@ -18,17 +18,30 @@ from weft import env, units
 from weft.errors import PlanError, Problem, did_you_mean
 from weft.spec.context import CP_MODES
 
-#: Mesh axes, outermost first. `ep` is a second view over dp_shard x cp x tp, so it is no factor of the world size.
+#: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
+#: is no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+#: Formats in which gradients travel between ranks; "fp32" is that of the master weights.
+REDUCES = ("fp32", "bf16")
 RECOMPUTES = ("none", "full", "attention", "selective")
 OFFLOADS = ("optimizer", "params", "activations")
 #: When zero=3 lets gathered parameters go: from the least memory to the least communication.
 RESHARDS = ("after_forward", "after_backward", "after_step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
 
+#: Fields that are one of a few words.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "reshard": RESHARDS,
+    "cp_mode": CP_MODES,
+    "schedule": SCHEDULES,
+    "precision": PRECISIONS,
+    "reduce": REDUCES,
+}
+
 _LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_SOME_BLOCKS = re.compile(rf"({'|'.join(RECOMPUTES[1:])}):[1-9][0-9]{{0,5}}", re.ASCII)
 _FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
 _COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
 _SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
@@ -41,6 +54,8 @@ class Plan:
 
     pp, dp_replicate, dp_shard, cp, tp: sizes of the mesh axes; their product is the world size.
     ep: expert-parallel size, a second view over dp_shard x cp x tp.
+    order: the axes in use from outermost to innermost ("tp+dp_shard"); empty: the order in which they stand here.
+        Ranks that are neighbours on the innermost axis are neighbours on the machine.
     zero: ZeRO stage; what is sharded over dp_shard (0 nothing, 1 optimizer, 2 + gradients, 3 + parameters).
     reshard: when zero=3 lets gathered parameters go: "after_forward" (least memory), "after_backward" (gathered
         once in a pass), "after_step" (once in a step, in which gradients travel once too).
@@ -52,7 +67,10 @@ class Plan:
     split: how many of the model's blocks each stage takes, in order ("3+4+4+3"); empty: stages of equal work.
     accumulation: forward-backward passes per optimizer step when there is no pipeline.
     precision: of forward and backward; master weights and optimizer states stay fp32 (fp64 under "fp64").
-    recompute: "none", "full", "attention", "selective", or a budget for saved activations ("12GiB", "50%").
+    reduce: the format in which gradients travel between ranks: "fp32" (fp64 under "fp64") or "bf16", half the bytes.
+        They are rounded for the collective alone, and accumulated and applied in fp32.
+    recompute: "none", "full", "attention", "selective", each also for the first blocks of a rank alone ("full:8"), or
+        a budget for saved activations ("12GiB", "50%").
     offload: what lives on the host: any of optimizer, params, activations, each whole or with a share of it
         ("optimizer:0.5"); `offload_share` reads it.
     compile: run blocks through torch.compile.
@@ -65,6 +83,7 @@ class Plan:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    order: tuple[str, ...] = ()
     zero: int = 0
     reshard: str = "after_forward"
     sp: bool = False
@@ -75,6 +94,7 @@ class Plan:
     split: tuple[int, ...] = ()
     accumulation: int = 1
     precision: str = "fp32"
+    reduce: str = "fp32"
     recompute: str = "none"
     offload: tuple[str, ...] = ()
     compile: bool = False
@@ -104,14 +124,30 @@ class Plan:
         """Forward passes per optimizer step on one data-parallel rank."""
         return self.microbatches if self.pp > 1 else self.accumulation
 
+    @property
+    def recompute_policy(self) -> str:
+        """One of RECOMPUTES, or "budget"."""
+        name = self.recompute.partition(":")[0]
+        return name if name in RECOMPUTES else "budget"
+
+    @property
+    def recompute_blocks(self) -> int:
+        """How many of a rank's blocks, from the first, have the policy; 0: all."""
+        return int(self.recompute.partition(":")[2] or 0)
+
     def offload_share(self, name: str) -> float:
         """Which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
         shares = [part.partition(":")[2] or "1" for part in self.offload if part.partition(":")[0] == name]
         return float(shares[0]) if shares else 0.0
 
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """All mesh axes, outermost first; those that `order` leaves out have one rank and come first."""
+        return (*(axis for axis in AXES if axis not in self.order), *self.order)
+
     def axis_sizes(self) -> dict[str, int]:
         """Size of each mesh axis, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in self.axis_order}
 
     def replace(self, **changes: object) -> Plan:
         """A new plan with some fields changed."""
@@ -276,9 +312,11 @@ def _read(name: str, value: object) -> object:
         return tuple(part for part in value.split("+") if part != "none")
     if name == "split" and isinstance(value, str) and _COUNTS.fullmatch(value):
         return tuple(map(int, value.split("+")))
-    if name in ("offload", "split") and isinstance(value, list):
+    if name == "order" and isinstance(value, str):
+        return tuple(value.split("+"))
+    if name in ("offload", "order", "split") and isinstance(value, list):
         return tuple(cast(list[object], value))
-    if name in ("schedule", "precision", "recompute", "reshard", "cp_mode"):
+    if name in CHOICES or name == "recompute":
         return value
     return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
 
@@ -289,20 +327,16 @@ def _checked(name: str, value: object) -> object:
         if not isinstance(value, bool):
             raise _error(name, f"{name}={_shown(value)}: this is a switch. Use {name}=on or {name}=off.")
         return value
-    if name == "precision":
-        return _choice(name, value, PRECISIONS)
-    if name == "schedule":
-        return _choice(name, value, SCHEDULES)
-    if name == "reshard":
-        return _choice(name, value, RESHARDS)
-    if name == "cp_mode":
-        return _choice(name, value, CP_MODES)
+    if name in CHOICES:
+        return _choice(name, value, CHOICES[name])
     if name == "recompute":
         return _recompute(value)
     if name == "offload":
         return _offload(value)
     if name == "split":
         return _split(value)
+    if name == "order":
+        return _order(value)
     low, high = (0, 3) if name == "zero" else (1, _LARGEST)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         size = f"a whole number from 1 to {high} is needed. Use {name}=1 to leave it out."
@@ -349,6 +383,16 @@ def _split(value: object) -> tuple[int, ...]:
     raise _error("split", f"split={_shown(cast(object, value))}: {rule}")
 
 
+def _order(value: object) -> tuple[str, ...]:
+    names = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
+    for name in names:
+        _choice("order", name, AXES)
+    if len(set(names)) < len(names):
+        rule = "an axis stands in it once. Use e.g. order=tp+dp_shard, or leave it out."
+        raise _error("order", f"order={'+'.join(map(str, names))}: {rule}")
+    return cast(tuple[str, ...], names)
+
+
 def _offload_part(part: object) -> tuple[str, str]:
     """ "optimizer", and "optimizer" or "optimizer:0.5": what lives on the host, and the word with its share."""
     if not isinstance(part, str):
@@ -366,7 +410,7 @@ def _offload_part(part: object) -> tuple[str, str]:
 
 def _recompute(value: object) -> str:
     if isinstance(value, str):
-        if value in RECOMPUTES or _FRACTION.fullmatch(value):
+        if value in RECOMPUTES or _SOME_BLOCKS.fullmatch(value) or _FRACTION.fullmatch(value):
             return value
         try:
             if not value.isdigit() and units.parse_bytes(value) > 0:
@@ -376,5 +420,5 @@ def _recompute(value: object) -> str:
     raise _error(
         "recompute",
         f"recompute={_shown(value)}: not one of {', '.join(RECOMPUTES)}, nor a budget. "
-        f"Use one of them, or e.g. recompute=12GiB or recompute=50%.",
+        f"Use one of them, or e.g. recompute=full:8, recompute=12GiB or recompute=50%.",
     )

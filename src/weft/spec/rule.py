@@ -6,7 +6,7 @@ The rules themselves are in `rules.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -14,6 +14,7 @@ from weft.errors import PlanError
 from weft.spec.cluster import DeviceSpec
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
+from weft.spec.traced import Limit
 
 _T = TypeVar("_T")
 
@@ -27,10 +28,11 @@ class Facts:
 
     model: the model's shape. world_size: ranks that were started. global_batch: sequences in one optimizer step.
     seq_len: tokens in one sequence. device: what each rank runs on.
+    limits: values that a traced model allows of a plan's fields.
     open_axis: the mesh axis that is still `*`, and 1 in the plan; None where all are numbers.
     """
 
-    __slots__ = ("_device", "_global_batch", "_model", "_seq_len", "_world_size", "open_axis")
+    __slots__ = ("_device", "_global_batch", "_limits", "_model", "_seq_len", "_world_size", "open_axis")
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class Facts:
         global_batch: int | None = None,
         seq_len: int | None = None,
         device: DeviceSpec | None = None,
+        limits: Mapping[str, Limit] | None = None,
         open_axis: str | None = None,
     ):
         self._model = model
@@ -47,6 +50,7 @@ class Facts:
         self._global_batch = global_batch
         self._seq_len = seq_len
         self._device = device
+        self._limits = limits
         self.open_axis = open_axis
 
     @property
@@ -68,6 +72,10 @@ class Facts:
     @property
     def device(self) -> DeviceSpec:
         return _known(self._device)
+
+    @property
+    def limits(self) -> Mapping[str, Limit]:
+        return _known(self._limits)
 
 
 def _known(fact: _T | None) -> _T:

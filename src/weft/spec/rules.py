@@ -12,34 +12,14 @@ from collections.abc import Iterable
 from weft.errors import PlanError, Problem
 from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
 from weft.spec.expert_rules import EXPERT_RULES
+from weft.spec.limit_rules import LIMIT_RULES
+from weft.spec.order_rules import ORDER_RULES
 from weft.spec.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
 
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
-NOT_BUILT: tuple[Rule, ...] = (
-    *PIPELINE_NOT_BUILT,
-    Rule(
-        name="offload-activations-recompute-not-built",
-        field="offload",
-        reason="Activations are either made again in backward or kept on the host, not yet some of each.",
-        predicate=lambda plan, facts: plan.offload_share("activations") > 0 and plan.recompute != "none",
-        finding=lambda plan, facts: (
-            f"activations on the host together with recompute={plan.recompute} is not built yet"
-        ),
-        remedy=lambda plan, facts: "Use recompute=none, or leave activations out",
-        fix=lambda plan, facts: plan.replace(recompute="none"),
-    ),
-    Rule(
-        name="offload-activations-compile-not-built",
-        field="offload",
-        reason="What a compiled block keeps for backward is not brought to the host yet.",
-        predicate=lambda plan, facts: plan.offload_share("activations") > 0 and plan.compile,
-        finding=lambda plan, facts: "activations on the host together with compile=on is not built yet",
-        remedy=lambda plan, facts: "Use compile=off, or leave activations out",
-        fix=lambda plan, facts: plan.replace(compile=False),
-    ),
-)
+NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
 
 
 def _with_offload(plan: Plan, name: str, other: str) -> Plan:
@@ -113,6 +93,7 @@ def _precision_choices(facts: Facts) -> list[str]:
 
 #: Combinations that cannot work, whatever is built.
 LASTING: tuple[Rule, ...] = (
+    *LIMIT_RULES,
     Rule(
         name="world-size",
         field="world_size",
@@ -277,6 +258,7 @@ LASTING: tuple[Rule, ...] = (
         remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
+    *ORDER_RULES,
     *PIPELINE_LASTING,
     *EXPERT_RULES,
     Rule(

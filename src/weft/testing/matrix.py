@@ -22,7 +22,7 @@ from weft.spec.rules import RULES
 LAYOUT_FIELDS = tuple(
     name
     for name in plan_fields()
-    if name not in ("microbatches", "accumulation", "precision", "recompute", "offload", "compile")
+    if name not in ("order", "microbatches", "accumulation", "precision", "reduce", "recompute", "offload", "compile")
 )
 
 Row = Mapping[str, Hashable]
@@ -34,6 +34,7 @@ def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Se
     return {
         **dict.fromkeys(AXES, sizes),
         "ep": sizes,
+        "order": ((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
         "zero": (0, 1, 2, 3),
         "reshard": RESHARDS,
         "sp": (False, True),
@@ -44,7 +45,8 @@ def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Se
         "split": ((),),  # uneven ones depend on the model: tests/parity/test_pipeline.py
         "accumulation": passes,
         "precision": ("fp64",),
-        "recompute": ("none", "full", "selective", "attention"),
+        "reduce": ("fp32",),  # bf16 differs from one process by its rounding: tests/parity/test_reduce.py
+        "recompute": ("none", "full", "selective", "attention", "full:1"),
         "offload": ((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
         "compile": (False,),
     }

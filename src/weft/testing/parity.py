@@ -153,7 +153,7 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     ledger = Ledger()
     mesh = build_mesh(plan, record=ledger.record)
     model = case.model()
-    parallelize(model, mesh)
+    parallelize(model, mesh, layout=getattr(case, "layout", None))
     step = TrainStep(
         model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=case.max_grad_norm
     )

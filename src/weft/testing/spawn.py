@@ -8,12 +8,15 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from weft.errors import CommError
+
+#: How long (s) the other ranks may take once one has failed.
+_AFTER_FAILURE_S = 5.0
 
 
 class RankPool:
@@ -27,9 +30,10 @@ class RankPool:
     The function must be importable from its module, and its arguments and results picklable.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 120.0):
+    def __init__(self, num_ranks: int, timeout_s: float = 120.0, backend: str = "gloo"):
         self.num_ranks = num_ranks
         self._timeout_s = timeout_s
+        self._backend = backend
         self._start()
 
     def _start(self) -> None:
@@ -41,7 +45,9 @@ class RankPool:
         self._processes = []
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.num_ranks, str(store), theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.num_ranks, str(store), theirs, self._backend), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -59,24 +65,36 @@ class RankPool:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
-        results, failures = [], []
-        for rank, pipe in enumerate(self._pipes):
-            # Once one rank has failed the others may wait for it for ever: give them little time.
-            limit_s = 5.0 if failures else self._timeout_s
-            try:
-                answer = pipe.recv() if pipe.poll(limit_s) else ("late", f"no answer within {limit_s:.0f} s")
-            except EOFError:
-                answer = ("dead", "the process ended without an answer")
-            kind, value = answer
-            results.append(value)
-            self._is_broken = self._is_broken or kind in ("late", "dead")
-            if kind != "done":
-                failures.append((kind != "error", rank, value))
+        answers = self._answers()
+        failures = [(kind != "error", rank, value) for rank, (kind, value) in enumerate(answers) if kind != "done"]
+        self._is_broken = any(kind in ("late", "dead") for kind, _ in answers)
         if failures:
             # A rank that raised says more than one that waited in vain for it.
             _, rank, text = min(failures)
             raise CommError(f"rank {rank} of {self.num_ranks} failed in {function.__name__}:\n{text}")
-        return results
+        return [value for _, value in answers]
+
+    def _answers(self) -> list[tuple[str, Any]]:
+        """What each rank says, whoever says it first: ("done", result), or "error", "late", "dead" with a text."""
+        answers: dict[int, tuple[str, Any]] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        limit_s = left_s = self._timeout_s
+        while waiting and left_s > 0:
+            # In slices: time in which this process was stopped, ranks and all, is nobody's silence.
+            slice_s = min(1.0, left_s)
+            ready = cast("list[Connection]", wait(list(waiting), slice_s))
+            left_s = left_s if ready else left_s - slice_s
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = ("dead", "the process ended without an answer")
+                if answers[rank][0] != "done" and limit_s == self._timeout_s:
+                    # Once one rank has failed the others may wait for it for ever: give them little time.
+                    limit_s = left_s = min(_AFTER_FAILURE_S, self._timeout_s)
+        answers |= dict.fromkeys(waiting.values(), ("late", f"no answer within {limit_s:.0f} s"))
+        return [answers[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
         """End the ranks, in order where they still answer."""
@@ -101,13 +119,13 @@ class RankPool:
         self.close()
 
 
-def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, backend: str) -> None:
     """One rank's life: join, answer calls until None comes, part."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     while True:
         try:
             call = pipe.recv()

@@ -13,8 +13,6 @@ the losses and their number.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,9 +25,11 @@ from torch.nn import functional as F
 from weft import env
 from weft.errors import ConfigError, MissingExtra, ModelError
 from weft.models import build_decoder
+from weft.models.code import call_function
 from weft.optim import build_optimizer
 from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
+from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, decoder_spec, resolve_decoder, shape_problems
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 from weft.train.step import call_model
@@ -62,6 +62,7 @@ class Subject:
     shape: DecoderSpec | None = None
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     plan: str = ""
+    layout: Layout | None = None
 
     def build(self) -> BuiltCase:
         """The model with its data and loss. Raises ModelError where it cannot be had."""
@@ -74,13 +75,8 @@ class Subject:
         if self.kind == "hf":
             config = _hf_config(Path(self.source), self.settings)
             return BuiltCase(self, _hf_model(config).to(dtype), vocab_size=getattr(config, "vocab_size", None))
-        made = _call(self.source)
-        model, batch_fn, loss_fn = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
-        if not isinstance(model, nn.Module):
-            raise ModelError(
-                f"model={self.source}: it returned {type(model).__name__}, not an nn.Module. "
-                f"Return a model, or (model, batch_fn)."
-            )
+        model, rest = call_function(self.source)
+        batch_fn, loss_fn = (*rest, None, None)[:2]
         config = getattr(model, "config", None)
         vocab_size = getattr(config, "vocab_size", None) or getattr(getattr(model, "spec", None), "vocab_size", None)
         if batch_fn is None and vocab_size is None and not _image_size(model):
@@ -105,7 +101,7 @@ class BuiltCase:
         vocab_size: int | None = None,
     ):
         self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
-        self.kind, self.source = subject.kind, subject.source
+        self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
         self._built, self._forward, self._batch_fn, self._loss_fn = model, forward, batch_fn, loss_fn
         self._vocab_size, self._optimizer = vocab_size, subject.optimizer
         self.notes = _quieten(model)
@@ -160,13 +156,15 @@ def find_subject(source: str, settings: Settings) -> Subject:
     if path.suffix == ".toml":
         config = load_config(path).config
         shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
-        return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan)
+        layout = Layout.read(config.layout) if config.layout else None
+        return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan, layout)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model={source}: the folder has no config.json. Name a Hugging Face model's folder.")
         config = _hf_config(path, settings)
         return Subject(source, "hf", settings, _hf_shape(config))
     if ":" in source:
+        _refuse_reduction(source, settings)
         return Subject(source, "function", settings)
     try:
         return Subject(source, "decoder", settings, reduced(decoder_spec(source), settings))
@@ -176,6 +174,13 @@ def find_subject(source: str, settings: Settings) -> Subject:
             f"model={source}: no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face folder, "
             f"or package.module:function."
         ) from None
+
+
+def _refuse_reduction(source: str, settings: Settings) -> None:
+    asked = (("layers", settings.num_layers), ("width", settings.dim), ("vocab", settings.vocab_size))
+    for name, value in asked:
+        if value is not None:
+            raise ConfigError(f"{name}={value}: the function {source} makes its model as it likes. Reduce it there.")
 
 
 def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
@@ -197,20 +202,6 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
     return found
 
 
-def _call(source: str) -> Any:
-    module_name, _, name = source.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(
-            f"model={source}: it cannot be imported ({error}). "
-            f"Write package.module:function, importable from this folder."
-        ) from None
-    return function()
-
-
 def _hf_config(path: Path, settings: Settings) -> Any:
     env.set_for_children(HF_HUB_OFFLINE="1")
     try:
@@ -219,9 +210,9 @@ def _hf_config(path: Path, settings: Settings) -> Any:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what it raises depends on what the file holds
         raise ModelError(
-            f"model={path}: transformers cannot read its config.json ({str(error).splitlines()[0]}). "
+            f"model={path}: transformers cannot read its config.json ({_first_line(error)}). "
             f"Check the file, or use package.module:function."
         ) from None
     for name in vars(config):
@@ -229,6 +220,10 @@ def _hf_config(path: Path, settings: Settings) -> Any:
             setattr(config, name, 0.0)
     config.experts_implementation = "eager"  # the grouped product that it prefers refuses float64
     return _reduce_hf(config, settings)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _reduce_hf(config: Any, settings: Settings) -> Any:
@@ -270,16 +265,18 @@ def _hf_shape(config: Any) -> DecoderSpec | None:
     if any(getattr(config, name, None) is None for name in names):
         return None
     heads = config.num_attention_heads
+    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
     return DecoderSpec(
         vocab_size=getattr(config, "vocab_size", None) or 1,
         dim=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        ffn_dim=getattr(config, "intermediate_size", None)
-        or getattr(config, "n_inner", None)
-        or 4 * config.hidden_size,
+        ffn_dim=ffn_dim,
         max_seq_len=getattr(config, "max_position_embeddings", None) or 10**9,
+        num_experts=next((number for name in experts if (number := getattr(config, name, None))), 0),
+        expert_ffn_dim=getattr(config, "moe_intermediate_size", None) or ffn_dim,
     )
 
 
@@ -290,7 +287,7 @@ def _quieten(model: nn.Module) -> list[str]:
     for module in dropouts:
         module.p = 0.0
     if dropouts:
-        notes.append(f"dropout of {len(dropouts)} modules is off: random numbers differ by plan")
+        notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch would draw it from other numbers")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
     return notes

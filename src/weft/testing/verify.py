@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from weft.errors import CommError, WeftError
+from weft.errors import CommError, ModelError, WeftError
 from weft.mesh import Mesh
 from weft.spec.plan import Plan
 from weft.spec.rule import Facts
@@ -204,13 +204,27 @@ def _make_reference(subject: Subject, case: BuiltCase, folder: Path) -> _Referen
     start = {f"start/{name}": tensor.detach().clone() for name, tensor in _state(case.model())}
     with _throughout(subject):
         half = subject.settings.dtype in ("bfloat16", "float16")
-        result = train_case(f"precision={PRECISIONS[subject.settings.dtype]}", case) if half else train_plain(case)
+        one = f"precision={PRECISIONS[subject.settings.dtype]}"
+        result = train_case(one, case) if half else _plainly(subject, case)
     tensors = start if subject.kind == "function" else {}
     tensors |= {f"gradient/{name}": tensor.contiguous() for name, tensor in result.grads.items()}
     tensors |= {f"weight/{name}": tensor.contiguous() for name, tensor in result.weights.items()}
     save_file(tensors, folder / "reference.safetensors")
     least = {"gradient": 1e-6 * _largest(result.grads), "weight": 1e-3 * _largest(result.weights)}
     return _Reference(str(folder), tuple(result.losses), tuple(result.grad_norms), least)
+
+
+def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
+    """PyTorch alone. ModelError where that fails: nothing of Weft runs there, so it is the model, its data or loss."""
+    try:
+        return train_plain(case)
+    except WeftError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"model={subject.source}: PyTorch alone cannot train it: {type(error).__name__} ({error}). "
+            f"Mend the model, its data or its loss; give inputs by package.module:function where they are others."
+        ) from error
 
 
 def _largest(tensors: dict[str, torch.Tensor]) -> float:

@@ -14,6 +14,8 @@ from typing import Any
 
 from weft.errors import PlanError, Problem
 from weft.planner.answer import Candidate
+from weft.planner.measured import here
+from weft.planner.measured.profile import Profile, default_path, load_profile
 from weft.planner.model_source import PlannedModel, of_decoder
 from weft.planner.question import Question
 from weft.planner.report import candidate_table
@@ -45,7 +47,10 @@ def settle_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[Ru
     spec = resolve_decoder(config.model, least_vocab(config))
     on_cpu = config.launch.device == "cpu"
     machines = this_cluster(world_size, local_size, "cpu" if on_cpu else "auto")
-    best = choose_plan(of_decoder(config.model.name, spec, config), machines, auto_fields(config.plan))
+    profile = _profile(machines) if world_size == local_size else None
+    if profile is not None:
+        machines = here.cluster_of(profile, f"{world_size}xhere")
+    best = choose_plan(of_decoder(config.model.name, spec, config), machines, auto_fields(config.plan), profile=profile)
     return config.model_copy(update={"plan": best.plan.format()}), best
 
 
@@ -56,11 +61,13 @@ def choose_plan(
     *,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    profile: Profile | None = None,
 ) -> Candidate:
     """The fastest plan that the runtime runs today. Raises PlanError where none fits."""
-    if machines.device.name == "cpu":
+    if machines.device.name in ("cpu", "here"):
         decided = {"compile": False, "offload": ()} | decided  # the host is the device, and compilers may be missing
-    found = answer(Question.of(model, machines, seq_len=seq_len, global_batch=global_batch, fixed=decided))
+    asked = Question.of(model, machines, seq_len=seq_len, global_batch=global_batch, fixed=decided)
+    found = answer(replace(asked, profile=profile))
     if found.best is not None:
         return found.best
     rule = f"no plan fits {model.name} on {machines}"
@@ -71,6 +78,15 @@ def choose_plan(
         rule += f"; {found.refused[0].message.rstrip('.')}"
     remedy = "Use more ranks or a smaller model; `weft plan` shows what would do."
     raise PlanError([Problem("plan", f"plan=auto: {rule}. {remedy}")])
+
+
+def _profile(machines: ClusterSpec) -> Profile | None:
+    """What `weft calibrate` measured of this machine, where it did and the machine is still the same."""
+    if not default_path().exists():
+        return None
+    profile = load_profile(default_path())
+    kind = "cpu" if machines.device.name == "cpu" else "cuda"
+    return profile if profile.machine.kind == kind and not here.stale(profile) else None
 
 
 def chosen_line(best: Candidate) -> str:

@@ -23,10 +23,13 @@ from typing import IO, Any
 
 from weft.checkpoint import list_checkpoints
 from weft.data import PreparedData, prepare_data
-from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, PlanError, Problem
+from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError, Problem
+from weft.models import build_decoder
+from weft.parallel.tensor import check_layout
 from weft.spec.config import RunConfig
 from weft.spec.config_file import load_config
 from weft.spec.config_text import format_config
+from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
@@ -136,7 +139,9 @@ def prepare_run(config: RunConfig, world_size: int, report: Report | None = None
     plan = Plan.parse(config.plan, world_size)
     # Shapes are checked before data is tokenised: minutes of work must not end in a sentence about heads.
     expected_vocab = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
-    _check_plan(plan, config, resolve_decoder(config.model, expected_vocab), world_size)
+    expected = resolve_decoder(config.model, expected_vocab)
+    _check_plan(plan, config, expected, world_size)
+    config = _with_own_layout(config, expected, plan)
     data = prepare_data(config, report)
     if (folder.path / "data.json").exists() and folder.data().digest != data.digest:
         raise DataError(
@@ -209,6 +214,22 @@ def _check_plan(plan: Plan, config: RunConfig, decoder: DecoderSpec, world_size:
     )
     if violations:
         raise PlanError("\n".join(violation.message for violation in violations))
+
+
+def _with_own_layout(config: RunConfig, decoder: DecoderSpec, plan: Plan) -> RunConfig:
+    """The config with the words of its layout in the place of their file: the folder needs nothing outside of it.
+
+    Raises LayoutError or PlanError where the layout does not fit the model or the plan's tp.
+    """
+    if not config.layout:
+        return config
+    layout = Layout.read(config.layout)
+    model = build_decoder(decoder, device="meta")
+    if unused := layout.unused(name for name, _ in model.named_modules()):
+        raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
+    if plan.tp > 1:
+        check_layout(model, layout, plan.tp)
+    return config.model_copy(update={"layout": layout.format()})
 
 
 def _write(path: Path, text: str) -> None:

@@ -136,7 +136,7 @@ class Trainer:
                 {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
                 for batch in batches
             ]
-        metrics = self.step(local, self._seeds(step))
+        metrics = self.step(local, self._seeds(step), derive_seed(config.seed, step))
         times = self.meter.end_step(metrics.num_tokens)
         self.book.add_step(times)
         speed = self.meter.tokens_per_s

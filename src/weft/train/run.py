@@ -26,6 +26,7 @@ from weft.parallel import parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.config import RunConfig, SampleSection
+from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
@@ -87,7 +88,8 @@ class _RankRun:
         spec = folder.decoder()
         # No rank of a pipeline ever holds the whole: it is cut as shapes, and each makes the weights of its stages.
         self.model = build_decoder(spec, device="meta" if mesh.plan.pp > 1 else None, seed=config.seed)
-        parallelize(self.model, mesh, seed=config.seed)
+        layout = Layout.read(config.layout) if config.layout else None
+        parallelize(self.model, mesh, layout=layout, seed=config.seed, pinned_limit=config.memory.pinned_limit)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.meter = Meter(mesh.device, communication=ledger.seconds_by_axis)
         self.step = TrainStep(
@@ -131,7 +133,7 @@ class _RankRun:
         finally:
             if recorder:
                 recorder.close()
-        times = report_times(self.folder, self.mesh, self.model, trainer.book)
+        times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config)
         if self.mesh.rank == 0:
             # Who stops a run wants it to end: writing a sample takes seconds.
             wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")

@@ -7,6 +7,7 @@ after the reduction, together with clipping, lets the count come out of the loss
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import ExpertBalance, Precision, data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.dropout import drops_of
 from weft.parallel.head import expect_labels
-from weft.parallel.pipeline.runtime import Work, pipeline_of
+from weft.parallel.pipeline.runtime import Drawing, Work, pipeline_of
 from weft.train.oom import explains_memory
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
@@ -83,11 +85,12 @@ class TrainStep:
         self._meter = meter or Meter(mesh.device)
 
     @explains_memory
-    def __call__(self, batch: Any, seeds: Sequence[int] | None = None) -> StepMetrics:
+    def __call__(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> StepMetrics:
         """Train on this rank's part of one global batch.
 
         batch: a list of microbatches, or one batch that is split along dim 0 into as many as the plan accumulates.
-        seeds: of torch's generators, one per microbatch, for models that draw random numbers.
+        seeds: of torch's generators, one per microbatch, for models that draw random numbers. dropout_key: what this
+        step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
         """
         num_micro = self.mesh.plan.microbatches_per_step
         microbatches = batch if isinstance(batch, list) else split_batch(batch, num_micro)
@@ -100,14 +103,15 @@ class TrainStep:
         totals[2] = float(self.wants_stop)
         scale = self.loss_scale.factor() / self._nominal
         self._experts.begin(scale)
+        drawing = self._drawing(microbatches, dropout_key)
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
-            work = Work(parts, self._forward, self._with_labels, self._loss_fn, scale, totals, seeds)
+            work = Work(parts, self._forward, self._with_labels, self._loss_fn, scale, totals, seeds, drawing)
             # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
         else:
-            self._accumulate(microbatches, scale, totals, seeds)
+            self._accumulate(microbatches, scale, totals, drawing, seeds)
         self._experts.start()
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
@@ -123,15 +127,28 @@ class TrainStep:
         """The tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
+    def _drawing(self, microbatches: list[Any], key: int | None) -> Drawing:
+        """For the number of a microbatch, what its forward and backward run inside of: where it draws dropout from."""
+        drops, data, size = drops_of(self.model), self.mesh.data, _num_samples(microbatches[0])
+        if drops is None:
+            return lambda index: contextlib.nullcontext()
+        chosen = drops.next_key() if key is None else key
+        return lambda index: drops.microbatch(chosen, (index * data.size + data.rank) * size)
+
     def _accumulate(
-        self, microbatches: list[Any], scale: float, totals: torch.Tensor, seeds: Sequence[int] | None
+        self,
+        microbatches: list[Any],
+        scale: float,
+        totals: torch.Tensor,
+        drawing: Drawing,
+        seeds: Sequence[int] | None,
     ) -> None:
         """Add each microbatch's gradients, loss sum and token count."""
         for index, whole in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
             last = index == len(microbatches) - 1
-            with self._data_parallel.microbatch(last), sequence_in_use(self.model):
+            with self._data_parallel.microbatch(last), sequence_in_use(self.model), drawing(index):
                 microbatch = cut_sequence(self.model, whole)
                 with self._meter.phase("forward"):
                     output = self._with_labels(self.model, microbatch)
@@ -212,6 +229,13 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
             f"multiple of {num_parts}. Use a batch that is, or another accumulation."
         )
     return list(batch.chunk(num_parts))
+
+
+def _num_samples(batch: Any) -> int:
+    """Samples in a microbatch: dim 0 of its first tensor."""
+    while isinstance(batch, dict | tuple | list):
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    return batch.shape[0] if isinstance(batch, torch.Tensor) and batch.ndim else 1
 
 
 def _batch_size(batch: Any) -> int:

@@ -10,9 +10,12 @@ from torch import nn
 
 from weft.comm import all_gather, all_reduce
 from weft.mesh import Mesh
+from weft.monitor.meter import memory_bytes
 from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
 from weft.parallel.pipeline.runtime import Pipeline, pipeline_of
 from weft.planner.pipeline_sim import Durations, Timeline, simulate
+from weft.spec.config import RunConfig
+from weft.train.expectation import expectation_lines
 from weft.train.folder import RunFolder
 
 #: (name, start, end) in seconds.
@@ -21,10 +24,12 @@ Span = tuple[str, float, float]
 _MOST_TRACED = 64
 
 
-def report_times(folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook) -> list[str]:
+def report_times(
+    folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook, config: RunConfig | None = None
+) -> list[str]:
     """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
 
-    Lines are empty where no step was done.
+    Lines are empty where no step was done. config: of the run, to lay what the planner expects beside it.
     """
     if not book.num_steps:
         return []
@@ -33,6 +38,9 @@ def report_times(folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook
     ranks = _gathered(
         {
             "seconds": book.seconds(),
+            "typical": book.typical(),
+            "steps": book.num_steps,
+            "memory": memory_bytes(mesh.device)[1],
             "spans": book.last.spans() if book.last and is_traced else [],
             "actions": [(str(a), start, end) for a, start, end in pipeline.events] if pipeline and is_traced else [],
         },
@@ -50,7 +58,8 @@ def report_times(folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook
         tracks += _planned(pipeline, timeline)
         lines.append(_bubble_line(pipeline, timeline, lists))
     (folder.path / "trace.json").write_text(chrome_trace(tracks))
-    return [*lines, "        times.svg: by rank; trace.json: the last step, for Perfetto"]
+    beside = expectation_lines(folder.path, config, folder.decoder(), mesh, ranks) if config else []
+    return [*lines, "        times.svg: by rank; trace.json: the last step, for Perfetto", *beside]
 
 
 def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:

@@ -16,7 +16,7 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder, generate
 from weft.parallel import parallelize
 from weft.parallel.context import apply_context, context_of, cut_sequence, sequence_in_use
-from weft.parallel.context.hugging_face import NAME
+from weft.parallel.context.hugging_face import PREFIX
 from weft.spec.context import choose_cp_mode, sent_bytes
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case
@@ -77,7 +77,7 @@ def hf_outside_of_steps():
 
 def test_transformers_generate_as_before(ranks2):
     for found, before, after in ranks2.run(hf_outside_of_steps):
-        assert (before, after) == ("sdpa", NAME)  # the user's config is another one
+        assert (before, after) == ("sdpa", PREFIX + "sdpa")  # the user's config is another one
         (ids, logits), *others = found
         for other_ids, other_logits in others:
             assert torch.equal(other_ids, ids)
@@ -194,10 +194,10 @@ def misuse(kind):
         model.config.num_attention_heads = 3
     elif kind == "dropout":
         model = hf_llama(attention_dropout=0.1)
-    elif kind == "window":
+    elif kind == "sinks":
         model = hf_llama()
         model.model.layers[0].self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "sliding_window": 4}), with_kwargs=True
+            lambda module, args, kwargs: (args, {**kwargs, "s_aux": torch.zeros(4)}), with_kwargs=True
         )
     apply_context(model, mesh)
     if kind == "labels":
@@ -226,10 +226,9 @@ REFUSALS = {
     "replaced. Use cp=1.",
     "heads": "cp_mode=ulysses: 3 heads and 2 key-value heads cannot be shared out over cp=2 and tp=1. "
     "Use cp_mode=ring or cp_mode=gather.",
-    "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, which a cut sequence cannot do "
-    "alike on all ranks. Set the config's attention_dropout (attn_pdrop) to 0.",
-    "window": "cp=2: LlamaAttention sees a window of 4 of 16 tokens, and a cut sequence has no windows yet. "
-    "Use cp=1, or sequences of at most 4 tokens.",
+    "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, at a rate that it does not "
+    "keep under a usual name. Keep it as module.attention_dropout, or set it to 0.",
+    "sinks": "cp=2: LlamaAttention asks for s_aux, which attention over a cut sequence has not. Use cp=1.",
     "labels": "labels: they equal input_ids, so the loss would have to shift them, and under cp=2 a token and the "
     "next may be on different ranks. Shift them in the data: labels[t] = input_ids[t + 1].",
     "length": "cp=2: cp_mode=ulysses cuts a sequence into 2 equal chunks, and 15 tokens do not come out even. "

@@ -1,4 +1,4 @@
-"""Pieces cover what a causal mask and documents let through: each pair of tokens once, and no other."""
+"""Pieces cover what windows, causal masks and documents let through: each pair of tokens once, and no other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.parallel.context import kernel
+from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.order import Order
-from weft.parallel.context.pieces import pieces
+from weft.parallel.context.pieces import BOTH_WAYS, CAUSAL, Piece, Sight, pieces
 
 MODES = ("gather", "ring", "ulysses")
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(MODES), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.booleans())
+SIGHTS = st.builds(Sight, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(MODES), st.integers(1, 5), st.integers(1, 8), st.integers(1, 3), st.booleans())
 def test_each_visible_pair_is_in_one_piece(data, mode, cp, length, rows, has_documents):
     seq_len = length * (cp if mode == "ulysses" else 2 * cp)
     starts = st.sets(st.integers(1, max(1, seq_len - 1)).filter(lambda place: place < seq_len))
     borders = [(0, *sorted(data.draw(starts)), seq_len) for _ in range(rows)] if has_documents else None
+    sight = data.draw(st.just(CAUSAL) | st.just(BOTH_WAYS) | SIGHTS)
     order = Order(mode, cp, data.draw(st.integers(0, cp - 1)), seq_len)
     places = order.places(torch.device("cpu")).numpy()
     ids = np.zeros((rows, seq_len), dtype=int)
@@ -29,15 +34,36 @@ def test_each_visible_pair_is_in_one_piece(data, mode, cp, length, rows, has_doc
     for source in range(cp):
         theirs = Order(mode, cp, source, seq_len).places(torch.device("cpu")).numpy()
         seen = np.zeros((rows, len(places), len(theirs)), dtype=int)
-        met_rectangle = False
-        for piece in pieces(order.chunks(), order.chunks(source), length, borders):
-            shape = (piece.q1 - piece.q0, piece.k1 - piece.k0)
-            part = np.tril(np.ones(shape, dtype=int)) if piece.causal else np.ones(shape, dtype=int)
-            seen[slice(*(piece.rows or (0, rows))), piece.q0 : piece.q1, piece.k0 : piece.k1] += part
-            assert not (piece.causal and met_rectangle)
-            met_rectangle |= not piece.causal
-        wanted = (places[:, None] >= theirs[None]) & (ids[:, places][:, :, None] == ids[:, theirs][:, None])
+        for piece in pieces(order.chunks(), order.chunks(source), length, borders, sight):
+            seen[slice(*(piece.rows or (0, rows))), piece.q0 : piece.q1, piece.k0 : piece.k1] += mask_of(piece)
+        distance = places[:, None] - theirs[None]
+        wanted = np.ones(distance.shape, dtype=bool)
+        if sight.before is not None:
+            wanted &= distance <= sight.before
+        if sight.after is not None:
+            wanted &= -distance <= sight.after
+        wanted = wanted & (ids[:, places][:, :, None] == ids[:, theirs][:, None])
         np.testing.assert_array_equal(seen, wanted.astype(int))
+
+
+def mask_of(piece: Piece) -> np.ndarray:
+    """Which pairs a piece holds, (queries, keys)."""
+    shape = ((piece.q1 - piece.q0) // piece.tiles, (piece.k1 - piece.k0) // piece.tiles)
+    triangle = np.tri(*shape, dtype=int)
+    tile = {"all": np.ones(shape, dtype=int), "lower": triangle, "upper": triangle.T}[piece.shape]
+    return np.kron(np.eye(piece.tiles, dtype=int), tile)
+
+
+def test_a_window_is_few_pieces_and_no_more_work_than_it_holds():
+    found = pieces((3,), (2,), 4096, None, Sight(127, 0)) + pieces((3,), (3,), 4096, None, Sight(127, 0))
+    assert len(found) <= 8
+    assert sum(mask_of(piece).sum() if piece.tiles == 1 else tiled_work(piece) for piece in found) == 4096 * 128
+    assert not pieces((3,), (1,), 4096, None, Sight(127, 0))
+
+
+def tiled_work(piece: Piece) -> int:
+    length = (piece.q1 - piece.q0) // piece.tiles
+    return piece.tiles * length * (length + 1) // 2
 
 
 @pytest.mark.parametrize("mode", ["gather", "ring"])
@@ -47,7 +73,7 @@ def test_ranks_have_nearly_the_same_work(mode):
     def work(rank: int) -> float:
         order = Order(mode, 8, rank, 16 * 64)
         found = [piece for source in range(8) for piece in pieces(order.chunks(), order.chunks(source), 64)]
-        return sum((p.q1 - p.q0) * (p.k1 - p.k0) * (0.5 if p.causal else 1.0) for p in found)
+        return sum((p.q1 - p.q0) * (p.k1 - p.k0) * (0.5 if p.shape == "lower" else 1.0) for p in found)
 
     assert len({work(rank) for rank in range(8)}) == 1
 
@@ -60,11 +86,11 @@ def test_plain_arithmetic_equals_the_fused_kernel(heads, kv_heads, causal, monke
     keys = 12 if causal else 7
     q, grad = (torch.randn(2, heads, 12, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(2, kv_heads, keys, 8, dtype=torch.float64) for _ in range(2))
-    out, lse = kernel.attend(q, k, v, causal, 0.4)
-    fused = (out, lse, *kernel.attend_backward(grad, q, k, v, out, lse, causal, 0.4))
-    monkeypatch.setattr(kernel, "_kind", lambda q: "plain")
+    out, lse = kernel.attend(q, k, v, causal, Scoring(0.4))
+    fused = (out, lse, *kernel.attend_backward(grad, q, k, v, out, lse, causal, Scoring(0.4)))
+    monkeypatch.setattr(kernel, "_kind", lambda q, scoring, noise: "plain")
     monkeypatch.setattr(kernel, "_SCORES", 2 * heads * keys * 5)
-    out, lse = kernel.attend(q, k, v, causal, 0.4)
-    plain = (out, lse, *kernel.attend_backward(grad, q, k, v, out, lse, causal, 0.4))
+    out, lse = kernel.attend(q, k, v, causal, Scoring(0.4))
+    plain = (out, lse, *kernel.attend_backward(grad, q, k, v, out, lse, causal, Scoring(0.4)))
     for ours, theirs in zip(plain, fused, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)

@@ -7,7 +7,9 @@ import torch
 
 from weft.comm import Ledger
 from weft.mesh import build_mesh
+from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.order import Order
+from weft.parallel.context.pieces import BOTH_WAYS, Sight
 from weft.parallel.context.ways import View, attend_cut
 from weft.spec.context import sent_bytes
 from weft.spec.plan import Plan
@@ -22,6 +24,18 @@ DOCUMENTS = {
     "short": (tuple(range(0, 49, 2)), (0, 1, 47, 48)),
 }
 
+#: How layers of attention differ: windows shorter and longer than a chunk, to one side and to both, and soft caps.
+PLAIN = Scoring(0.3)
+SCORINGS = {
+    "window": Scoring(0.3, Sight(3, 0)),
+    "long window": Scoring(0.3, Sight(20, 0)),
+    "itself": Scoring(0.3, Sight(0, 0)),
+    "both ways": Scoring(0.3, BOTH_WAYS),
+    "window both ways": Scoring(0.3, Sight(4, 4)),
+    "softcap": Scoring(0.3, softcap=0.5),
+    "window, softcap": Scoring(0.3, Sight(7, 0), softcap=0.5),
+}
+
 
 def inputs(heads: int, kv_heads: int, seq_len: int, dtype: torch.dtype) -> list[torch.Tensor]:
     torch.manual_seed(3)
@@ -29,29 +43,33 @@ def inputs(heads: int, kv_heads: int, seq_len: int, dtype: torch.dtype) -> list[
     return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def dense(q, k, v, borders):
+def dense(q, k, v, borders, scoring):
     """Attention with a mask over all pairs, by the definition."""
-    seq_len = q.shape[2]
-    mask = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()[None].repeat(BATCH, 1, 1)
+    seq_len, sight = q.shape[2], scoring.sight
+    distance = torch.arange(seq_len)[:, None] - torch.arange(seq_len)
+    before, after = (seq_len if reach is None else reach for reach in (sight.before, sight.after))
+    mask = ((distance <= before) & (-distance <= after))[None].repeat(BATCH, 1, 1)
     for row, starts in enumerate(borders or ()):
         ids = torch.zeros(seq_len, dtype=torch.long)
         ids[list(starts[1:-1])] = 1
         ids = ids.cumsum(0)
         mask[row] &= ids[:, None] == ids[None]
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~mask[:, None], -torch.inf)
-    return scores.softmax(-1) @ v
+    scores = q @ k.transpose(-1, -2) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    return scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
 
 
-def reference(heads, kv_heads, seq_len, dtype, borders):
+def reference(heads, kv_heads, seq_len, dtype, borders, scoring=PLAIN):
     *qkv, grad = (x.double() for x in inputs(heads, kv_heads, seq_len, dtype))
     qkv = [x.requires_grad_() for x in qkv]
-    out = dense(*qkv, borders)
+    out = dense(*qkv, borders, scoring)
     out.backward(grad)
     return [out.detach(), *(x.grad for x in qkv)]
 
 
-def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders):
+def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders, scoring=PLAIN):
     """This rank's output and gradients, the bytes that were counted in forward and backward, and those kept."""
     ledger = Ledger()
     size = torch.distributed.get_world_size()
@@ -66,7 +84,7 @@ def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = attend_cut(*qkv, 0.3, View(axis, order, borders))
+        out = attend_cut(*qkv, scoring, View(axis, order, borders))
     counts = [sum(entry.num_bytes for _, _, entry in ledger.rows())]
     out.backward(grad)
     counts.append(sum(entry.num_bytes for _, _, entry in ledger.rows()) - counts[0])
@@ -88,6 +106,15 @@ def test_equal_to_attention_over_the_whole_sequence(ranks, heads, mode, document
     case = (*heads, 48, torch.float64, borders)
     results = request.getfixturevalue(f"ranks{ranks}").run(attend_on_ranks, mode, *case)
     for ours, theirs in zip(joined(results, mode, 48), reference(*case), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("documents", ["whole", "unlike"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", SCORINGS)
+def test_windows_both_ways_and_soft_caps(kind, mode, documents, ranks4):
+    case = (8, 2, 48, torch.float64, DOCUMENTS[documents], SCORINGS[kind])
+    for ours, theirs in zip(joined(ranks4.run(attend_on_ranks, mode, *case), mode, 48), reference(*case), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 

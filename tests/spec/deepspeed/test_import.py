@@ -166,6 +166,16 @@ def test_the_schedulers_peak_takes_the_place_of_the_optimizers():
     assert import_deepspeed(config).overrides["optimizer.lr"] == 1e-3
 
 
+@pytest.mark.parametrize("dtype, word", [("bf16", "bf16"), ("torch.bfloat16", "bf16"), ("fp32", "fp32")])
+def test_the_format_in_which_gradients_travel(dtype, word):
+    key = "communication_data_type"
+    assert line({key: dtype}, key) == f"became plan reduce={word}"
+    assert line({key: "auto"}, key) == "follows from plan.reduce (fp32 until you say it)"
+    assert line({key: "fp16"}, key) == (
+        "not built yet: gradients travel in fp32 or bf16, which have the same range; fp16 overflows"
+    )
+
+
 def test_offload_of_parameters_needs_stage_3():
     key = "zero_optimization.offload_param.device"
     assert line({key: "cpu", "zero_optimization.stage": 2}, key).startswith(

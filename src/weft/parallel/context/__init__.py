@@ -1,4 +1,4 @@
-"""Context parallelism: one sequence over several ranks, in three ways, for causal decoders.
+"""Context parallelism: one sequence over several ranks, in three ways.
 
 `apply_context` prepares a model. A step then cuts its batches (`cut_sequence`) and calls model and backward inside
 `sequence_in_use`; outside of it the model takes whole sequences, as it did before.

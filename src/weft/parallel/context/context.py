@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.context.documents import find_borders
+from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.order import Order, cut_batch, sequence_length
 from weft.parallel.context.ways import View, attend_cut
 from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
@@ -88,9 +89,8 @@ class Context:
         """Place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
         return self.order(num_tokens * self.axis.size).places(device)
 
-    @torch.compiler.disable
-    def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, ids_BT: Tensor | None) -> Tensor:
-        """Causal attention over the whole sequence; (B, H, T, C).
+    def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None) -> Tensor:
+        """Attention over the whole sequence; (B, H, T, C).
 
         ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
         """
@@ -100,7 +100,7 @@ class Context:
                 f"cp={self.axis.size}: {q_BHTC.shape[2]} queries of {k_BKTC.shape[2]} keys; a cut sequence has no "
                 f"cache. Generate outside of training steps: there the model takes whole sequences."
             )
-        return context_attention(q_BHTC, k_BKTC, v_BKTC, scale, self._view(q_BHTC.shape[2] * self.axis.size, ids_BT))
+        return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, self._view(q_BHTC.shape[2] * self.axis.size, ids_BT))
 
     def _view(self, seq_len: int, ids_BT: Tensor | None) -> View:
         if ids_BT is None:
@@ -124,11 +124,11 @@ class Context:
             )
 
 
-def context_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+def context_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
     """`attend_cut`, seen as one call by modes that look for attention, such as recompute=attention."""
     if has_torch_function((q_BHTC, k_BKTC, v_BKTC)):
-        return handle_torch_function(context_attention, (q_BHTC, k_BKTC, v_BKTC), q_BHTC, k_BKTC, v_BKTC, scale, view)
-    return attend_cut(q_BHTC, k_BKTC, v_BKTC, scale, view)
+        return handle_torch_function(context_attention, (q_BHTC, k_BKTC, v_BKTC), q_BHTC, k_BKTC, v_BKTC, scoring, view)
+    return attend_cut(q_BHTC, k_BKTC, v_BKTC, scoring, view)
 
 
 #: What `weft.memory` looks for.

@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.models.attention import Attention, SdpaCore, Visible
 from weft.models.transformer import Decoder
 from weft.parallel.context.context import Context
+from weft.parallel.context.kernel import Scoring
 
 
 class ContextCore(SdpaCore):
@@ -32,8 +34,12 @@ class ContextCore(SdpaCore):
         """Mix the values; (B, H, T, C)."""
         if self.context is None or not self.context.in_use:
             return super().forward(q_BHTC, k_BKSC, v_BKSC, visible)
-        scale = q_BHTC.shape[-1] ** -0.5
-        return self.context.attend(q_BHTC, k_BKSC, v_BKSC, scale, visible.document_ids_BT)
+        return self._attend_cut(q_BHTC, k_BKSC, v_BKSC, visible.document_ids_BT)
+
+    @torch.compiler.disable
+    def _attend_cut(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor | None) -> Tensor:
+        assert self.context is not None
+        return self.context.attend(q_BHTC, k_BKTC, v_BKTC, Scoring(q_BHTC.shape[-1] ** -0.5), ids_BT)
 
 
 def replace_cores(model: nn.Module, context: Context) -> int:

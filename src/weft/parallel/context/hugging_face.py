@@ -1,8 +1,8 @@
-"""Context parallelism of Hugging Face decoders, through their own registry of attention functions.
+"""Context parallelism of Hugging Face models, through their own registry of attention functions.
 
 The models look their attention function up by a name in their config, and hand it keys and values as they are, before
 heads are repeated. Here each model gets a config of its own with our name in it. The function finds the model's Context
-on the calling module; without one, or out of use, it is transformers' own SDPA attention. What documents there are
+on the calling module; without one, or out of use, it is what the model would have called. What documents there are
 travels as the attention mask, which a model hands through to every layer unread when it has four dims.
 
 B sequences, T tokens of this rank, H query heads, K key-value heads, C width of one head.
@@ -21,11 +21,15 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.parallel.context.context import Context
 from weft.parallel.context.documents import PADDING
+from weft.parallel.context.kernel import Scoring
+from weft.parallel.context.pieces import Sight
 
-NAME = "weft_context_parallel"
-_ATTRIBUTE = "_weft_context"
+#: Our attention functions are registered under this and the name of the one whose place they take.
+PREFIX = "weft_context_parallel_"
+_ATTRIBUTE, _OWN = "_weft_context", "_weft_own_attention"
+_SITE = "_weft_site"  # where dropout by position put what it knows of a module
 #: What some models ask of attention and a cut sequence does not have yet.
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask", "indices")
+_UNKNOWN = ("s_aux", "position_bias", "head_mask", "indices")
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -46,7 +50,7 @@ def replace_attention(model: Any, context: Context) -> None:
 
     Raises ModelError for a model that does not look its attention up by name.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if not getattr(model, "_supports_attention_backend", False):
@@ -54,19 +58,22 @@ def replace_attention(model: Any, context: Context) -> None:
             f"cp={context.axis.size}: the attention of {type(model).__name__} cannot be replaced from outside "
             f"(_supports_attention_backend is not set). Use cp=1 for this model."
         )
-    # Pure functions under a name of our own: what other models look up is not touched.
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend_by_name)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     copies: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         if not hasattr(config, "_attn_implementation_internal"):
             continue
+        own = config._attn_implementation_internal or "eager"
         if id(config) not in copies:
+            # Pure functions under a name of our own: what other models look up is not touched.
+            ALL_ATTENTION_FUNCTIONS.register(PREFIX + own, attend_by_name)
+            if own in ALL_MASK_ATTENTION_FUNCTIONS:
+                ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + own, ALL_MASK_ATTENTION_FUNCTIONS[own])
             copies[id(config)] = copy.copy(config)
-            copies[id(config)]._attn_implementation_internal = NAME
+            copies[id(config)]._attn_implementation_internal = PREFIX + own
         module.config = copies[id(config)]
         setattr(module, _ATTRIBUTE, context)
+        setattr(module, _OWN, own)
     model.register_forward_pre_hook(_before, with_kwargs=True)
     model.register_forward_hook(_after)
 
@@ -85,35 +92,57 @@ def attend_by_name(
     """An attention function in the manner of transformers: (B, H, T, C) in, (B, T, H, C) out."""
     context: Context | None = getattr(module, _ATTRIBUTE, None)
     if context is None or not context.in_use:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(
+        own = _own_attention(module)
+        return own(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    _refuse(module, context, key.shape[2] * context.axis.size, dropout, is_causal, kwargs)
     ids_BT = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
+    return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
+
+
+@torch.compiler.disable
+def _attend_cut(
+    module: nn.Module,
+    context: Context,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ids_BT: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    asked: dict[str, Any],
+) -> Tensor:
+    """Read what the layer asks for, and attend; (B, T, H, C)."""
+    _refuse(module, context, dropout, asked)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = asked.get("sliding_window")
+    whole = window is None or window >= key.shape[2] * context.axis.size
+    before = None if whole else window - 1  # a window holds the token itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out_BHTC = context.attend(query, key, value, scale, ids_BT)
-    return out_BHTC.transpose(1, 2), None
+    drop = getattr(module, _SITE).attention(dropout, *query.shape[:2]) if dropout else None
+    scoring = Scoring(scale, Sight(before, 0 if causal else before), asked.get("softcap"), drop)
+    return context.attend(query, key, value, scoring, ids_BT).transpose(1, 2)
 
 
-def _refuse(
-    module: nn.Module, context: Context, seq_len: int, dropout: float, is_causal: bool | None, asked: dict[str, Any]
-) -> None:
+def _own_attention(module: nn.Module) -> Any:
+    """What the module would have called without us."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    own = getattr(module, _OWN, "sdpa")
+    if own in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[own]
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+
+
+def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str, Any]) -> None:
     """ModelError for what attention over a cut sequence does not do."""
     where = f"cp={context.axis.size}: {type(module).__name__}"
-    if dropout:
+    if dropout and not hasattr(module, _SITE):
         raise ModelError(
-            f"{where} drops {dropout:g} of its attention weights in training, which a cut sequence cannot do alike on "
-            f"all ranks. Set the config's attention_dropout (attn_pdrop) to 0."
-        )
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{where} lets tokens see those after them, and only causal attention is cut. Use cp=1.")
-    window = asked.get("sliding_window")
-    if window is not None and window < seq_len:
-        raise ModelError(
-            f"{where} sees a window of {window} of {seq_len} tokens, and a cut sequence has no windows yet. "
-            f"Use cp=1, or sequences of at most {window} tokens."
+            f"{where} drops {dropout:g} of its attention weights in training, at a rate that it does not keep under a "
+            f"usual name. Keep it as module.attention_dropout, or set it to 0."
         )
     unknown = [name for name in _UNKNOWN if asked.get(name) is not None]
     if unknown:
@@ -137,7 +166,8 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             f"sequence cannot be put in its place. Use cp=1 for this model."
         )
     places_T = context.places(tokens.shape[1], tokens.device)
-    positions = None if _fills_cache(model, signature, given) else given.get("position_ids")
+    looks = _is_causal(model) and not _fills_cache(model, signature, given)
+    positions = given.get("position_ids") if looks else None
     ids_BT = _document_ids(context, given.get("attention_mask"), positions, places_T, tokens.shape[0])
     if given.get("position_ids") is None:
         given["position_ids"] = places_T[None]
@@ -146,6 +176,12 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if "use_cache" in signature.parameters:
         given["use_cache"] = False  # it would hold keys and values that nobody asks for
     return (), {**given, **extra}
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether some layer sees only what came before: transformers looks for documents in positions only there."""
+    layers = [module for module in model.modules() if hasattr(module, "is_causal")]
+    return not layers or any(layer.is_causal for layer in layers)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _fills_cache(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> bool:

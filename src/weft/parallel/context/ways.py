@@ -15,7 +15,7 @@ B sequences, T tokens of this rank, S of the whole sequence, H query heads, K ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ from weft.comm.autograd import exchange_dims
 from weft.comm.peer import start_shift
 from weft.mesh import Axis
 from weft.models.attention import repeat_heads, takes_groups
-from weft.parallel.context.kernel import sum_dtype
+from weft.parallel.context.kernel import Scoring, sum_dtype
 from weft.parallel.context.order import Order
 from weft.parallel.context.parts import Gradients, Seen
-from weft.parallel.context.pieces import Borders, Piece, pieces
+from weft.parallel.context.pieces import CAUSAL, Borders, Piece, Sight, pieces
 
 
 @dataclass(slots=True)
@@ -41,82 +41,91 @@ class View:
     axis: Axis
     order: Order
     borders: tuple[Borders, ...] | None = None
-    _pieces: dict[int | None, list[Piece]] = field(default_factory=dict)
+    _pieces: dict[tuple[int | None, Sight], list[Piece]] = field(default_factory=dict)
+    _places: dict[int, Tensor] = field(default_factory=dict)
 
-    def pieces(self, source: int) -> list[Piece]:
-        """What it sees of the tokens of rank `source`; found once and kept for all layers."""
-        if source not in self._pieces:
-            order = self.order
-            self._pieces[source] = pieces(order.chunks(), order.chunks(source), order.chunk_len, self.borders)
-        return self._pieces[source]
+    def pieces(self, source: int, sight: Sight) -> list[Piece]:
+        """What it sees of the tokens of rank `source`; found once and kept for all layers that see alike."""
+        if (source, sight) not in self._pieces:
+            mine, theirs, length = self.order.chunks(), self.order.chunks(source), self.order.chunk_len
+            self._pieces[source, sight] = pieces(mine, theirs, length, self.borders, sight)
+        return self._pieces[source, sight]
 
-    def whole(self) -> list[Piece]:
+    def places(self, source: int, device: torch.device) -> Tensor:
+        """Places in the sequence of the tokens of rank `source`, (T,)."""
+        if source not in self._places:
+            self._places[source] = replace(self.order, rank=source).places(device)
+        return self._places[source]
+
+    def whole(self, sight: Sight) -> list[Piece]:
         """What all tokens of the sequence see of all."""
-        if None not in self._pieces:
-            self._pieces[None] = pieces((0,), (0,), self.order.seq_len, self.borders)
-        return self._pieces[None]
+        if (None, sight) not in self._pieces:
+            self._pieces[None, sight] = pieces((0,), (0,), self.order.seq_len, self.borders, sight)
+        return self._pieces[None, sight]
 
 
-def attend_cut(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
-    """Causal attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C)."""
+def attend_cut(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
+    """Attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C)."""
     if view.order.mode == "ulysses":
-        return _ulysses(q_BHTC, k_BKTC, v_BKTC, scale, view)
+        return _ulysses(q_BHTC, k_BKTC, v_BKTC, scoring, view)
     function = _Gather if view.order.mode == "gather" else _Ring
-    return function.apply(q_BHTC, k_BKTC, v_BKTC, scale, view)
+    return function.apply(q_BHTC, k_BKTC, v_BKTC, scoring, view)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+    def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
         with _disable_current_modes():
             kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
-            seen = Seen(q_BHTC, scale)
-            for source, kv in _own_first(_gathered(kv_2BKTC, view.axis), view.axis.rank):
-                seen.meet(kv, view.pieces(source))
+            seen = Seen(q_BHTC, scoring, view.places(view.axis.rank, q_BHTC.device))
+            for source, kv in enumerate(_gathered(kv_2BKTC, view.axis)):
+                seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, q_BHTC.device))
             out_BHTC, lse_BHT = seen.result()
         ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT)
-        ctx.scale, ctx.view = scale, view
+        ctx.scoring, ctx.view = scoring, view
         return out_BHTC
 
     @staticmethod
     def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BHTC, kv_2BKTC, out_BHTC, lse_BHT = ctx.saved_tensors
-        axis, dtype = ctx.view.axis, sum_dtype(q_BHTC.dtype)
+        view, axis, dtype, device = ctx.view, ctx.view.axis, sum_dtype(q_BHTC.dtype), q_BHTC.device
         all_kv = _gathered(kv_2BKTC, axis)
         all_grads = torch.zeros_like(all_kv, dtype=dtype)
-        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scale)
-        for source, kv in _own_first(all_kv, axis.rank):
-            grads.meet(kv, ctx.view.pieces(source), all_grads[source])
+        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.places(axis.rank, device))
+        for source, kv in enumerate(all_kv):
+            grads.meet(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), all_grads[source])
         own = reduce_scatter(all_grads, axis, out=torch.empty_like(kv_2BKTC, dtype=dtype))
         return _returned(grads, own, q_BHTC)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+    def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
         with _disable_current_modes():
             kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
-            axis, seen = view.axis, Seen(q_BHTC, scale)
+            axis, device = view.axis, q_BHTC.device
+            seen = Seen(q_BHTC, scoring, view.places(axis.rank, device))
             for step in range(axis.size):
                 coming = start_shift(kv, axis) if step + 1 < axis.size else None
-                seen.meet(kv, view.pieces((axis.rank - step) % axis.size))
+                source = (axis.rank - step) % axis.size
+                seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, device))
                 kv = coming.wait() if coming else kv
             out_BHTC, lse_BHT = seen.result()
         ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT)
-        ctx.scale, ctx.view = scale, view
+        ctx.scoring, ctx.view = scoring, view
         return out_BHTC
 
     @staticmethod
     def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BHTC, kv_2BKTC, out_BHTC, lse_BHT = ctx.saved_tensors
-        axis, view, dtype = ctx.view.axis, ctx.view, sum_dtype(q_BHTC.dtype)
-        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scale)
+        view, axis, dtype, device = ctx.view, ctx.view.axis, sum_dtype(q_BHTC.dtype), q_BHTC.device
+        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.places(axis.rank, device))
         own = torch.zeros_like(kv_2BKTC, dtype=dtype)
         kv, grad_coming = kv_2BKTC, None
         for step in range(axis.size):
             coming = start_shift(kv, axis) if step + 1 < axis.size else None
-            part = own if step == 0 else torch.zeros_like(own)
-            grads.meet(kv, view.pieces((axis.rank - step) % axis.size), part)
+            part, source = own if step == 0 else torch.zeros_like(own), (axis.rank - step) % axis.size
+            grads.meet(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), part)
             if step:
                 # The gradient of these keys, from the ranks that they have passed, came along behind them.
                 part = part if grad_coming is None else part.add_(grad_coming.wait())
@@ -128,28 +137,32 @@ class _Ring(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Attention over whole sequences of several documents, on one rank."""
+    """Attention over whole sequences on one rank, where no single call of a fused kernel gives it."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, scale: float, found: list[Piece]) -> Tensor:
+    def forward(
+        ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, scoring: Scoring, found: list[Piece]
+    ) -> Tensor:
         with _disable_current_modes():
-            seen = Seen(q_BHSC, scale)
-            seen.meet((k_BKSC, v_BKSC), found)
+            places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
+            seen = Seen(q_BHSC, scoring, places_S)
+            seen.meet((k_BKSC, v_BKSC), found, places_S)
             out_BHSC, lse_BHS = seen.result()
         ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS)
-        ctx.scale, ctx.found = scale, found
+        ctx.scoring, ctx.found = scoring, found
         return out_BHSC
 
     @staticmethod
     def backward(ctx: Any, grad_BHSC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS = ctx.saved_tensors
-        grads = Gradients(grad_BHSC, q_BHSC, out_BHSC, lse_BHS, ctx.scale)
+        places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
+        grads = Gradients(grad_BHSC, q_BHSC, out_BHSC, lse_BHS, ctx.scoring, places_S)
         own = k_BKSC.new_zeros((2, *k_BKSC.shape), dtype=sum_dtype(q_BHSC.dtype))
-        grads.meet((k_BKSC, v_BKSC), ctx.found, own)
+        grads.meet((k_BKSC, v_BKSC), ctx.found, places_S, own)
         return _returned(grads, own, q_BHSC)
 
 
-def _ulysses(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view: View) -> Tensor:
+def _ulysses(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
     axis = view.axis
     if k_BKTC.shape[1] % axis.size:
         # Fewer heads than ranks: each goes to all ranks that hold queries of its group.
@@ -160,28 +173,25 @@ def _ulysses(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scale: float, view:
     sizes = [share.shape[2] for share in shares]
     swapped = exchange_dims(torch.cat(shares, 2), axis, 1, 3).squeeze(1)
     q_BHSC, k_BKSC, v_BKSC = swapped.split(sizes, 1)
-    if view.borders is None:
+    if view.borders is None and scoring.is_usual:
         grouped = k_BKSC.shape[1] != q_BHSC.shape[1]
         if grouped and not takes_groups(q_BHSC.device.type, q_BHSC.dtype, has_mask=False):
             k_BKSC, v_BKSC = (repeat_heads(x, q_BHSC.shape[1]) for x in (k_BKSC, v_BKSC))
             grouped = False
         out_BHSC = F.scaled_dot_product_attention(
-            q_BHSC, k_BKSC, v_BKSC, is_causal=True, scale=scale, enable_gqa=grouped
+            q_BHSC, k_BKSC, v_BKSC, is_causal=scoring.sight == CAUSAL, scale=scoring.scale, enable_gqa=grouped
         )
     else:
-        out_BHSC = _Whole.apply(q_BHSC, k_BKSC, v_BKSC, scale, view.whole())
+        if scoring.drop is not None:
+            first = scoring.drop.first_head + axis.rank * q_BHSC.shape[1]
+            scoring = replace(scoring, drop=replace(scoring.drop, first_head=first))
+        out_BHSC = _Whole.apply(q_BHSC, k_BKSC, v_BKSC, scoring, view.whole(scoring.sight))
     return exchange_dims(out_BHSC, axis, 2, 1)
 
 
 def _gathered(kv_2BKTC: Tensor, axis: Axis) -> Tensor:
     """Keys and values of all ranks in order of the axis; (size, 2, B, K, T, C)."""
     return all_gather(kv_2BKTC, axis, out=kv_2BKTC.new_empty((axis.size, *kv_2BKTC.shape)))
-
-
-def _own_first(all_kv: Tensor, rank: int) -> list[tuple[int, Tensor]]:
-    """(rank, its keys and values), beginning with this one's: a query meets its own token first."""
-    size = all_kv.shape[0]
-    return [((rank + step) % size, all_kv[(rank + step) % size]) for step in range(size)]
 
 
 def _returned(grads: Gradients, own: Tensor, q_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ from weft.spec.schedule import Action, Transfer, parts, receiving_early, schedul
 #: (output, batch) -> (sum of losses, number of tokens).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
 #: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
+#: By number of a microbatch, what its forward runs inside of.
+Drawing = Callable[[int], AbstractContextManager[None]]
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -52,7 +55,7 @@ class Work:
     """What one optimizer step is about.
 
     forward_to_loss: `forward` on the last stage. scale: of the loss before backward. totals: sum of losses and number
-    of tokens, added to on the last stage.
+    of tokens, added to on the last stage. drawing: what the forward of a microbatch runs inside of, for its dropout.
     """
 
     microbatches: Sequence[Any]
@@ -62,6 +65,7 @@ class Work:
     scale: float
     totals: torch.Tensor
     seeds: Sequence[int] | None = None
+    drawing: Drawing | None = None
 
 
 class Pipeline:
@@ -193,7 +197,7 @@ class Pipeline:
             incoming.requires_grad_()
         if work.seeds is not None:
             torch.manual_seed((work.seeds[microbatch] + stage.index * _SEED_STRIDE) % 2**63)
-        with phases.phase("forward"):
+        with phases.phase("forward"), work.drawing(microbatch) if work.drawing else contextlib.nullcontext():
             output = stage.forward(work.forward_to_loss if stage.is_last else work.forward, batch, incoming)
             if stage.is_last:
                 loss_sum, num_tokens = work.loss(output, batch)

@@ -17,7 +17,7 @@ from weft.planner.tables import Tables
 from weft.spec.plan import RECOMPUTES, SCHEDULES
 
 _MICROBATCHES = (1, 2, 4, 8, 16)
-_VIRTUAL = (1, 2, 3, 4, 6, 8, 12)
+_VIRTUAL = tuple(range(1, 13))
 
 
 def candidates(run: Run) -> Columns:

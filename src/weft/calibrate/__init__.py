@@ -1,0 +1,5 @@
+"""Measuring this machine: primitives of a training step, on as many ranks as share it, into a profile."""
+
+from weft.calibrate.run import calibrate
+
+__all__ = ["calibrate"]

@@ -1,0 +1,93 @@
+"""Seconds of one call, measured in windows of many, with the other ranks at work at the same time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.comm import all_reduce, barrier
+from weft.mesh import Axis
+
+Call = Callable[[], object]
+#: Windows of one measurement; the fastest counts, since whatever disturbs a machine only adds.
+WINDOWS = 4
+_MOST_CALLS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """seconds: of one call, in the fastest window. spread: how much longer it took in the median one, relative."""
+
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Times calls on this rank. axis: the ranks that do the same at the same time. window_s: of one window."""
+
+    axis: Axis
+    device: torch.device
+    window_s: float
+
+    def time(self, calls: Sequence[Call]) -> Timing:
+        """Call each of `calls` in turn, again and again; the same work on other memory, so that caches stay cold."""
+        for call in calls[:2]:
+            call()
+        count = self._count(calls[0])
+        return _fastest([self._window(calls, count) for _ in range(WINDOWS)])
+
+    def time_after(self, work: Call, call: Call) -> Timing:
+        """Seconds of `call` where it follows `work`, as a collective follows compute: waiting for others counts."""
+        work()
+        call()
+        count = self._count(lambda: (work(), call()))
+        return _fastest([self._windows_after(work, call, count) for _ in range(WINDOWS)])
+
+    def _window(self, calls: Sequence[Call], count: int) -> float:
+        """Seconds of a call on the slowest rank: where ranks share cores, a faster one took them from the others."""
+        self._settle()
+        barrier(self.axis)
+        start = time.perf_counter()
+        for index in range(count):
+            calls[index % len(calls)]()
+        self._settle()
+        return self._joined((time.perf_counter() - start) / count, "max")
+
+    def _windows_after(self, work: Call, call: Call, count: int) -> float:
+        """Seconds of a call, the ranks' mean: what one waits for another, the other does not."""
+        self._settle()
+        barrier(self.axis)
+        spent = 0.0
+        for _ in range(count):
+            work()
+            self._settle()
+            start = time.perf_counter()
+            call()
+            self._settle()
+            spent += time.perf_counter() - start
+        return self._joined(spent / count, "sum") / self.axis.size
+
+    def _joined(self, seconds: float, op: str) -> float:
+        return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), self.axis, op))
+
+    def _count(self, call: Call) -> int:
+        """How many calls fill a window; on all ranks as many, since those of a collective must meet."""
+        self._settle()
+        start = time.perf_counter()
+        call()
+        self._settle()
+        calls = min(self.window_s / max(time.perf_counter() - start, 1e-7), _MOST_CALLS)
+        return max(1, round(self._joined(calls, "max")))
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _fastest(windows: Sequence[float]) -> Timing:
+    return Timing(min(windows), statistics.median(windows) / min(windows) - 1)

@@ -1,0 +1,127 @@
+"""`calibrate`: the chapters that this machine's profile needs, in the order of their worth, within a budget."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+
+from weft.calibrate import sizes
+from weft.calibrate.clock import WINDOWS
+from weft.calibrate.machine import this_machine
+from weft.calibrate.session import Chapter, joined, measure
+from weft.calibrate.traffic import COLLECTIVES
+from weft.errors import ConfigError
+from weft.planner.measured.layer import TINY
+from weft.planner.measured.profile import Machine, Profile, Sample
+from weft.testing import RankPool
+
+#: report(what, done, total).
+Report = Callable[[str, int, int], None]
+#: Seconds of one window at most, and at least; and what a measurement takes besides its windows, in windows.
+_LONGEST_S, _SHORTEST_S, _BESIDE = 0.06, 0.001, 2.0
+#: How often all is measured, some time apart: machines have slow minutes, and the fastest of what was measured counts.
+ROUNDS = 2
+_STARTING_S = 3.0  # of ranks, for each that shares a core
+MOST_BUDGET_S = 600.0
+
+
+def calibrate(
+    budget_s: float = 90.0,
+    ranks: Sequence[int] = (),
+    device: str = "auto",
+    report: Report = lambda what, done, total: None,
+) -> Profile:
+    """Measure this machine. Nothing is written: the caller saves the whole profile or nothing.
+
+    budget_s: about how long it may take; windows become shorter where it is short, and what is worth least is left out.
+    ranks: how many work at the same time, such as (1, 2, 4); by default powers of two up to the cores, and 4.
+    device: "cpu", "cuda", or "auto". Raises ConfigError for what cannot be measured here, CommError where ranks fail.
+    """
+    if not 1.0 <= budget_s <= MOST_BUDGET_S:
+        raise ConfigError(f"budget={budget_s:g}s: from 1 s to {MOST_BUDGET_S / 60:.0f} min. Use e.g. --budget 90s.")
+    start = time.monotonic()
+    machine = this_machine(device)
+    counts = _counts(machine, ranks)
+    chapters = _chapters(machine, counts)
+    most = max(counts)
+    samples: list[Sample] = []
+    report("starting ranks", 0, len(chapters))
+    with RankPool(
+        most, timeout_s=MOST_BUDGET_S, backend="cpu:gloo,cuda:nccl" if machine.kind == "cuda" else "gloo"
+    ) as pool:
+        points = ROUNDS * sum(len(chapter.points) for chapter in chapters)
+        left = budget_s - _STARTING_S * max(1.0, most / machine.cores)
+        window_s = min(_LONGEST_S, max(_SHORTEST_S, left / (points * (WINDOWS + _BESIDE))))
+        for place, chapter in enumerate(chapters * ROUNDS):
+            report(chapter.name, place, len(chapters) * ROUNDS)
+            if chapter.dtype != "fp32" and time.monotonic() - start > budget_s:
+                continue
+            samples += joined(pool.run(measure, chapter, most, window_s, machine.kind))
+    report("done", len(chapters) * ROUNDS, len(chapters) * ROUNDS)
+    made = datetime.datetime.now().isoformat(timespec="seconds")
+    return Profile(machine=machine, samples=fastest(samples), made=made, took_s=time.monotonic() - start)
+
+
+def fastest(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The fastest of those that measure the same, in the order of the first ones."""
+    found: dict[tuple[object, ...], Sample] = {}
+    for sample in samples:
+        key = (sample.op, sample.size, sample.dtype, sample.ranks, sample.group, sample.stride)
+        if key not in found or sample.seconds < found[key].seconds:
+            found[key] = sample
+    return tuple(found.values())
+
+
+def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:
+    """How many ranks work at the same time, in rising order."""
+    most = machine.count if machine.kind == "cuda" else max(4, machine.cores)
+    wanted = sorted(set(ranks)) or [1 << place for place in range(most.bit_length()) if 1 << place <= min(most, 16)]
+    limit = most if machine.kind == "cuda" else 8 * machine.cores
+    for count in wanted:
+        if not 1 <= count <= limit or count & (count - 1):
+            rule = f"powers of two from 1 to {limit} can be measured here"
+            raise ConfigError(f"ranks={count}: {rule}. Use e.g. --ranks 1,2.")
+    return wanted
+
+
+def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
+    """What to measure, that worth most first."""
+    large = machine.kind == "cuda"
+    products = sizes.LARGE_PRODUCTS if large else sizes.PRODUCTS
+    passes = (*sizes.PASSES, *sizes.LARGE_PASSES) if large else sizes.PASSES
+    attention = sizes.LARGE_ATTENTION if large else sizes.ATTENTION
+    params = (*sizes.PARAMS[:2], *sizes.LARGE_PARAMS) if large else sizes.PARAMS
+    messages = sizes.LARGE_MESSAGES if large else sizes.MESSAGES
+    compute = {
+        "products": _points(("linear_f", "linear_dx", "linear_dw"), products),
+        "attention": _points(("attention_f", "attention_b"), attention),
+        "passes": _points(
+            ("norm_f", "norm_b", "layer_norm_f", "layer_norm_b", "rope_f", "rope_b", "swiglu_f", "swiglu_b", "gelu_f",
+             "gelu_b", "add", "add_to", "copy"), passes,
+        ) + _points(("loss_f", "loss_b", "cut_loss"), sizes.LOSSES) + _points(("embedding",), sizes.EMBEDDINGS)
+        + _points(("block_f", "block_b"), [TINY[:2]]),
+        "optimizer": _points(("adamw", "clip"), [(size,) for size in params]),
+    }  # fmt: skip
+    chapters: list[Chapter] = []
+    for count in counts:
+        crowd = f"{count} rank{'s' if count > 1 else ''}"
+        chapters += [Chapter(name=f"{name}, {crowd}", points=points, ranks=count) for name, points in compute.items()]
+        moved = tuple((op, (size,)) for op in COLLECTIVES for size in messages)
+        groups = [group for group in counts if 1 < group <= count]
+        for group in groups:
+            strides = [1] if group == count or count < max(counts) else [1, count // group]
+            chapters += [
+                Chapter(name=f"collectives of {group}, {crowd}", points=moved, ranks=count, group=group, stride=stride)
+                for stride in strides
+            ]
+    chapters += [
+        Chapter(name=f"{name} in bf16, {count} ranks", points=compute[name], ranks=count, dtype="bf16")
+        for count in counts
+        for name in ("products", "attention", "passes")
+    ]
+    return chapters
+
+
+def _points(ops: Sequence[str], found: Sequence[tuple[int, ...]]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((op, size) for op in ops for size in found)

@@ -1,0 +1,42 @@
+"""Models by `package.module:function`: importing and calling it, and what is said where that fails."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weft.errors import ModelError
+
+
+def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model that a function gives, and what it gives beside it. The working folder can be imported from.
+
+    Raises ModelError where it cannot be imported or called, or gives no model.
+    """
+    module_name, _, name = source.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # code of the user's may raise anything
+        rule = f"it cannot be imported ({error})"
+        raise ModelError(
+            f"model={source}: {rule}. Write package.module:function, importable from this folder."
+        ) from None
+    if not callable(function):
+        rule = f"{name} is of type {type(function).__name__} and cannot be called"
+        raise ModelError(f"model={source}: {rule}. Name a function without arguments that returns a model.")
+    try:
+        made = function()
+    except Exception as error:
+        rule = f"it raised {type(error).__name__} ({error})"
+        raise ModelError(f"model={source}: {rule}. Call it in Python without arguments, to see where.") from error
+    model, *rest = made if isinstance(made, tuple) else (made,)
+    if not isinstance(model, nn.Module):
+        rule = f"it returned {type(model).__name__}, not an nn.Module"
+        raise ModelError(f"model={source}: {rule}. Return a model, or it and an example or a batch_fn.")
+    return model, tuple(rest)

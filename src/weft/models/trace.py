@@ -1,0 +1,246 @@
+"""The description of any module, by running it without numbers: a few batches and sequences say how its work grows.
+
+Layers that are alike are traced once. Every number is then a polynomial in the batch and the sequence
+(`weft.spec.traced.Growth`), solved from as many runs as it has coefficients, and tried on one run more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from weft.errors import ModelError
+from weft.models.trace_layers import Layers
+from weft.models.trace_parts import Measured, PartOfRun, PartReader
+from weft.models.trace_record import Recorder, Row
+from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer, TracedModel
+
+#: Batches and sequences of the runs: with a sequence (in units of its step), and without one. The last is the trial.
+_POINTS = ((2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
+_BATCHES = ((2, 1), (3, 1), (4, 1))
+#: Numbers of the parts that are no repeated layers.
+BEFORE, AFTER = -1, -2
+#: A trial may differ by so much.
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """What is known of a model's modules before it is traced.
+
+    blocks: its repeated layers by path; none: the model is one layer. styles: "columns", "rows" or "vocab" of modules
+    by path, as tensor parallelism would cut them. head: the layer that makes logits of a language model.
+    table: the embedding of its ids.
+    """
+
+    blocks: Mapping[str, nn.Module]
+    styles: Mapping[str, str] = field(default_factory=dict)
+    head: nn.Module | None = None
+    table: nn.Module | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One traced run: its parts by number, and what it says of each."""
+
+    parts: dict[int, PartOfRun]
+    measured: dict[int, Measured]
+
+
+def trace_model(
+    model: nn.Module,
+    structure: Structure,
+    call: Callable[[nn.Module, int, int], Any],
+    *,
+    seq_step: int = 0,
+) -> TracedModel:
+    """Describe a model on the meta device.
+
+    call(model, batch, seq): runs it on so many samples of so many tokens. seq_step: least tokens of a sequence to
+    try; 0: the model reads no sequence. Raises ModelError where it does not run without numbers, or its work does
+    not grow as a polynomial.
+    """
+    points = [(batch, seq * seq_step) for batch, seq in _POINTS] if seq_step else list(_BATCHES)
+    weights = _weights(model)
+    runs = [_run(model, structure, weights, lambda b=b, s=s: call(model, b, s)) for b, s in points]
+    fit = _Fit([(b, s if seq_step else 1) for b, s in points], bool(seq_step))
+    layers = {number: _layer(fit, [(run.parts[number], run.measured[number]) for run in runs])
+              for number in _same_parts(runs)}  # fmt: skip
+    repeated = tuple(layer for number, layer in layers.items() if number >= 0)
+    width = fit.growth([next(part for number, part in run.parts.items() if number >= 0).output_values for run in runs])
+    head, table = (_weight_of(each) for each in (structure.head, structure.table))
+    hidden = width.tokens if seq_step else width.batch
+    return TracedModel(
+        name=type(model).__name__,
+        layers=repeated,
+        before=layers.get(BEFORE, TracedLayer(path="before", count=1)),
+        after=layers.get(AFTER, TracedLayer(path="after", count=1)),
+        vocab=0 if head is None else head.shape[0],
+        tied=head is not None and table is head,
+        hidden=round(hidden) if head is None else head.shape[1],
+        reads_sequence=bool(seq_step),
+        max_seq_len=2**20 if seq_step else 1,
+        default_seq_len=0 if seq_step else 1,
+        num_params=sum(param.numel() for param in model.parameters()),
+    )
+
+
+def _weights(model: nn.Module) -> set[int]:
+    """Storages of parameters and buffers."""
+    return {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+
+
+def _weight_of(module: nn.Module | None) -> torch.Tensor | None:
+    return None if module is None else module.weight  # pyright: ignore[reportReturnType]
+
+
+def _run(model: nn.Module, structure: Structure, weights: set[int], call: Callable[[], Any]) -> _Run:
+    """One forward and backward."""
+    modules = dict(model.named_modules())
+    styles = {
+        param.untyped_storage()._cdata: style
+        for path, style in structure.styles.items()
+        for param in modules[path].parameters(recurse=False)
+    }
+    recorder = Recorder(styles)
+    ends = [each for each in (structure.head,) if each is not None]
+    layers = Layers(recorder, structure.blocks or {"": model}, ends, BEFORE, AFTER)
+    try:
+        with torch.enable_grad(), layers.watched(), recorder.recording():
+            recorder.enter(BEFORE)
+            output = call()
+            recorder.enter(None)
+            _backward(output)
+    except ModelError:
+        raise
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        where = f" in {layers.current}" if layers.current else ""
+        raise ModelError(
+            f"it cannot be run without numbers: {recorder.last_op}{where} fails ({type(error).__name__}: {first}). "
+            f"What runs must not depend on values: give a folder with its config.json, or another example"
+        ) from error
+    _count_params(model, structure, recorder, layers.parts)
+    measured = {
+        number: PartReader(recorder, number, part, weights).measure()
+        for number, part in layers.parts.items()
+        if any(row.part == number for row in recorder.rows)
+    }
+    return _Run({number: part for number, part in layers.parts.items() if number in measured}, measured)
+
+
+def _backward(output: Any) -> None:
+    values = dict(output) if isinstance(output, dict) else output
+    found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not found:
+        raise ModelError("its output depends on no parameter that is trained. Return an output that does")
+    torch.autograd.backward(found, [torch.empty_like(leaf) for leaf in found])
+
+
+def _count_params(model: nn.Module, structure: Structure, recorder: Recorder, parts: dict[int, PartOfRun]) -> None:
+    """Each parameter to the part that reads it first; those of the vocabulary are counted by its size."""
+    vocabulary = {id(weight) for each in (structure.head, structure.table) if structure.head is not None
+                  and (weight := _weight_of(each)) is not None}  # fmt: skip
+    readers: dict[int, int] = {}
+    for row in recorder.rows:
+        for key in row.reads:
+            readers.setdefault(key, row.part)
+    owners = {
+        id(param): style
+        for path, module in model.named_modules()
+        for param in module.parameters(recurse=False)
+        if (style := structure.styles.get(path, ""))
+    }
+    for name, param in model.named_parameters():
+        number = readers.get(param.untyped_storage()._cdata)
+        if id(param) in vocabulary or number is None or number not in parts:
+            continue
+        style = owners.get(id(param), "")
+        # A row-cut layer's bias is added once, so every rank has it.
+        cut = style in ("columns", "vocab") or (style == "rows" and not name.endswith("bias"))
+        part = parts[number]
+        if cut:
+            part.params_cut += param.numel()
+        else:
+            part.params_whole += param.numel()
+
+
+def _same_parts(runs: Sequence[_Run]) -> list[int]:
+    """The numbers of parts; they and their kernels must be the same in all runs."""
+    first = runs[0]
+    for run in runs[1:]:
+        same = run.parts.keys() == first.parts.keys() and all(
+            [row.op for row in run.measured[number].heavy] == [row.op for row in first.measured[number].heavy]
+            for number in first.parts
+        )
+        if not same:
+            raise ModelError(
+                "it runs other operations for another batch or sequence, so that its work is no function of them. "
+                "Give a folder with its config.json, or a size"
+            )
+    return list(first.parts)
+
+
+class _Fit:
+    """Coefficients of a Growth from its values at the points of the runs."""
+
+    def __init__(self, points: Sequence[tuple[int, int]], with_sequence: bool):
+        self._names = ("one", "batch", "seq", "tokens", "seq_square", "square") if with_sequence else ("one", "batch")
+        rows = [[1.0, b, s, b * s, s * s, b * s * s] if with_sequence else [1.0, b] for b, s in points]
+        self._inverse = np.linalg.inv(np.array(rows[:-1]))
+        self._trial = np.array(rows[-1])
+
+    def growth(self, values: Sequence[float]) -> Growth:
+        """The polynomial through all values but the last, which must be met too. Raises ModelError."""
+        found = self._inverse @ np.array(values[:-1], dtype=np.float64)
+        scale = max(1.0, max(abs(value) for value in values))
+        found[np.abs(found) < 1e-9 * scale] = 0.0
+        trial = float(self._trial @ found)
+        if abs(trial - values[-1]) > _TOLERANCE * scale:
+            rule = "its work is no polynomial of batch and sequence"
+            raise ModelError(
+                f"{rule}: {values[-1]:.6g} where {trial:.6g} was expected. Give its config.json, or a size"
+            )
+        return Growth(**{name: float(f"{value:.10g}") for name, value in zip(self._names, found, strict=True)})
+
+    def parts(self, values: Sequence[tuple[float, float, float]]) -> Parts:
+        """The same for bytes by what divides them."""
+        return Parts(*(self.growth([each[place] for each in values]) for place in range(3)))
+
+
+def _layer(fit: _Fit, runs: Sequence[tuple[PartOfRun, Measured]]) -> TracedLayer:
+    part, first = runs[0]
+    measured = [each for _, each in runs]
+    rows = list(zip(*(each.heavy for each in measured), strict=True))
+    moved = {name: fit.parts([each.moved[name] for each in measured]) for name in first.moved}
+    return TracedLayer(
+        path=part.path,
+        count=part.count,
+        params_cut=part.params_cut,
+        params_whole=part.params_whole,
+        matmuls=tuple(_matmul(fit, each) for each in rows if each[0].kind == "product"),
+        attentions=tuple(_attention(fit, each) for each in rows if each[0].kind == "attention"),
+        saved=tuple((name, fit.parts([each.saved[name] for each in measured])) for name in first.saved),
+        reduced=fit.growth([each.reduced for each in measured]),
+        kernels_forward=first.kernels[0],
+        kernels_backward=first.kernels[1],
+        fused_kernels=first.kernels[2],
+        **moved,
+    )
+
+
+def _matmul(fit: _Fit, rows: Sequence[Row]) -> Matmul:
+    sizes = [fit.growth([row.dims[place] for row in rows]) for place in range(4)]
+    return Matmul(*sizes, rows[0].cut, *rows[0].grads)
+
+
+def _attention(fit: _Fit, rows: Sequence[Row]) -> Attention:
+    queries, keys = (fit.growth([row.dims[place] for row in rows]) for place in range(2))
+    heads, kv_heads, width, causal = rows[0].fixed
+    return Attention(heads, kv_heads, width, queries, keys, causal, rows[0].cut == "inside")

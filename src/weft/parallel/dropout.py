@@ -1,0 +1,293 @@
+"""Dropout that is the same under every plan: what an element's number is depends on where it is, not on who has it.
+
+A number is drawn from (seed, step, module path, place), where a place is (sample of the global batch, token of the
+sequence, feature or head). So ranks that compute the same drop the same, ranks with a part of the tokens, heads or
+features drop what one process would drop there, and no cut of a batch into ranks and microbatches shows.
+
+nn.Dropout modules get a subclass. In modules that drop by functions (F.dropout, F.scaled_dot_product_attention) a mode
+takes these calls over; attention with dropout then runs in plain arithmetic, since no fused kernel takes such numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from weft.memory import repeated_blocks
+from weft.mesh import Mesh
+from weft.parallel.context import Context, context_of
+from weft.parallel.context.dropped import AttentionDrop, dropped_attention
+from weft.parallel.cut_modules import CutPart, become, cut_part_of
+from weft.parallel.position_noise import keeps, key_of, lines_of
+
+_ATTRIBUTE = "_weft_drops"
+#: What modules call the share that they drop by functions.
+_RATES = ("attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout")
+
+
+class Drops:
+    """Where one model on one rank is in its random numbers: key of the step, first sample of the microbatch."""
+
+    def __init__(self, mesh: Mesh, seed: int, part: CutPart | None, context: Context | None):
+        self.part = part or CutPart(mesh["tp"])
+        self.sites: list[Site] = []
+        self._data = mesh.data
+        self._context = context
+        self._seed = seed
+        self._count = 0  # of keys that were drawn here
+        self._is_driven = False
+        self._key = 0
+        self._first_sample: int | None = None  # None: a rank's samples follow those of the rank before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
+        return self  # a copy of the model runs on the same ranks
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @property
+    def key(self) -> int:
+        """Key of this step's numbers, equal on all ranks."""
+        return self._key
+
+    def next_key(self) -> int:
+        """A key from the seed and how many were asked for: for steps and forwards that nobody numbers."""
+        self._count += 1
+        return key_of(self._seed, self._count)
+
+    @contextlib.contextmanager
+    def microbatch(self, key: int, first_sample: int | None) -> Iterator[None]:
+        """While inside, the model is given samples of the global batch from that number on."""
+        before = self._is_driven, self._key, self._first_sample
+        self._is_driven, self._key, self._first_sample = True, key, first_sample
+        self.restart()
+        try:
+            yield
+        finally:
+            self._is_driven, self._key, self._first_sample = before
+
+    def travelling(self) -> AbstractContextManager[None]:
+        """What a later replay of what is computed now must run inside of."""
+        return self.microbatch(self._key, self._first_sample)
+
+    def restart(self) -> None:
+        """A forward begins: no call of it has been made, and no rank is inside a cut part."""
+        self.part.is_open = False
+        for site in self.sites:
+            site.calls = 0
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Before the whole model's: in a loop that is not ours each training forward has a key of its own."""
+        if self._is_driven or not model.training:
+            return
+        self._key, self._first_sample = self.next_key(), None
+        self.restart()
+
+    def samples(self, count: int, device: torch.device) -> Tensor:
+        """Numbers of this rank's samples in the global batch."""
+        first = self._data.rank * count if self._first_sample is None else self._first_sample
+        return torch.arange(first, first + count, device=device)
+
+    def tokens(self, count: int, is_cut: bool, device: torch.device) -> Tensor:
+        """Places in the sequence of this rank's tokens. is_cut: over tp, as between cut layers under sp."""
+        tp = self.part.axis
+        whole = count * tp.size if is_cut else count
+        context = self._context
+        in_use = context is not None and context.in_use
+        places = context.places(whole, device) if in_use else torch.arange(whole, device=device)
+        return places.narrow(0, tp.rank * count, count) if is_cut else places
+
+
+class _Begin:
+    """Hook of the whole model. An object, since copies of a module copy its hooks."""
+
+    def __init__(self, drops: Drops | None):
+        self._drops = drops
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        del args
+        if self._drops is not None:
+            self._drops.before_forward(model)
+
+
+class Site:
+    """Where one module drops. path: its name. cuts_tokens: there each rank of tp has a part of the tokens."""
+
+    def __init__(self, drops: Drops, path: str, cuts_tokens: bool):
+        self.calls = 0
+        self._drops = drops  # None once the module went through a pickle: then it is a plain one
+        self._path = path
+        self._cuts_tokens = cuts_tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module was unpickled, away from the ranks it was laid over."""
+        return self._drops is None
+
+    def _next_key(self) -> int:
+        """Another one for each call in a forward of the block around it."""
+        self.calls += 1
+        return key_of(self._drops.key, self._path, self.calls)
+
+    @torch.compiler.disable
+    def drop(self, x: Tensor, rate: float) -> Tensor:
+        """x with elements set to zero, each with probability `rate`, and the others scaled up; same shape.
+
+        x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), as parts of the whole.
+        """
+        if rate >= 1:
+            return x * 0.0
+        if x.ndim == 1:
+            return self.drop(x[:, None], rate)[:, 0]
+        drops, key = self._drops, self._next_key()
+        places = [torch.arange(size, device=x.device) for size in x.shape]
+        places[0] = drops.samples(x.shape[0], x.device)
+        is_inside = drops.part.is_open
+        if is_inside:
+            own = 1 if x.ndim > 3 else x.ndim - 1
+            places[own] += drops.part.axis.rank * x.shape[own]
+        if x.ndim == 3:
+            places[1] = drops.tokens(x.shape[1], self._cuts_tokens and not is_inside, x.device)
+        kept = keeps(lines_of(key, places[:-1])[..., None], lines_of(~key, places[-1:]), rate)
+        return torch.where(kept, x * (1.0 / (1.0 - rate)), 0.0)
+
+    def attention(self, rate: float, num_samples: int, num_heads: int) -> AttentionDrop:
+        """What a call of attention drops of its weights. num_heads: of this rank."""
+        part = self._drops.part
+        first_head = part.axis.rank * num_heads if part.is_open else 0
+        first_sample = int(self._drops.samples(num_samples, torch.device("cpu"))[0])
+        return AttentionDrop(rate, self._next_key(), first_sample, first_head)
+
+
+class PositionDropout(nn.Module):
+    """nn.Dropout by position."""
+
+    _weft_site: Site
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        rate: Any = self.p
+        if not self.training or rate == 0 or self._weft_site.is_plain:
+            return super().forward(x)
+        return self._weft_site.drop(x, rate)
+
+
+class FunctionalDropout(nn.Module):
+    """A module whose forward drops by functions: in training they go by position."""
+
+    _weft_site: Site
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What its own class computes."""
+        if not self.training or self._weft_site.is_plain:
+            return super().forward(*args, **kwargs)
+        with _ByPosition(self._weft_site):
+            return super().forward(*args, **kwargs)
+
+
+class DroppingBlock(nn.Module):
+    """A block with dropout in it: its calls are counted anew in each forward, so that a replay counts alike."""
+
+    _weft_sites: list[Site]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What its own class computes."""
+        for site in self._weft_sites:
+            site.calls = 0
+        return super().forward(*args, **kwargs)
+
+
+class _ByPosition(TorchFunctionMode):
+    """While active, torch's functions that drop do so by position."""
+
+    def __init__(self, site: Site):
+        super().__init__()
+        self._site = site
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            rate, training = _read(args, kwargs, 1, "p", 0.5), _read(args, kwargs, 2, "training", True)
+            x = args[0] if args else kwargs["input"]
+            return self._site.drop(x, rate) if training and rate > 0 else x
+        if func is F.scaled_dot_product_attention and _read(args, kwargs, 4, "dropout_p", 0.0) > 0:
+            return self._attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        del enable_gqa  # heads are read off the shapes
+        drop = self._site.attention(dropout_p, query.shape[0], query.shape[1])
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return dropped_attention(query, key, value, attn_mask, is_causal, scale, drop)
+
+
+def _read(args: Any, kwargs: dict[str, Any], place: int, name: str, usual: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, usual)
+
+
+def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | None:
+    """Let what the model drops in training follow positions, in place. None where it drops nothing.
+
+    Call it when the model has been cut, before recompute. seed: for steps and forwards that nobody gives a key.
+    Dropout of whole channels and nn.MultiheadAttention's own keep to torch's generators.
+    """
+    found = {path: module for path, module in model.named_modules() if _drops(module)}
+    if not found:
+        return None
+    part, context = cut_part_of(model), context_of(model)
+    drops = Drops(mesh, seed, part, context)
+    by_module: dict[nn.Module, Site] = {}
+    for path, module in found.items():
+        kind = PositionDropout if _is_dropout(module) else FunctionalDropout
+        site = Site(drops, path, part is not None and part.sees_cut_tokens(path))
+        become(module, kind, site=site)
+        by_module[module] = site
+        drops.sites.append(site)
+    for block in (repeated_blocks(model) or {"": model}).values():
+        sites = [by_module[module] for module in block.modules() if module in by_module]
+        if sites:
+            become(block, DroppingBlock, sites=sites, travels=drops)
+    model.register_forward_pre_hook(_Begin(drops))
+    setattr(model, _ATTRIBUTE, drops)
+    return drops
+
+
+def drops_of(model: nn.Module) -> Drops | None:
+    """What `follow_positions` made for this model."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return type(module).forward is nn.Dropout.forward
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether the module itself drops: it is nn.Dropout, or it names a rate, or is attention with a dropout for it."""
+    if _is_dropout(module):
+        return module.p > 0  # pyright: ignore[reportOperatorIssue]
+    kind = type(module).__name__.lower()
+    for name in _RATES:
+        value: Any = getattr(module, name, None)
+        if isinstance(value, float) and value > 0:
+            return True
+        if isinstance(value, nn.Dropout) and value.p > 0 and ("attention" in kind or "attn" in kind):
+            return True
+    return False

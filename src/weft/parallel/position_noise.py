@@ -1,0 +1,60 @@
+"""Random numbers that follow positions: what is drawn for an element depends on its place in the whole, on no rank.
+
+An element's number is a hash of a key and of its place in each dim. The places of all dims but the last are mixed one
+after another in 64 bits (the finaliser of SplitMix64, Steele et al. 2014, doi 10.1145/2660193.2660195), which is little
+work; what is left for each element are two rounds of multiply and shift in 32 bits, in the manner of the integer hashes
+of Wellons ("lowbias32", 2018). No generator of torch is used or changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+#: Odd constants; those above 2^63 and 2^31 as the negative numbers that torch takes for them.
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+_FIRST_32, _SECOND_32 = 0x7FEB352D, 0x846CA68B - 2**32
+
+
+def key_of(*parts: int | str) -> int:
+    """A key from numbers and names, the same on every machine."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def lines_of(key: int, places: Sequence[Tensor]) -> Tensor:
+    """A number for each combination of places, int32 of shape (len(places[0]), len(places[1]), ...).
+
+    places: int64 vectors on one device, at least one.
+    """
+    mixed = torch.full((), key, dtype=torch.int64, device=places[0].device)
+    for dim in places:
+        mixed = _mix(mixed[..., None] + (dim + 1) * _STEP)
+    return mixed.to(torch.int32)
+
+
+def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """Which elements stay when each goes with probability `rate`; bool, of the two shapes together.
+
+    lines: of `lines_of` for all dims but the last, with a last dim of 1. columns: of `lines_of` for the last one.
+    """
+    x = lines ^ columns
+    x.mul_(_FIRST_32)
+    x.bitwise_xor_((x >> 15).bitwise_and_((1 << 17) - 1))
+    x.mul_(_SECOND_32)
+    return x >= round(rate * 2**32) - 2**31
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """A shift to the right that brings in zeros."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

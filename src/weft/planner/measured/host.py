@@ -1,0 +1,40 @@
+"""Where a profile enters the planner: the tables of a machine that was measured, and the estimates of a host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from weft.planner.columns import Columns, Job
+from weft.planner.measured.constants import constants_of
+from weft.planner.measured.estimate import host_terms
+from weft.planner.measured.laws import Laws
+from weft.planner.measured.learn import factors
+from weft.planner.measured.memory import host_memory
+from weft.planner.measured.profile import Profile
+from weft.planner.tables import Tables
+from weft.spec.cluster import ClusterSpec
+
+#: What decides terms of traffic: measured here only where as many ranks were at work.
+_TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")
+
+
+def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
+    """The cost model's constants for a machine that was measured; for a host also the laws of its primitives."""
+    tables = Tables.of(cluster.device, tier)
+    if profile.machine.kind == "cuda":
+        constants = constants_of(profile, cluster.device, tables)
+        return replace(Tables.of(cluster.device, tier, constants), learned=factors(profile))
+    laws = Laws.of(profile)
+    rungs = dict.fromkeys(tables.rungs, "here") | {"straggler": "common"}
+    if cluster.num_devices > max(laws.counts):
+        rungs |= dict.fromkeys(_TRAFFIC, "common")  # in proportion to the largest crowd that was measured
+    return replace(tables, rungs=rungs, laws=laws, learned=factors(profile), usable=0.9)
+
+
+def host_estimate(
+    job: Job, columns: Columns, laws: Laws
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:  # fmt: skip
+    """Seconds by term and bytes by class, as `planner.estimate` has them for devices of their own."""
+    return host_terms(job, columns, laws), host_memory(job, columns)

@@ -1,0 +1,147 @@
+"""Laws of a machine's primitives, fitted to samples: what a call costs, what its values cost, what its operations do.
+
+A law is a sum of terms with coefficients that are not negative: what cannot be (a faster call for more work) is not
+fitted. Coefficients come from a profile's samples of one operation alone, by relative least squares.
+
+    products      1, m n k, m n, m k, n k       the terms of area are what reading and writing add, and short edges
+    attention     1, rows width, rows keys width
+    passes        1, tokens, tokens width
+    embedding     1, tokens width, table
+    optimizer     1, parameters
+    collectives   1, sqrt(bytes), bytes         a start, a ramp, a rate
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import ConfigError, Problem
+from weft.planner.measured.profile import Profile, Sample
+
+Array = NDArray[np.float64]
+
+_PRODUCTS = ("linear_f", "linear_dx", "linear_dw")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
+
+
+def _terms(op: str) -> Callable[..., list[Any]]:
+    """The terms of an operation's law as a function of its size."""
+    if op in _PRODUCTS:
+        return lambda m, n, k: [1.0, m * n * k, m * n, m * k, n * k]
+    if op in ("attention_f", "attention_b"):
+        return lambda b, h, s, c, keys=None: [1.0, b * h * s * c, b * h * s * c * (s if keys is None else keys)]
+    if op == "embedding":
+        return lambda t, d, v: [1.0, t * d, v * d]
+    if op in ("adamw", "clip"):
+        return lambda params: [1.0, params]
+    if op in _COLLECTIVES:
+        return lambda size: [1.0, np.sqrt(size), size]
+    return lambda t, d: [1.0, t, t * d]
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Coefficients of the terms of one operation. error: relative, of the samples around it (root mean square)."""
+
+    op: str
+    coefficients: tuple[float, ...]
+    error: float
+
+    def seconds(self, *size: Any) -> Array:
+        """Seconds of a call at each size."""
+        size = tuple(np.asarray(each, dtype=np.float64) for each in size)
+        terms = zip(self.coefficients, _terms(self.op)(*size), strict=True)
+        return np.asarray(sum(coefficient * term for coefficient, term in terms), dtype=np.float64)
+
+
+def fit_law(op: str, samples: Sequence[Sample]) -> Law:
+    """The law that fits the samples best."""
+    rows = np.array([_terms(op)(*map(float, sample.size)) for sample in samples], dtype=np.float64)
+    seconds = np.array([sample.seconds for sample in samples])
+    coefficients = _not_negative(rows / seconds[:, None])
+    error = float(np.sqrt(np.mean((rows @ coefficients / seconds - 1) ** 2)))
+    return Law(op, tuple(map(float, coefficients)), error)
+
+
+def _not_negative(rows: Array) -> Array:
+    """Least squares of rows @ x = 1 with x >= 0, exactly: of all sets of terms the best whose solution is positive."""
+    count = rows.shape[1]
+    scale = np.abs(rows).max(axis=0)
+    best, least = np.zeros(count), np.inf
+    for size in range(1, min(count, len(rows)) + 1):
+        for chosen in map(list, itertools.combinations(range(count), size)):
+            part = rows[:, chosen] / scale[chosen]
+            found = np.linalg.lstsq(part, np.ones(len(rows)), rcond=None)[0]
+            left = float(((part @ found - 1) ** 2).sum())
+            if (found >= 0).all() and left < least - 1e-12:
+                best, least = np.zeros(count), left
+                best[chosen] = found / scale[chosen]
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Laws:
+    """All laws of a profile. by_key: (op, dtype, group, stride, ranks) -> law. counts: ranks at which was measured."""
+
+    by_key: Mapping[tuple[str, str, int, int, int], Law]
+    counts: tuple[int, ...]
+    profile: Profile
+
+    @classmethod
+    def of(cls, profile: Profile) -> Laws:
+        """Fit the laws of a profile. Raises ConfigError for one that lacks compute."""
+        found: defaultdict[tuple[str, str, int, int, int], list[Sample]] = defaultdict(list)
+        for sample in profile.samples:
+            found[sample.op, sample.dtype, sample.group, sample.stride, sample.ranks].append(sample)
+        laws = {key: fit_law(key[0], samples) for key, samples in found.items()}
+        counts = tuple(sorted({key[4] for key in laws if key[0] == "linear_f"}))
+        if not counts:
+            rule = "it holds no products, so it says nothing of a step"
+            raise ConfigError([Problem("profile", f"profile={profile.path}: {rule}. Make it anew: weft calibrate")])
+        return cls(laws, counts, profile)
+
+    def seconds(self, op: str, *size: Any, active: Any, dtype: str = "fp32") -> Array:
+        """Seconds of a call of compute on each of `active` ranks that make it at the same time.
+
+        Between the counts that were measured in a straight line; beyond the largest, ranks share what it has.
+        """
+        active = np.asarray(active, dtype=np.float64)
+        dtype = dtype if (op, dtype, 1, 1, self.counts[0]) in self.by_key else "fp32"
+        each = [self.by_key[op, dtype, 1, 1, count].seconds(*size) for count in self.counts]
+        return _between(self.counts, each, active)
+
+    def travel(self, op: str, num_bytes: Any, *, group: int, active: int, stride: int = 1) -> Array:
+        """Seconds of a collective over `group` ranks, while `active` ranks in all do the same in their groups.
+
+        A group or crowd that was not measured is taken as the next larger one, and beyond the largest in proportion
+        to its ranks.
+        """
+        if group <= 1:
+            return np.zeros_like(np.asarray(num_bytes, dtype=np.float64))
+        keys = [key for key in self.by_key if key[0] == op and key[1] == "fp32" and key[2] > 1]
+        if not keys:
+            rule = f"it holds no {op} between ranks"
+            raise ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. Measure with --ranks 1,2,4")])
+        near = min(
+            keys, key=lambda key: (abs(np.log2(key[2] / group)), abs(np.log2(key[4] / active)), abs(key[3] - stride))
+        )
+        return self.by_key[near].seconds(num_bytes) * max(1.0, active / near[4]) * max(1.0, group / near[2])
+
+
+def _between(counts: Sequence[int], each: Sequence[Array], active: Array) -> Array:
+    """Values at `active` from those at `counts`."""
+    values = np.stack(np.broadcast_arrays(*each, active)[:-1])
+    active = np.broadcast_to(active, values.shape[1:])
+    result = values[-1] * np.maximum(1.0, active / counts[-1])
+    for place in range(len(counts) - 1, 0, -1):
+        low, high = counts[place - 1], counts[place]
+        share = np.clip((active - low) / (high - low), 0.0, 1.0)
+        result = np.where(active <= high, values[place - 1] * (1 - share) + values[place] * share, result)
+    return result

@@ -1,0 +1,133 @@
+"""Bytes of live tensors on a rank of a host, by class: what the project's decoders keep when every kernel runs alone.
+
+Counted in values of a token, as autograd of single kernels keeps them in fp32:
+
+    norm        its input, the normalised input, what leaves it, and one number       3 h + 1
+    attention   q, k, v and output, and one number for each head                      2 q + 2 kv + heads
+    SwiGLU      gate, up, silu and product                                            4 f
+    loss        logits, their log-softmax, and the gradients of both                  4 V, whole only for the moment
+
+Two moments are looked at: the loss, and backward of the last layer. There is no allocator whose reserve would count.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
+from weft.planner.layer_cost import padded_vocab
+from weft.planner.measured.crowd import ranks_of
+from weft.planner.memory_cost import CLASSES, rank_shares
+from weft.planner.pipeline import in_flight
+from weft.spec.plan import RECOMPUTES
+
+Array = NDArray[np.float64]
+
+#: Values of a token that the cut loss makes besides its logits: labels, masks, largest logit, sums.
+_LABELS = 13.0
+#: Logits of a whole head that is told the labels may take this much before the head goes through them in parts.
+_LARGE_LOGITS, _CHUNK = 2.0**28, 2.0**26
+#: Parameters whose gradients travel together under ZeRO 0 to 2.
+_BUCKET = 4.0 * 2**20
+
+
+def host_memory(job: Job, columns: Columns) -> dict[str, Array]:
+    """Bytes by class on the fullest rank."""
+    found: dict[str, Array] = {name: np.zeros(len(columns)) for name in CLASSES}
+    fullest = np.zeros(len(columns))
+    for rank, (rows, layers, embedding, head) in enumerate(ranks_of(job, columns)):
+        part = columns[rows]
+        if not len(part):
+            continue
+        bytes_here = _rank(job, part, rank, layers[rows], embedding[rows], head[rows])
+        total = np.sum(list(bytes_here.values()), axis=0)
+        more = total > fullest[rows]
+        fullest[rows] = np.where(more, total, fullest[rows])
+        for name, values in bytes_here.items():
+            found[name][rows] = np.where(more, values, found[name][rows])
+    return found
+
+
+def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array, head: Array) -> dict[str, Array]:
+    """Bytes by class on one rank of the pipeline."""
+    shape = job.shape
+    t = columns.tp.astype(float)
+    h, vocab = float(shape.hidden), padded_vocab(job, t) / t
+    width = np.where(np.isin(columns.precision, [PRECISIONS.index("bf16"), PRECISIONS.index("fp16")]), 2.0, 4.0)
+    width = np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, width)
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
+    outside = np.where(columns.sp, t, 1.0)
+    whole, kept = _layer(job, columns)
+    saved = tokens * layers * in_flight(columns, rank) * kept
+    norm = (3 * h + 1) / outside
+    turns = 0.0 if shape.learned_positions else 2.0 * shape.head_dim
+    ends = tokens * (head * norm + turns)
+    # The loss.
+    cut = (columns.tp > 1) | (tokens * vocab * 4 > _LARGE_LOGITS)
+    rows = np.minimum(tokens, np.floor(_CHUNK / (4 * vocab)))
+    parts = rows * vocab + tokens * (h + _LABELS) + vocab * h + np.where(columns.sp, tokens * h, 0.0)
+    logits = head * np.where(cut, parts, tokens * 4 * vocab)
+    # Backward of the last layer: the logits are still there, or the head's gradients; what the layer makes again, and
+    # the gradients on their way through it.
+    stay = head * np.where(cut, vocab * h, tokens * vocab)
+    ffn = (shape.ffn or shape.top_k * shape.expert_ffn) / t
+    working = tokens * (h + (2 if shape.gated else 1) * ffn)
+    again = np.where(columns.recompute == RECOMPUTES.index("none"), 0.0, tokens * (whole - h / outside))
+    in_backward = stay + working + again - tokens * head * norm  # the last norm's are let go before
+    is_late = in_backward > logits
+    states = _states(job, columns, layers, embedding, head, width, is_late)
+    return {
+        **states,
+        "activations": (saved + ends + np.where(is_late, in_backward, 0.0)) * width,
+        "logits": np.where(is_late, 0.0, logits) * width,
+    }
+
+
+def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
+    """Values of a token that a layer keeps: all of them, and what the plan's recompute leaves."""
+    shape = job.shape
+    t = columns.tp.astype(float)
+    h = float(shape.hidden)
+    heads, q = np.ceil(shape.heads / t), np.ceil(shape.heads / t) * shape.head_dim
+    kv = np.ceil(shape.kv_heads / t) * shape.head_dim
+    outside = np.where(columns.sp, t, 1.0)
+    norm = (2 * h + 2) if shape.layer_norm else (3 * h + 1)
+    attention = 2 * q + 2 * kv + heads
+    # Ulysses keeps q, k, v and output both as they are exchanged and as attention reads them.
+    swapped = (columns.cp > 1) & (columns.cp_mode == CP_MODES.index("ulysses"))
+    attention = attention + np.where((columns.cp > 1) & ~swapped, q, 0.0) + np.where(swapped, q, 0.0)
+    moe = shape.moe_layers / shape.layers
+    width = ((1 - moe) * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)) / t
+    ups = 2.0 if shape.gated else 1.0
+    whole = 2 * norm / outside + attention + (ups + 2 if shape.gated else 2.0) * width + moe * 4 * shape.top_k * h / t
+    selective = 2 * h / outside + attention + ups * width
+    left = {"none": whole, "full": h / outside, "attention": whole - attention + q, "selective": selective}
+    kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
+    budget = np.where(columns.activation_budget < 1, columns.activation_budget * whole, whole)
+    return whole, np.minimum(columns.recompute_share * kept + (1 - columns.recompute_share) * whole, budget)
+
+
+def _states(
+    job: Job, columns: Columns, layers: Array, embedding: Array, head: Array, width: Array, is_late: Array
+) -> dict[str, Array]:
+    """Parameters, gradients, optimizer states, and parameters gathered."""
+    inside = rank_shares(job, columns, layers, False, False)
+    table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
+    both = np.minimum(embedding + head, 1.0) if job.shape.tied else embedding + head
+    params = inside.dense + inside.experts + table * both
+    group = (columns.dp_shard * columns.cp).astype(float)
+    master = np.where(width < 4, 4.0, 0.0)
+    main = np.maximum(width, 4.0)
+    sharded = columns.zero == 3
+    weights = params * np.where(sharded, main / group, width)
+    states = params * (2 * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
+    gradients = params * main / np.where(columns.zero >= 2, group, 1.0)
+    unit = (inside.dense + inside.experts) / np.maximum(1.0, layers)
+    gathered = np.where(sharded, (unit + np.maximum(unit, table * np.minimum(both, 1.0))) * width, 0.0)
+    return {
+        "parameters": weights * (1 - columns.offload_params),
+        "gradients": gradients,
+        "optimizer": states * (1 - columns.offload_optimizer),
+        "buffers": gathered,
+    }

@@ -1,0 +1,220 @@
+"""The profile of a machine: what `weft calibrate` measured, as a JSON file that people can read.
+
+    {"weft_profile": 1, "machine": {...}, "hash": "...", "made": "2026-01-31T12:00:00", "took_s": 61.0,
+     "samples": [{"op": "linear_f", "dtype": "fp32", "ranks": 2, "group": 1, "size": [512, 768, 256], "seconds": ...,
+                  "spread": 0.03}, ...],
+     "learned": []}
+
+Times are in seconds, sizes in values or bytes as the operation's line in docs/how-to/calibrate.md says. `hash` is of
+`machine`: a profile speaks of one machine in one state of its software.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from weft import env
+from weft.errors import ConfigError, Problem
+
+VERSION = 1
+_TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
+_Row = TypeVar("_Row", bound="Machine | Sample | Lesson")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where and with what was measured: what a profile is good for.
+
+    kind: "cpu" or "cuda". device: its name. count: devices of the node (1 for a CPU). cores: that ranks may use.
+    threads: of one rank. memory_bytes: of the machine, or of one GPU. transports: which carry collectives between
+    ranks, such as "shared memory".
+    """
+
+    kind: str
+    device: str
+    count: int
+    cores: int
+    threads: int
+    memory_bytes: int
+    torch: str
+    transports: tuple[str, ...]
+
+    @property
+    def hash(self) -> str:
+        """Twelve characters that stand for all of it but memory, whose last digits change from start to start."""
+        told = {name: value for name, value in asdict(self).items() if name != "memory_bytes"}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+
+    def differences(self, other: Machine) -> list[str]:
+        """What is different, such as 'torch 2.12.0, here 2.13.0'."""
+        names = [each.name for each in fields(self) if each.name != "memory_bytes"]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return [f"{name} {_shown(mine)}, here {_shown(theirs)}" for name, mine, theirs in pairs if mine != theirs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measurement. ranks: that did the same at the same time. group: ranks of the collective, 1 for compute.
+
+    stride: from one rank of the group to the next. seconds: of one call on one rank. spread: of the windows around
+    their median, relative.
+    """
+
+    op: str
+    size: tuple[int, ...]
+    seconds: float
+    dtype: str = "fp32"
+    ranks: int = 1
+    group: int = 1
+    stride: int = 1
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What a run taught: measured over predicted seconds, by part of the step. plan and model: of the run."""
+
+    run: str
+    plan: str
+    model: str
+    steps: int
+    ratios: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All that is known of one machine by measuring it. path: where it was read from, for messages."""
+
+    machine: Machine
+    samples: tuple[Sample, ...]
+    made: str
+    took_s: float
+    learned: tuple[Lesson, ...] = ()
+    path: str = ""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Numbers of ranks at which was measured."""
+        return tuple(sorted({sample.ranks for sample in self.samples}))
+
+    def to_text(self) -> str:
+        """The file's text: one sample a line."""
+        head = {
+            "weft_profile": VERSION,
+            "machine": asdict(self.machine),
+            "hash": self.machine.hash,
+            "made": self.made,
+            "took_s": round(self.took_s, 1),
+        }
+        lines = json.dumps(head, indent=1)[:-2]
+        for name, rows in (("samples", self.samples), ("learned", self.learned)):
+            body = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+            lines += f',\n "{name}": [\n  {body}\n ]' if rows else f',\n "{name}": []'
+        return lines + "\n}\n"
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all. Raises ConfigError where it cannot be written."""
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(self.to_text(), encoding="utf-8")
+            os.replace(draft, path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise _error(
+                f"out={path}: cannot be written ({error.strerror}). Name a file in a folder of yours."
+            ) from None
+
+    def with_lesson(self, lesson: Lesson) -> Profile:
+        """The profile with one more run in it; an older lesson of the same run goes."""
+        kept = tuple(each for each in self.learned if each.run != lesson.run)
+        return replace(self, learned=(*kept, lesson))
+
+
+def default_path() -> Path:
+    """Where this machine's profile lies when nobody says."""
+    return env.cache_dir() / "profile.json"
+
+
+def load_profile(path: Path | str) -> Profile:
+    """Read a profile. Raises ConfigError that names the file and the first mistake."""
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        rule = f"profile={path}: the file cannot be read ({error.strerror})."
+        raise _error(f"{rule} Make one with: weft calibrate --out {path}") from None
+    except ValueError as error:
+        raise _error(
+            f"profile={path}: not JSON text ({error}). Make it anew with: weft calibrate --out {path}"
+        ) from None
+    try:
+        return _read(table, str(path))
+    except (KeyError, TypeError, ValueError) as error:
+        told = error.args[0] if error.args else type(error).__name__
+        raise _error(f"profile={path}: {told}. Make it anew with: weft calibrate --out {path}") from None
+
+
+def is_profile(path: Path | str) -> bool:
+    """Whether the file says that it is a profile."""
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(table, dict) and "weft_profile" in table
+
+
+def _read(table: Any, path: str) -> Profile:
+    known = {"weft_profile", "machine", "hash", "made", "took_s", "samples", "learned"}
+    if not isinstance(table, dict) or table.get("weft_profile") != VERSION:
+        found = table.get("weft_profile") if isinstance(table, dict) else None
+        raise ValueError(f"weft_profile={found}: this Weft reads version {VERSION}")
+    if set(table) != known:
+        wrong = sorted(set(table) ^ known)[0]
+        raise ValueError(f"{'unknown key' if wrong in table else 'there is no key'} {wrong!r}")
+    machine = _row(Machine, table["machine"])
+    if table["hash"] != machine.hash:
+        raise ValueError(f"hash={table['hash']} does not fit its machine ({machine.hash}): somebody changed the file")
+    samples = tuple(_row(Sample, each) for each in table["samples"])
+    if bad := next((each for each in samples if not 0 < each.seconds < 1e6), None):
+        raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is no time")
+    return Profile(
+        machine=machine,
+        samples=samples,
+        made=str(table["made"]),
+        took_s=float(table["took_s"]),
+        learned=tuple(_row(Lesson, each) for each in table["learned"]),
+        path=path,
+    )
+
+
+def _row(kind: type[_Row], table: Mapping[str, Any]) -> _Row:
+    """One record, with tuples in the place of JSON's lists. Raises TypeError or ValueError."""
+    names = [each.name for each in fields(kind)]
+    if not isinstance(table, dict) or set(table) - set(names):
+        wrong = sorted(set(table) - set(names))[0] if isinstance(table, dict) else table
+        raise ValueError(f"{kind.__name__.lower()}: unknown key {wrong!r}")
+    values = {name: _tuples(value) for name, value in table.items()}
+    for each in fields(kind):
+        wanted = _TYPES.get(str(each.type), tuple)
+        value = values.get(each.name)
+        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+            raise ValueError(f"{kind.__name__.lower()}: {each.name}={value!r} is no {each.type}")
+    return kind(**values)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError([Problem("profile", message)])

@@ -1,0 +1,130 @@
+"""At the end of a run: what the planner expects of its plan on this machine, beside what was measured.
+
+Expected from this machine's profile where there is one, else from the device's data sheet and tables where the device
+is known. Of an unknown machine nothing is expected: there is no guess. What was found is kept as `measured.json` in the
+run folder, from which `weft plan --learn` teaches a profile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.errors import WeftError
+from weft.mesh import Mesh
+from weft.planner.basis import time_by_rung
+from weft.planner.columns import Columns
+from weft.planner.estimate import estimate
+from weft.planner.measured import here
+from weft.planner.measured.learn import FILE, measured_parts, parts_of
+from weft.planner.measured.profile import Profile, default_path
+from weft.planner.model_source import of_decoder
+from weft.planner.question import Question
+from weft.spec.cluster import ClusterSpec, device_by_torch_name
+from weft.spec.config import RunConfig
+from weft.spec.model import DecoderSpec
+from weft.units import format_bytes, format_seconds
+
+#: Parts of the report, where their share of a step is at least this.
+_WORTH_TELLING = 0.01
+_TOLD = "measure this machine once and it is: weft calibrate"
+
+
+def expectation_lines(
+    folder: Path, config: RunConfig, spec: DecoderSpec, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Write `measured.json`; the report's lines. ranks: `typical` seconds by part and `memory` bytes of each rank."""
+    parts = measured_parts(_mean([one["typical"] for one in ranks]))
+    if not parts:
+        return []
+    measured = {"step_s": sum(parts.values()), "memory_bytes": max(one["memory"] for one in ranks), "parts": parts}
+    expected, reason = _expected(config, spec, mesh)
+    table = {
+        "plan": str(mesh.plan),
+        "model": config.model.name,
+        "device": mesh.device.type,
+        "steps": max(one["steps"] for one in ranks),
+        "measured": measured,
+        "expected": expected,
+        "unknown": reason,
+    }
+    draft = folder / f".{FILE}.{os.getpid()}"
+    draft.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, folder / FILE)
+    if expected is None:
+        return [f"planned nothing to compare with: {reason}"]
+    return _lines(measured, expected, mesh.device.type)
+
+
+def _expected(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> tuple[dict[str, Any] | None, str]:
+    """The planner's estimate of this run's plan; or None, and why."""
+    try:
+        cluster, profile, basis = _machines(mesh)
+        if cluster is None:
+            return None, basis
+        model = of_decoder(config.model.name, spec, config)
+        asked = Question.of(model, cluster, seq_len=config.train.seq_len, global_batch=config.train.global_batch)
+        asked = replace(asked, profile=profile)
+        columns = Columns.of([mesh.plan], asked.job)
+        found = estimate(asked.job, asked.cluster, columns, asked.tables)
+    except WeftError as error:
+        return None, str(error)
+    terms = {name: float(np.asarray(seconds)[0]) for name, seconds in found.terms.items()}
+    return {
+        "basis": basis,
+        "step_s": float(found.step_s[0]),
+        "memory_bytes": float(found.allocated_bytes[0]),
+        "terms": terms,
+        "factors": dict(asked.tables.learned),
+        "time_by_rung": time_by_rung(terms, asked.tables),
+    }, ""
+
+
+def _machines(mesh: Mesh) -> tuple[ClusterSpec | None, Profile | None, str]:
+    """The machines of this run, their profile, and in words what is known of them; no machines where nothing is."""
+    path, size = default_path(), mesh.world_size
+    if path.exists():
+        profile = here.profile_here(path)
+        if profile.machine.kind == mesh.device.type:
+            return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
+    if mesh.device.type != "cuda":
+        return None, None, f"nothing is known of this machine's processor; {_TOLD}"
+    name = torch.cuda.get_device_name(mesh.device)
+    device = device_by_torch_name(name)
+    if device is None:
+        return None, None, f"the device {name!r} is not in the device table; {_TOLD}"
+    local = min(size, torch.cuda.device_count())
+    if size % local:
+        return None, None, f"{size} ranks do not fill whole machines of {local}"
+    return ClusterSpec(nodes=size // local, devices_per_node=local, device=device), None, f"tables of {device.name}"
+
+
+def _mean(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    kinds = dict.fromkeys(kind for one in ranks for kind in one)
+    return {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
+
+
+def _lines(measured: Mapping[str, Any], expected: Mapping[str, Any], device: str) -> list[str]:
+    step, planned = measured["step_s"], expected["step_s"]
+    lines = [
+        f"planned {format_seconds(planned)} a step from {expected['basis']}; measured {format_seconds(step)} "
+        f"({step / planned - 1:+.0%})"
+    ]
+    theirs = parts_of(expected["terms"])
+    for name in dict.fromkeys([*theirs, *measured["parts"]]):
+        both = theirs.get(name, 0.0), measured["parts"].get(name, 0.0)
+        if max(both) >= _WORTH_TELLING * step:
+            lines.append(f"        {name}: {format_seconds(both[0])} planned, {format_seconds(both[1])} measured")
+    what = "allocated" if device == "cuda" else "held by the process, with all its libraries"
+    lines.append(
+        f"        memory: {format_bytes(int(expected['memory_bytes']))} of tensors planned, "
+        f"{format_bytes(measured['memory_bytes'])} {what}"
+    )
+    return lines

@@ -1,0 +1,87 @@
+"""`weft calibrate` for real, in a few seconds, and what `weft plan` then says of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.calibrate import calibrate
+from weft.calibrate.compute import PROBES
+from weft.calibrate.run import fastest
+from weft.calibrate.traffic import COLLECTIVES
+from weft.cli.main import run
+from weft.errors import ConfigError
+from weft.planner.measured.here import this_host
+from weft.planner.measured.laws import Laws
+from weft.planner.measured.profile import Sample, load_profile
+from weft.planner.question import Question
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of this machine, made by the command."""
+    file = tmp_path_factory.mktemp("profile") / "here.json"
+    assert run(["calibrate", "--budget", "3s", "--ranks", "1,2", "--device", "cpu", "--out", str(file)]) == 0
+    return file
+
+
+def test_everything_is_measured(path: Path) -> None:
+    found = load_profile(path)
+    assert found.machine == this_host()
+    assert found.ranks == (1, 2)
+    fp32 = {(sample.op, sample.ranks) for sample in found.samples if sample.dtype == "fp32"}
+    assert fp32 >= {(op, count) for op in PROBES for count in (1, 2)}
+    assert fp32 >= {(op, 2) for op in COLLECTIVES}
+    laws = Laws.of(found)
+    small, large = (float(laws.seconds("linear_f", n, n, n, active=1)) for n in (64.0, 1024.0))
+    assert large > 20 * small  # 4096 times the work
+
+
+def test_the_planner_uses_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "tiny", "2xhere", "--profile", str(path), "--seq-len", "128", "--global-batch", "8", "--top", "1"]
+    assert run(words) == 0
+    text = capsys.readouterr().out
+    assert "measured on this machine" in text
+    assert "the profile of" in text
+    asked = Question.of("tiny", "here", profile=path, seq_len=128, global_batch=8)
+    assert asked.tables.laws is not None
+    assert asked.cluster.device.memory_bytes == this_host().memory_bytes // asked.cluster.num_devices
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    for words, told in (
+        ({"budget_s": 0.1}, "from 1 s to 10 min"),
+        ({"ranks": (3,)}, "powers of two"),
+        ({"ranks": (1 << 12,)}, "powers of two"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            calibrate(device="cpu", **words)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--budget", "soon"], "budget=soon: a time is needed"),
+        (["--ranks", "two"], "ranks=two: numbers with commas"),
+        (["--device", "tpu"], "device=tpu: not one of auto, cpu, cuda"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["calibrate", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_here_without_a_profile_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
+    assert run(["plan", "tiny", "here"]) == 2
+    assert "Measure it first: weft calibrate" in capsys.readouterr().err
+
+
+def test_of_what_is_measured_twice_the_faster_counts() -> None:
+    slow, fast, other = (
+        Sample(op="add", size=size, seconds=seconds) for size, seconds in (((1, 2), 3.0), ((1, 2), 2.0), ((4, 4), 9.0))
+    )
+    assert fastest([slow, other, fast]) == (fast, other)

@@ -1,0 +1,93 @@
+"""One rank of thousands: what it does at start and in a step does not grow with their number.
+
+The process group is torch's fake one: it moves nothing and answers at once, so one process can be any rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from weft.mesh import build_mesh
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.buckets import ALIGNMENT
+from weft.parallel.flat import FlatModel
+from weft.spec.plan import Plan
+from weft.train import TrainStep
+
+FEW, MANY = 64, 8192
+PLANS = [
+    "dp_replicate={world}",
+    "dp_shard={world} zero=1",
+    "dp_replicate={replicas} dp_shard=8 zero=2",
+    "dp_replicate={replicas} dp_shard=8 zero=3",
+]
+
+
+class Counted:
+    """Counts the calls of functions inside of `with`."""
+
+    def __enter__(self) -> Counted:
+        self.calls = Counter[str]()
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: object, event: str, called: object) -> None:
+        if event == "call":
+            self.calls[frame.f_code.co_qualname] += 1
+        elif event == "c_call":
+            self.calls[called.__name__] += 1
+
+
+def life(plan: str, world: int) -> tuple[int, int, Counter[str], list[int]]:
+    """One rank's start and second step: calls of each, bytes that it moved, elements that its buckets hold."""
+    moved = Counter[str]()
+    dist.init_process_group("fake", store=FakeStore(), rank=world // 3, world_size=world)
+    try:
+        text = plan.format(world=world, replicas=world // 8)
+        gc.disable()  # what it calls belongs to others
+        with Counted() as start:
+            mesh = build_mesh(Plan.parse(text), record=lambda axis, kind, size, _: moved.update({kind: size}))
+            model = nn.Sequential(nn.Embedding(200, 16), *(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 200))
+            parallelize(model, mesh)
+            step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, mesh, max_grad_norm=1.0)
+        started = Counter(moved)
+        ids = torch.arange(8).view(2, 4)
+        step(ids)
+        with Counted() as second:
+            step(ids)
+        engine = data_parallel(model)
+        held = engine.reducer.buckets if isinstance(engine, FlatModel) else []
+        return sum(start.calls.values()), sum(second.calls.values()), started, [bucket.size for bucket in held]
+    finally:
+        gc.enable()
+        dist.destroy_process_group()
+
+
+def loss_fn(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return output.square().sum(), batch.numel()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_neither_start_nor_step_grows_with_the_ranks(plan):
+    for world in (FEW, MANY):
+        life(plan, world)  # imports, and what torch makes once and keeps
+    start, step, moved, few = life(plan, FEW)
+    start_of_many, step_of_many, moved_by_many, many = life(plan, MANY)
+    assert step_of_many <= 1.05 * step
+    assert start_of_many <= 1.05 * start
+    for kind in moved_by_many:
+        assert moved_by_many[kind] <= moved[kind] + 4 * len(many) * ALIGNMENT * MANY, kind
+    # Parts are equal and aligned: what is filled up is bounded for each bucket, and few buckets stay few.
+    assert len(many) == len(few)
+    assert all(more <= fewer + ALIGNMENT * MANY for more, fewer in zip(many, few, strict=True))

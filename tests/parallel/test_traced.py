@@ -1,0 +1,202 @@
+"""Descriptions by tracing: they say of known families what formulas say, and of real blocks what autograd keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel import traced_models
+from weft.cli.main import run
+from weft.errors import ModelError
+from weft.memory import repeated_blocks
+from weft.memory.trace import trace_block
+from weft.models import build_decoder
+from weft.parallel.traced import describe_by_tracing, trace
+from weft.planner.columns import Columns, Job
+from weft.planner.estimate import estimate
+from weft.planner.figures import flops_per_token
+from weft.planner.memory_cost import layer_bytes
+from weft.planner.model_source import _from_hugging_face, read_model
+from weft.planner.question import Question
+from weft.planner.search import search
+from weft.planner.shape import Shape
+from weft.planner.traced import TracedShape
+from weft.spec.model import DecoderSpec, decoder_spec
+from weft.spec.plan import Plan
+from weft.spec.rules import check
+from weft.spec.traced import TracedModel
+
+HERE = "tests.parallel.traced_models:"
+SEQ = 512
+CUTS = [{}, {"tp": 2}, {"tp": 4, "sp": True}, {"compile": True}, {"cp": 2}]
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, TracedModel]:
+    """Sizes of the project, traced."""
+    found = {}
+    for name in ("llama3-8b", "gpt2-medium"):
+        with torch.device("meta"):
+            found[name] = describe_by_tracing(build_decoder(decoder_spec(name), device="meta"))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium"])
+def test_a_known_family_is_described_as_its_config_says(known, name):
+    shape, found = Shape.of_decoder(decoder_spec(name)), known[name]
+    assert (found.num_params, found.num_layers, found.vocab) == (shape.num_params, shape.layers, shape.vocab)
+    assert (found.hidden, found.tied) == (shape.hidden, shape.tied)
+    assert len(found.layers) == 1  # alike layers are traced once
+    for causal in (True, False):
+        own, formula = found.flops(2, SEQ, causal=causal) / (2 * SEQ), flops_per_token(shape, SEQ, causal=causal)
+        assert own == pytest.approx(formula, rel=0.01)
+    jobs = [Job(shape=each, seq_len=SEQ, global_batch=8) for each in (shape, TracedShape.of(found))]
+    for cut in CUTS:
+        columns = Columns.make(1, microbatch=2, **cut)
+        formula, traced = (layer_bytes(job, columns).kept[0] for job in jobs)
+        assert traced == pytest.approx(formula, rel=0.02), cut
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium"])
+def test_its_plans_are_estimated_alike(known, name):
+    asked = [Question.of(model, "2x8xh100", seq_len=SEQ, global_batch=64) for model in (name, known[name])]
+    plans = [Plan.parse(text) for text in (
+        "dp_shard=16 zero=3 precision=bf16 compile=on", "dp_shard=4 zero=1 tp=4 sp=on precision=bf16 compile=on",
+        "pp=4 dp_shard=4 zero=1 microbatches=4 precision=bf16 compile=on")]  # fmt: skip
+    formula, traced = (estimate(each.job, each.cluster, Columns.of(plans, each.job), each.tables) for each in asked)
+    assert traced.step_s == pytest.approx(formula.step_s, rel=0.1)
+    assert traced.allocated_bytes == pytest.approx(formula.allocated_bytes, rel=0.03)
+
+
+def test_a_random_config_of_transformers_too():
+    found = trace(f"{HERE}llama")
+    config = traced_models.llama().config.to_dict()
+    shape = _from_hugging_face("llama", config).shape
+    assert found.num_params == shape.num_params
+    assert found.flops(1, 128) / 128 == pytest.approx(flops_per_token(shape, 128, causal=True), rel=0.01)
+    job = Job(shape=shape, seq_len=128, global_batch=8)
+    compiled = layer_bytes(job, Columns.make(1, microbatch=2, compile=True)).kept[0]
+    assert found.layers[0].saved_bytes(2, 128, "compiled") == pytest.approx(compiled, rel=0.02)
+
+
+#: Model, its inputs, what a sample has of tokens, and whether its first block's output is kept too (of a last ReLU).
+REAL = {
+    "own": (lambda: (torch.zeros(2, 64, dtype=torch.int64),), 64, False),
+    "llama": (lambda: {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}, 64, False),
+    "vit": (lambda: {"pixel_values": torch.randn(2, 3, 32, 32).bfloat16()}, 1, False),
+    "encoder": (lambda: (torch.randn(2, 16, 8).bfloat16(),), 16, False),
+    "network": (lambda: (torch.randn(2, 3, 32, 32).bfloat16(),), 1, True),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_is_said_to_be_kept_is_what_autograd_keeps(name):
+    make, seq, keeps_output = REAL[name]
+    spec = DecoderSpec(vocab_size=256, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=352, max_seq_len=64)
+    made = build_decoder(spec) if name == "own" else getattr(traced_models, name)()
+    model = (made[0] if isinstance(made, tuple) else made).bfloat16()
+    block = next(iter(repeated_blocks(model).values()))
+    seen = {}
+
+    def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.requires_grad]
+        seen["full"] = sum(each.untyped_storage().nbytes() for each in given)
+        seen["trace"] = trace_block(module, type(module).forward, args, kwargs)
+
+    handles = [
+        block.register_forward_pre_hook(look, with_kwargs=True),
+        block.register_forward_hook(lambda module, args, output: seen.update(output=output)),
+    ]
+    example = make()
+    model.train()(**example) if isinstance(example, dict) else model.train()(*example)
+    for handle in handles:
+        handle.remove()
+    assert seen["trace"].keeps_output == keeps_output
+    output = seen["output"].untyped_storage().nbytes() if keeps_output else 0
+    layer = describe_by_tracing(model, example).layers[0]
+    assert layer.saved_bytes(2, seq, "full") == seen["full"]
+    assert layer.saved_bytes(2, seq) == pytest.approx(seen["trace"].kept_bytes + seen["full"] + output, rel=0.03)
+    heavy = sum(operation.num_bytes for operation in seen["trace"].heavy if operation)
+    assert layer.saved_bytes(2, seq, "selective") == pytest.approx(heavy + seen["full"], rel=0.03)
+
+
+def test_a_perceptron_a_network_and_a_vision_transformer_have_plans():
+    for name, num_layers in (("perceptron", 1), ("network", 4), ("vit", 2)):
+        found = trace(f"{HERE}{name}")
+        assert not found.reads_sequence
+        assert found.num_layers == num_layers
+        answer = search(found, "4xa100", global_batch=64)
+        assert answer.best is not None
+        for one in answer.ranked:
+            assert not check(one.plan, answer.question.facts)
+            assert one.plan.cp == 1
+            assert not one.plan.sp
+        refused = {each.name: each.message for each in answer.refused}
+        assert "reads no sequence" in refused["model-allows-cp"]
+        assert {one.plan.zero for one in answer.ranked} >= {0, 1, 3}
+
+
+def test_products_of_a_convolution_are_those_that_it_does():
+    layer = trace(f"{HERE}network").layers[0]
+    # Two convolutions of 3 x 3 from 16 to 16 channels over 16 x 16 places, 2 FLOPs each.
+    assert layer.flops(3, 1) == 3 * 2 * 2 * 16 * 16 * 9 * 16 * 16
+    assert layer.flops(3, 1, backward=True) == 2 * layer.flops(3, 1)
+    before = trace(f"{HERE}network").before
+    assert before.flops(1, 1, backward=True) == before.flops(1, 1)  # pictures need no gradient
+
+
+def test_experts_of_transformers_are_counted_as_far_as_tokens_visit_them():
+    found = trace(f"{HERE}mixtral")
+    shape = _from_hugging_face("mixtral", traced_models.mixtral().config.to_dict()).shape
+    assert found.flops(1, 64) / 64 == pytest.approx(flops_per_token(shape, 64, causal=True), rel=0.01)
+    assert found.num_params == shape.num_params
+    assert "config.json" in dict(found.limits)["ep"].reason
+
+
+def test_what_the_runtime_cannot_divide_is_said_with_the_reason():
+    limits = {name: limit.reason for name, limit in trace(f"{HERE}encoder").limits}
+    assert "its attention cannot be replaced" in limits["cp"]
+    limits = {name: limit.reason for name, limit in trace(f"{HERE}perceptron").limits}
+    assert "it has no list of blocks" in limits["pp"]
+    assert "reads no sequence" in limits["sp"]
+
+
+def test_a_saved_description_is_planned_without_torch(tmp_path):
+    path = tmp_path / "model.json"
+    found = trace(f"{HERE}llama")
+    found.save(path)
+    assert read_model(str(path)).traced == found
+    code = (
+        "import sys; from weft.planner.search import search; "
+        f"best = search({str(path)!r}, '2xa100', global_batch=32).best; "
+        "assert 'torch' not in sys.modules; print(best.plan)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == search(found, "2xa100", global_batch=32)[0].plan.format()
+    table = json.loads(path.read_text()) | {"version": 99}
+    path.write_text(json.dumps(table))
+    with pytest.raises(ModelError, match="version=99"):
+        read_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("choosing", "aten._local_scalar_dense.default fails"),
+        ("number", "it returned int, not an nn.Module. Return a model"),
+        ("needs_one", "it raised TypeError"),
+        ("NOT_A_FUNCTION", "is of type int and cannot be called"),
+        ("nothing", "it cannot be imported"),
+    ],
+)
+def test_what_cannot_be_described_is_refused_in_one_sentence(name, words, capsys):
+    assert run(["plan", f"{HERE}{name}", "8xh100"]) == 2
+    text = capsys.readouterr().err
+    assert words in text
+    assert text.startswith(f"error: model={HERE}{name}: ")
+    assert "Traceback" not in text

@@ -1,0 +1,64 @@
+"""Eight ranks in every set of axes, and random plans of the whole space on 4 and 8 ranks, equal one process.
+
+The gate tries the same few random plans each time; `--all-plans` tries many, others each time.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.parity.plans import Cell, References, differing
+from tests.parity.whole_space import axes_used, cell_of_each_set_of_axes, deep_subjects, random_cells
+from weft.errors import CommError
+from weft.testing import RankPool, train_case
+
+#: Random plans on so many ranks: in the gate, with --all-plans.
+NUM_RANDOM = {4: (12, 300), 8: (8, 300)}
+
+
+@pytest.fixture(scope="module")
+def ranks8():
+    with RankPool(8, timeout_s=300) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def references(plain):
+    """PyTorch alone; where there are experts one process of Weft, whose step is what balances them."""
+    with_experts = [one.case for one in deep_subjects().values() if one.shape is not None and one.shape.num_experts]
+    return References(plain | {case: train_case("precision=fp64", case) for case in with_experts})
+
+
+def found_wrong(cell: Cell, references: References, pool: RankPool) -> list[str]:
+    """What is wrong with one cell, if anything."""
+    try:
+        return differing([cell], deep_subjects(), references, pool)
+    except CommError as error:
+        return [f"{cell.subject} under {cell.plan.format()}: {error}"]
+
+
+def test_eight_ranks_in_every_set_of_axes(references, ranks8):
+    cells = cell_of_each_set_of_axes(8)
+    assert {len(axes_used(cell.plan).split()) for cell in cells} == {1, 2, 3}
+    found = [line for cell in cells for line in found_wrong(cell, references, ranks8)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANDOM)
+def test_random_plans_equal_one_process(num_ranks, references, request):
+    pool = request.getfixturevalue(f"ranks{num_ranks}")
+    everything = request.config.getoption("--all-plans")
+    found: list[str] = []
+
+    # Failures are gathered and not shrunk: a plan is short, and a rank that hangs costs much.
+    @settings(
+        max_examples=NUM_RANDOM[num_ranks][everything], derandomize=not everything, database=None, deadline=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(cell=random_cells(num_ranks))
+    def check(cell: Cell) -> None:
+        found.extend(found_wrong(cell, references, pool))
+
+    check()
+    assert not found, "\n".join(found)

@@ -1,0 +1,134 @@
+"""The whole space: models that eight ranks can divide in every way, a plan for each set of axes, random plans.
+
+A random plan is drawn field by field and then mended by the rules' own fixes, so that nothing is listed and every
+field of the plan is in play, uneven splits and budgets of activations too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+from hypothesis import strategies as st
+
+from tests.parity.moe_cases import MoECase
+from tests.parity.pipeline_cases import TIED, FamilyCase
+from tests.parity.plans import Cell, Subject
+from weft.spec.context import CP_MODES
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import AXES, RECOMPUTES, RESHARDS, SCHEDULES, Plan, plan_fields
+from weft.spec.rule import Facts
+from weft.spec.rules import check
+from weft.testing import DecoderCase, covering
+from weft.testing.matrix import row_of
+
+#: Eight of everything that an axis divides, except key-value heads, of which ranks then share some.
+DENSE = DecoderSpec(
+    vocab_size=61, dim=16, num_layers=8, num_heads=8, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True
+)
+MOE = dataclasses.replace(
+    DENSE, num_kv_heads=4, tied=False, num_experts=8, top_k=2, expert_ffn_dim=12, num_shared_experts=1,
+    first_moe_layer=1, moe_every=3, balance_rate=0.05,
+)  # fmt: skip
+BIASED = dataclasses.replace(MOE, tied=True, balance="bias", router="sigmoid", balance_rate=0.02)
+
+#: What differs between plans of one set of axes and is covered too.
+WAYS = ("zero", "sp", "cp_mode", "schedule", "reshard")
+OFFLOADS = ((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations"), ("params:0.4",))
+
+
+def deep_subjects() -> dict[str, Subject]:
+    """Deep and wide enough for every axis of 8 ranks; with documents, padding, experts, and one of Hugging Face."""
+    sizes = {"num_steps": 2, "global_batch": 16, "seq_len": 16}
+    return {
+        "dense": Subject(DecoderCase(DENSE, **sizes, documents=True), DENSE),
+        "moe": Subject(MoECase(MOE, **sizes), MOE),
+        "biased": Subject(MoECase(BIASED, **sizes, documents=True, optimizer="sgd"), BIASED),
+        "hf-llama": Subject(FamilyCase(TIED, **sizes, kind="llama"), TIED),
+    }
+
+
+def axes_used(plan: Plan) -> str:
+    """The mesh axes on which the plan has more than one rank."""
+    return " ".join(name for name in AXES if getattr(plan, name) > 1)
+
+
+def cell_of_each_set_of_axes(num_ranks: int) -> list[Cell]:
+    """Few cells in which every set of axes that can share the ranks occurs, every size of ep, and every way."""
+    only = {
+        "recompute": ("none",), "offload": ((),), "accumulation": (1,), "microbatches": (1, 16), "ep": (1, 2, 8),
+        "reshard": ("after_forward", "after_step"), "cp_mode": ("auto", "gather", "ring", "ulysses"),
+    }  # fmt: skip
+    known = {name: one for name, one in deep_subjects().items() if name in ("dense", "moe")}
+    cells = [Cell(name, plan) for name, one in known.items() for plan in one.plans(num_ranks, **only)]
+    rows = [row_of(cell.plan, subject=cell.subject, axes=axes_used(cell.plan)) for cell in cells]
+    return [cells[index] for index in covering(rows, [("axes",), ("ep", "zero"), *((way,) for way in WAYS)])]
+
+
+def random_cells(num_ranks: int) -> st.SearchStrategy[Cell]:
+    """Legal plans of the subjects, drawn from everything that a plan can say."""
+    return st.integers(0, 2**48).map(lambda seed: _random_cell(num_ranks, random.Random(seed)))
+
+
+def _random_cell(num_ranks: int, draw: random.Random) -> Cell:
+    plan = None
+    while plan is None:
+        name = draw.choice(sorted(deep_subjects()))
+        subject = deep_subjects()[name]
+        assert subject.shape is not None
+        plan = _mended(_any_plan(num_ranks, subject.shape, draw), _facts(subject, num_ranks))
+    return Cell(name, _unevenly_split(plan, subject.shape.num_layers, draw) if draw.random() < 0.3 else plan)
+
+
+def _any_plan(num_ranks: int, shape: DecoderSpec, draw: random.Random) -> Plan:
+    """Of so many ranks; rules may be broken."""
+    sizes = dict.fromkeys(AXES, 1)
+    for _ in range(num_ranks.bit_length() - 1):
+        sizes[draw.choice(AXES)] *= 2
+    fields = {
+        **sizes,
+        "ep": draw.choice((1, 2, 4, 8)) if shape.num_experts else 1,
+        "zero": draw.randint(0, 3),
+        "reshard": draw.choice(RESHARDS),
+        "sp": draw.random() < 0.5,
+        "cp_mode": draw.choice(CP_MODES),
+        "schedule": draw.choice(SCHEDULES),
+        "microbatches": draw.choice((1, 2, 4, 8, 16)),
+        "virtual_stages": draw.randint(1, 3),
+        "split": (),
+        "accumulation": draw.choice((1, 2, 4)),
+        "precision": "fp64",
+        "recompute": draw.choice((*RECOMPUTES, "50%")),
+        "offload": draw.choice(OFFLOADS),
+        "compile": False,
+    }
+    assert set(fields) == set(plan_fields()), "a new field of the plan: draw it here"
+    return Plan(**fields)
+
+
+def _facts(subject: Subject, num_ranks: int) -> Facts:
+    case = subject.case
+    assert isinstance(case, DecoderCase)
+    return Facts(model=subject.shape, world_size=num_ranks, global_batch=case.global_batch, seq_len=case.seq_len)
+
+
+def _mended(plan: Plan, facts: Facts) -> Plan | None:
+    """The plan after the rules' fixes, one after another; None where they lead nowhere."""
+    for _ in range(20):
+        broken = check(plan, facts)
+        if not broken:
+            return plan
+        fix = next((one.fix for one in broken if one.fix is not None), None)
+        if fix is None:
+            return None
+        plan = fix
+    return None
+
+
+def _unevenly_split(plan: Plan, num_layers: int, draw: random.Random) -> Plan:
+    """Stages of any sizes."""
+    if plan.pp == 1:
+        return plan
+    ends = [0, *sorted(draw.sample(range(1, num_layers), plan.pp * plan.virtual_stages - 1)), num_layers]
+    return plan.replace(split=tuple(stop - start for start, stop in itertools.pairwise(ends)))

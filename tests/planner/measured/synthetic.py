@@ -1,0 +1,60 @@
+"""A machine made up for tests: two cores whose primitives follow laws exactly, so that estimates can be reckoned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from weft.planner.measured.here import this_host
+from weft.planner.measured.profile import Lesson, Machine, Profile, Sample
+
+#: Operations a second of a core, values a second through memory, bytes a second between ranks, seconds of a call.
+FLOPS, VALUES, BYTES, CALL = 5e10, 1e9, 2e9, 1e-5
+CORES = 2
+PASSES = ("norm_f", "norm_b", "layer_norm_f", "layer_norm_b", "rope_f", "rope_b", "swiglu_f", "swiglu_b", "gelu_f",
+          "gelu_b", "add", "add_to", "copy", "loss_f", "loss_b", "cut_loss")  # fmt: skip
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
+
+
+def machine() -> Machine:
+    """This host's software with a processor that is nobody's."""
+    return replace(this_host(), device="loom", cores=CORES)
+
+
+#: Operations -> (their sizes, the work of one in seconds).
+COMPUTE: tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], Callable[..., float]], ...] = (
+    (
+        ("linear_f", "linear_dx", "linear_dw"),
+        ((64, 64, 64), (512, 512, 512), (128, 512, 256), (512, 128, 256), (256, 256, 1024), (32, 8, 8)),
+        lambda m, n, k: 2 * m * n * k / FLOPS,
+    ),
+    (
+        ("attention_f", "attention_b"),
+        ((1, 4, 64, 32), (2, 4, 128, 32), (1, 8, 256, 64), (1, 2, 512, 32)),
+        lambda b, h, s, c: 2 * b * h * s * s * c / FLOPS,
+    ),
+    (PASSES, ((16, 64), (256, 64), (256, 512), (1024, 1024)), lambda t, d: t * d / VALUES),
+    (("block_f", "block_b"), ((16, 64),), lambda t, d: 1e-9),
+    (("embedding",), ((64, 64, 128), (256, 64, 1024), (1024, 256, 512)), lambda t, d, v: t * d / VALUES),
+    (("adamw", "clip"), ((1 << 10,), (1 << 16,), (1 << 20,)), lambda params: params / VALUES),
+)
+
+
+def profile(counts: tuple[int, ...] = (1, 2, 4), learned: tuple[Lesson, ...] = ()) -> Profile:
+    """Compute slows down where ranks are more than cores; collectives take as long in any crowd."""
+    samples = [
+        Sample(op=op, size=size, seconds=max(1.0, ranks / CORES) * (CALL + work(*size)), ranks=ranks)
+        for ranks in counts
+        for ops, sizes, work in COMPUTE
+        for op in ops
+        for size in sizes
+    ]
+    samples += [
+        Sample(op=op, size=(size,), seconds=CALL + size / BYTES, ranks=ranks, group=group)
+        for ranks in counts
+        for group in counts
+        if 1 < group <= ranks
+        for op in COLLECTIVES
+        for size in (1 << 8, 1 << 14, 1 << 20)
+    ]
+    return Profile(machine=machine(), samples=tuple(samples), made="2026-01-31T12:00:00", took_s=1.0, learned=learned)

@@ -1,0 +1,125 @@
+"""Estimates for a host: what follows from a made-up machine's laws, whatever its figures."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.planner.measured.synthetic import profile
+from weft.planner.columns import Columns, Job
+from weft.planner.estimate import TERMS, estimate
+from weft.planner.measured.crowd import crowd_of, ranks_of
+from weft.planner.measured.here import cluster_of
+from weft.planner.measured.host import measured_tables
+from weft.planner.measured.profile import Lesson, Profile
+from weft.planner.shape import Shape
+from weft.planner.stages import divide_layers
+from weft.spec.plan import Plan
+
+SHAPE = Shape(vocab=2048, hidden=256, layers=8, heads=8, kv_heads=4, head_dim=32, ffn=768)
+JOB = Job(shape=SHAPE, seq_len=128, global_batch=8)
+
+
+def step(text: str, known: Profile | None = None) -> dict[str, float]:
+    """Seconds by term, and `step` and `bytes`, of one plan."""
+    known = known or profile()
+    plan = Plan.parse(text)
+    cluster = cluster_of(known, f"{max(1, plan.world_size)}xhere")
+    found = estimate(JOB, cluster, Columns.of([plan], JOB), measured_tables(known, cluster, "tables"))
+    terms = {name: float(values[0]) for name, values in found.terms.items()}
+    return terms | {"step": float(found.step_s[0]), "bytes": float(found.total_bytes[0])}
+
+
+def test_terms_are_those_of_every_estimate_and_sum_up() -> None:
+    found = step("dp_shard=2 tp=2 zero=1")
+    assert set(TERMS) <= set(found)
+    assert sum(found[name] for name in TERMS) == pytest.approx(found["step"])
+    assert found["contention"] == found["offload"] == found["host"] == 0.0  # of a host there are none
+
+
+def test_two_cores_take_half_and_four_ranks_no_less() -> None:
+    compute = [step(text)["gemm"] for text in ("", "dp_replicate=2", "dp_replicate=4")]
+    assert compute[1] == pytest.approx(compute[0] / 2, rel=0.02)
+    assert compute[2] == pytest.approx(compute[1], rel=0.02)
+
+
+def test_communication_is_added_never_hidden() -> None:
+    whole, cut = step("dp_replicate=2"), step("tp=2")
+    assert whole["tp"] == 0.0
+    assert cut["tp"] > 0.0
+    assert step("cp=2")["cp"] > 0.0
+    assert step("dp_shard=2 zero=3")["dp_exposed"] > step("dp_shard=2 zero=1")["dp_exposed"]
+
+
+def test_recompute_costs_time_and_saves_bytes() -> None:
+    plain, full = step("dp_replicate=2"), step("dp_replicate=2 recompute=full")
+    assert full["recompute"] > 0.2 * plain["gemm"]
+    assert full["bytes"] < plain["bytes"]
+
+
+def test_ranks_that_wait_leave_their_cores_to_others() -> None:
+    # Four stages on two cores: filling and draining run with fewer ranks, each of them faster.
+    crowded = step("pp=4 microbatches=4")
+    roomy = step("pp=2 microbatches=4")
+    assert crowded["bubble"] < 3 * roomy["bubble"]
+    assert crowded["bubble"] > 0.0
+
+
+def test_stages_are_divided_as_the_runtime_divides_them() -> None:
+    columns = Columns.of([Plan.parse("pp=4 microbatches=4")], JOB)
+    layers = [float(values[0]) for _, values, _, _ in ranks_of(JOB, columns)]
+    layer, head = float(SHAPE.dense_layer_params), float(SHAPE.vocab * SHAPE.hidden)
+    assert layers == list(divide_layers([layer] * 8, 4, after=head))
+    assert crowd_of(JOB, columns).layers[0] in layers
+
+
+def test_what_runs_taught_scales_its_part() -> None:
+    lesson = Lesson(run="a", plan="", model="m", steps=9, ratios=(("compute", 1.21),))
+    plain, taught = step("dp_replicate=2"), step("dp_replicate=2", profile(learned=(lesson,)))
+    assert taught["gemm"] == pytest.approx(1.1 * plain["gemm"])  # half of the way, in logarithms
+    assert taught["optimizer"] == plain["optimizer"]
+
+
+def test_every_estimate_says_what_it_rests_on() -> None:
+    from weft.planner.basis import time_by_rung
+
+    known = profile()
+    for count, rungs in ((4, {"here"}), (8, {"here", "common"})):
+        cluster = cluster_of(known, f"{count}xhere")
+        tables = measured_tables(known, cluster, "tables")
+        found = estimate(JOB, cluster, Columns.of([Plan.parse(f"tp={count}")], JOB), tables)
+        shares = time_by_rung({name: float(values[0]) for name, values in found.terms.items()}, tables)
+        assert set(shares) == rungs
+        assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_many_plans_at_once_are_what_each_is_alone() -> None:
+    texts = ["dp_shard=4 zero=3", "tp=4 sp=on", "pp=2 dp_shard=2 zero=1 microbatches=4", "cp=4"]
+    plans = [Plan.parse(text) for text in texts]
+    cluster = cluster_of(profile(), "4xhere")
+    found = estimate(JOB, cluster, Columns.of(plans, JOB), measured_tables(profile(), cluster, "tables"))
+    assert found.step_s == pytest.approx([step(text)["step"] for text in texts])
+    assert np.isfinite(found.total_bytes).all()
+
+
+def test_a_gpu_profile_gives_constants() -> None:
+    from weft.planner.measured.profile import Sample
+    from weft.spec.cluster import ClusterSpec
+
+    cluster = ClusterSpec.parse("2xh100")
+    known = profile()
+    machine = replace(known.machine, kind="cuda", device="NVIDIA H100 80GB HBM3", count=2)
+    samples = (
+        Sample(op="linear_f", size=(8192, 8192, 8192), seconds=2 * 8192**3 / 7e14, dtype="bf16"),
+        Sample(op="copy", size=(8192, 8192), seconds=4 * 8192**2 / 3e12, dtype="bf16"),
+        *(
+            Sample(op="all_gather", size=(n,), seconds=1e-5 + n / 2 / 3e11, ranks=2, group=2)
+            for n in (1 << 12, 1 << 18, 1 << 24, 1 << 28)
+        ),
+    )
+    tables = measured_tables(replace(known, machine=machine, samples=samples), cluster, "tables")
+    assert tables.gemm_ceiling == pytest.approx(7e14 / 989e12)
+    assert tables.memory_eff == pytest.approx(3e12 / 3.35e12)
+    assert tables.link_eff == pytest.approx(3e11 / 450e9, rel=0.01)
+    assert tables.rungs["gemm_ceiling"] == "here"
+    assert tables.rungs["attn_fwd"] != "here"

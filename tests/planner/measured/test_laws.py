@@ -1,0 +1,43 @@
+"""Laws: they give back what made the samples, never a negative cost, and follow the crowd."""
+
+import numpy as np
+import pytest
+
+from tests.planner.measured.synthetic import BYTES, CALL, FLOPS, VALUES, profile
+from weft.errors import ConfigError
+from weft.planner.measured.laws import Laws, fit_law
+from weft.planner.measured.profile import Sample
+
+
+def test_a_law_gives_back_what_made_its_samples() -> None:
+    laws = Laws.of(profile())
+    product = laws.seconds("linear_f", 300.0, 200.0, 100.0, active=1)
+    assert float(product) == pytest.approx(CALL + 12e6 / FLOPS, rel=1e-6)
+    assert float(laws.seconds("norm_b", 300.0, 200.0, active=2)) == pytest.approx(CALL + 6e4 / VALUES, rel=1e-6)
+    found = laws.travel("all_reduce", np.array([4e6]), group=2, active=2)
+    assert found == pytest.approx([CALL + 4e6 / BYTES], rel=1e-6)
+
+
+def test_coefficients_are_never_negative() -> None:
+    falling = [Sample(op="add", size=(size, 8), seconds=1.0 / size) for size in (1, 2, 4, 8)]
+    law = fit_law("add", falling)
+    assert min(law.coefficients) >= 0
+    assert law.error > 0.1
+
+
+def test_more_ranks_than_cores_share_them() -> None:
+    laws = Laws.of(profile())
+    one, two, three, four, eight = laws.seconds("linear_f", 512.0, 512.0, 512.0, active=np.array([1, 2, 3, 4, 8]))
+    assert one == pytest.approx(two)
+    assert three == pytest.approx(1.5 * two)
+    assert four == pytest.approx(2 * two)
+    assert eight == pytest.approx(4 * two)  # beyond what was measured, in proportion
+
+
+def test_what_was_not_measured_is_said() -> None:
+    with pytest.raises(ConfigError, match="no all_reduce between ranks"):
+        Laws.of(profile((1,))).travel("all_reduce", 100.0, group=2, active=2)
+    one = profile((1,))
+    bare = type(one)(machine=one.machine, samples=(), made="", took_s=0.0, path="p.json")
+    with pytest.raises(ConfigError, match="it holds no products"):
+        Laws.of(bare)

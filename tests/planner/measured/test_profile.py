@@ -1,0 +1,80 @@
+"""Profiles as files: what is written is read, and what somebody broke is refused with a sentence."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planner.measured.synthetic import profile
+from weft.errors import ConfigError
+from weft.planner.measured.here import cluster_of, profile_here, stale
+from weft.planner.measured.profile import Lesson, is_profile, load_profile
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    lesson = Lesson(run="runs/a", plan="tp=2", model="tiny", steps=5, ratios=(("compute", 1.1),))
+    written = profile((1, 2)).with_lesson(lesson)
+    written.save(tmp_path / "here.json")
+    assert replace(load_profile(tmp_path / "here.json"), path="") == written
+    assert is_profile(tmp_path / "here.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]  # no draft is left
+
+
+def test_a_run_that_is_learned_again_takes_its_own_place() -> None:
+    lessons = [Lesson(run="a", plan="", model="tiny", steps=n, ratios=()) for n in (5, 6)]
+    assert profile((1,)).with_lesson(lessons[0]).with_lesson(lessons[1]).learned == (lessons[1],)
+
+
+def _broken(path: Path, **changes: object) -> str:
+    table = json.loads(profile((1,)).to_text())
+    path.write_text(json.dumps(table | changes))
+    with pytest.raises(ConfigError) as error:
+        load_profile(path)
+    return str(error.value)
+
+
+def test_a_broken_profile_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    good = json.loads(profile((1,)).to_text())
+    cases = [
+        ({"weft_profile": 7}, "weft_profile=7: this Weft reads version 1"),
+        ({"extra": 1}, "unknown key 'extra'"),
+        ({"machine": good["machine"] | {"cores": 64}}, "does not fit its machine"),
+        ({"samples": [good["samples"][0] | {"seconds": -1.0}]}, "is no time"),
+        ({"samples": [good["samples"][0] | {"colour": 1}]}, "unknown key 'colour'"),
+        ({"samples": [good["samples"][0] | {"seconds": "1"}]}, "seconds"),
+    ]
+    for changes, told in cases:
+        text = _broken(path, **changes)
+        assert told in text
+        assert f"weft calibrate --out {path}" in text
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not JSON text"):
+        load_profile(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_profile(tmp_path / "none.json")
+
+
+def test_a_profile_of_another_machine_is_stale(tmp_path: Path) -> None:
+    found = profile((1,))
+    assert any(told.startswith("device loom, here ") for told in stale(found))
+    found.save(tmp_path / "p.json")
+    with pytest.raises(ConfigError, match=r"device loom, here .*Measure anew: weft calibrate"):
+        profile_here(tmp_path / "p.json")
+
+
+def test_without_a_profile_nothing_is_guessed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing is known of this machine: .* Measure it first: weft calibrate"):
+        profile_here(tmp_path / "none.json")
+
+
+def test_ranks_share_the_machine() -> None:
+    four, two = cluster_of(profile(), "4xhere"), cluster_of(profile(), "here")
+    assert (four.num_devices, two.num_devices) == (4, 2)
+    assert four.device.memory_bytes == two.device.memory_bytes // 2
+    peak = four.device.peak_flops("fp32")
+    assert peak is not None
+    assert peak == pytest.approx((two.device.peak_flops("fp32") or 0) / 2)
+    with pytest.raises(ConfigError, match="more than 16 ranks"):
+        cluster_of(profile(), "17xhere")

@@ -1,0 +1,81 @@
+"""The run report: what was expected beside what was measured, and silence about machines that nobody measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planner.measured.synthetic import profile
+from weft.cli.main import run
+from weft.mesh import build_mesh
+from weft.planner.measured.here import this_host
+from weft.planner.measured.learn import FILE
+from weft.planner.measured.profile import load_profile
+from weft.spec.config import RunConfig
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan
+from weft.train.expectation import expectation_lines
+
+SPEC = DecoderSpec(vocab_size=256, dim=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=128, max_seq_len=64)
+RANK = {"typical": {"compute": 0.5, "optimizer": 0.1, "data": 0.01}, "memory": 2**28, "steps": 7}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def lines(folder: Path) -> list[str]:
+    config = RunConfig.model_validate({"train": {"seq_len": 32, "global_batch": 8}})
+    return expectation_lines(folder, config, SPEC, build_mesh(Plan()), [RANK])
+
+
+def here_profile(home: Path) -> Path:
+    """A made-up profile that says that it is of this machine."""
+    path = home / "home" / "profile.json"
+    replace(profile(), machine=this_host()).save(path)
+    return path
+
+
+def test_nothing_is_guessed_of_an_unknown_machine(home: Path) -> None:
+    [line] = lines(home)
+    assert line.startswith("planned nothing to compare with: nothing is known of this machine's processor")
+    assert "weft calibrate" in line
+    assert json.loads((home / FILE).read_text())["expected"] is None
+
+
+def test_planned_beside_measured_part_by_part(home: Path) -> None:
+    here_profile(home)
+    told = lines(home)
+    assert told[0].startswith("planned ")
+    assert "measured 610 ms" in told[0]
+    assert any(line.strip().startswith("compute: ") and "500 ms measured" in line for line in told)
+    assert "of tensors planned" in told[-1]
+    kept = json.loads((home / FILE).read_text())
+    assert kept["measured"]["parts"] == RANK["typical"]
+    assert sum(kept["expected"]["terms"].values()) == pytest.approx(kept["expected"]["step_s"])
+    assert kept["expected"]["time_by_rung"] == pytest.approx({"here": 1.0})
+
+
+def test_a_stale_profile_is_said(home: Path) -> None:
+    profile().save(home / "home" / "profile.json")
+    [line] = lines(home)
+    assert "device loom, here " in line
+
+
+def test_what_the_run_taught_changes_the_next_plan(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = here_profile(home)
+    lines(home)
+    words = ["plan", "tiny", "2xhere", "--seq-len", "64", "--global-batch", "8", "--top", "1"]
+    assert run(words) == 0
+    before = capsys.readouterr().out
+    assert "learned" not in before
+    assert run([*words, "--learn", str(home)]) == 0
+    after = capsys.readouterr()
+    assert "compute x " in after.err
+    assert "(learned from 1 run)" in after.out
+    assert [lesson.run for lesson in load_profile(path).learned] == [str(home.resolve())]
