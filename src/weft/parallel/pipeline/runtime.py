@@ -27,9 +27,9 @@ from weft.spec.schedule import Action, Transfer, parts, receiving_early, schedul
 
 #: (output, batch) -> (sum of losses, number of tokens).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
-#: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
 #: By number of a microbatch, what its forward runs inside of.
 Drawing = Callable[[int], AbstractContextManager[None]]
+#: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
