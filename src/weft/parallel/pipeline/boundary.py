@@ -17,8 +17,6 @@ from weft.errors import CommError, ModelError
 from weft.mesh import Axis
 from weft.spec.schedule import Transfer
 
-#: Shapes, formats and names of a microbatch's tensors.
-Signature = tuple[object, ...]
 #: Shape and format of an activation.
 _Form = tuple[torch.Size, torch.dtype]
 
@@ -35,22 +33,29 @@ class Boundary:
     def __init__(self, axis: Axis, device: torch.device):
         self._axis = axis
         self._device = device
-        self._forms: dict[tuple[int, Signature], _Form] = {}
-        self._known: set[Signature] = set()
+        self._kinds: dict[tuple[object, ...], int] = {}
+        self._forms: dict[tuple[int, int], _Form] = {}  # by stage that is entered, and kind
+        self._known: set[int] = set()
         self._arriving: dict[tuple[str, int, int], Message] = {}
         self._sent: dict[tuple[str, int, int], Message] = {}
+
+    def kind_of(self, batch: Any) -> int:
+        """A number for what the shapes between stages follow from: the shapes, formats and names of a microbatch."""
+        leaves, structure = tree_flatten(batch)
+        described = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+        return self._kinds.setdefault((structure, *described), len(self._kinds))
 
     def begin(self) -> None:
         """A step begins; what a broken one left is forgotten."""
         self._arriving.clear()
         self._sent.clear()
 
-    def receive(self, transfer: Transfer, signature: Signature) -> None:
+    def receive(self, transfer: Transfer, kind: int) -> None:
         """Begin to receive what `take` will give."""
         entered = _entered(transfer)
-        form = self._forms.get((entered, signature))
+        form = self._forms.get((entered, kind))
         if form is None:
-            form = self._forms[entered, signature] = self._be_told(transfer)
+            form = self._forms[entered, kind] = self._be_told(transfer)
         out = torch.empty(form[0], dtype=form[1], device=self._device)
         message = start_receive(out, self._axis, transfer.peer)
         self._arriving[transfer.content, transfer.stage, transfer.microbatch] = message
@@ -65,14 +70,14 @@ class Boundary:
                 sent.wait()
         return tensor
 
-    def send(self, transfer: Transfer, tensor: torch.Tensor, signature: Signature) -> None:
+    def send(self, transfer: Transfer, tensor: torch.Tensor, kind: int) -> None:
         """Begin to send. The tensor must not change before the step ends."""
         tensor = tensor.detach().contiguous()
         form = (tensor.shape, tensor.dtype)
         stage = _entered(transfer)
-        known = self._forms.get((stage, signature))
+        known = self._forms.get((stage, kind))
         if known is None:
-            self._forms[stage, signature] = form
+            self._forms[stage, kind] = form
             self._tell(transfer, form)
         elif known != form:
             raise ModelError(
@@ -82,16 +87,16 @@ class Boundary:
             )
         self._post(transfer, tensor)
 
-    def end(self, signatures: Iterable[Signature] = ()) -> None:
-        """Wait until everything was sent. signatures: of microbatches that have crossed all boundaries of this rank."""
+    def end(self, kinds: Iterable[int] = ()) -> None:
+        """Wait until everything was sent. kinds: of microbatches that have crossed all boundaries of this rank."""
         for message in self._sent.values():
             message.wait()
         self._sent.clear()
-        self._known.update(signatures)
+        self._known.update(kinds)
 
-    def knows(self, signatures: Iterable[Signature]) -> bool:
+    def knows(self, kinds: Iterable[int]) -> bool:
         """Whether the shapes that follow from these microbatches are known at all boundaries of this rank."""
-        return self._known.issuperset(signatures)
+        return self._known.issuperset(kinds)
 
     def _post(self, transfer: Transfer, tensor: torch.Tensor, content: str = "") -> None:
         if len(self._sent) >= _MOST_SENDS:
@@ -126,10 +131,3 @@ class Boundary:
 def _entered(transfer: Transfer) -> int:
     """The stage that the activation of this boundary enters; its gradient, which goes back, has the same form."""
     return transfer.stage if transfer.content == "activation" else transfer.stage + 1
-
-
-def signature_of(batch: Any) -> Signature:
-    """What the shapes between stages follow from."""
-    leaves, structure = tree_flatten(batch)
-    described = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
-    return (structure, *described)

@@ -18,7 +18,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.parallel.pipeline.boundary import Boundary, Signature, signature_of
+from weft.parallel.pipeline.boundary import Boundary
 from weft.parallel.pipeline.split import Split, split_model
 from weft.parallel.pipeline.stage import ForwardFn, Stage
 from weft.parallel.pipeline.weight_gradients import HeldGradients, deliver, hold_weight_gradients
@@ -27,9 +27,9 @@ from weft.spec.schedule import Action, Transfer, parts, receiving_early, schedul
 
 #: (output, batch) -> (sum of losses, number of tokens).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
-#: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
 #: By number of a microbatch, what its forward runs inside of.
 Drawing = Callable[[int], AbstractContextManager[None]]
+#: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -86,7 +86,7 @@ class Pipeline:
         self._weights: dict[tuple[int, int], list[Any]] = {}
         #: What stays on this rank between two of its stages, and what waits to be sent.
         self._made: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._signatures: list[Signature] = []
+        self._kinds: list[int] = []  # of the microbatches, by their shapes
         self._computed = 0.0  # when the action under way had all it waited for
         #: (action, start, end) of the last step's computing, in seconds from its begin, by the host's clock.
         self.events: list[tuple[Action, float, float]] = []
@@ -111,7 +111,7 @@ class Pipeline:
         began = self._computed = time.perf_counter()
         self.events = []
         # Messages of gloo wait for nobody. A receive whose shape is not known yet waits, so it keeps the common order.
-        can_be_early = self._device.type == "cpu" and self._boundary.knows(self._signatures)
+        can_be_early = self._device.type == "cpu" and self._boundary.knows(self._kinds)
         for step in self._early if can_be_early else self.program:
             if isinstance(step, Transfer):
                 with phases.phase("wait"):
@@ -121,7 +121,7 @@ class Pipeline:
             self._act(step, work, phases)
             self.events.append((step, self._computed - began, time.perf_counter() - began))
         with phases.phase("wait"):
-            self._boundary.end(self._signatures)
+            self._boundary.end(self._kinds)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
@@ -131,7 +131,7 @@ class Pipeline:
         """
         self._begin([])
         for batch in batches:
-            self._signatures = [signature_of(batch)]
+            self._kinds = [self._boundary.kind_of(batch)]
             for index, stage in self.stages.items():
                 before, after = ("activation", index, 0), ("activation", index + 1, 0)
                 if index and (source := self.schedule.owner(index - 1)) != self._axis.rank:
@@ -150,18 +150,18 @@ class Pipeline:
         self._flights.clear()
         self._weights.clear()
         self._made.clear()
-        self._signatures = [signature_of(batch) for batch in batches]
+        self._kinds = [self._boundary.kind_of(batch) for batch in batches]
 
     def _move(self, transfer: Transfer) -> None:
         """Begin one end of a transfer; none where no gradient is needed."""
         if transfer.content == "gradient" and not self._crosses_back(transfer):
             return
-        signature = self._signatures[transfer.microbatch]
+        kind = self._kinds[transfer.microbatch]
         if transfer.way == "receive":
-            self._boundary.receive(transfer, signature)
+            self._boundary.receive(transfer, kind)
         else:
             made = self._made.pop((transfer.content, transfer.stage, transfer.microbatch))
-            self._boundary.send(transfer, made, signature)
+            self._boundary.send(transfer, made, kind)
 
     def _crosses_back(self, transfer: Transfer) -> bool:
         """Whether the stage after this boundary gives a gradient: something before the boundary is trained."""
