@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import Columns, Job
-from weft.planner.host_cost import budget_s
 from weft.planner.measured.crowd import Crowd, crowd_of
 from weft.planner.measured.data_parallel import data_parallel_s
 from weft.planner.measured.laws import Laws
 from weft.planner.measured.layer import VALUE, Clock, dtype_of, last_product, layer_costs
+from weft.planner.recompute_cost import budget_s
 from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]
@@ -83,7 +83,7 @@ def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, d
         "attention": costs.attn_f,
         "selective": costs.memory_f,  # every heavy operation's output is kept
     }  # fmt: skip
-    repeated = budget_s(job, columns, again["full"], again["selective"])
+    repeated = budget_s(job, columns, costs)
     for name, seconds in again.items():
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
     embed, head = crowd.has_embedding, crowd.has_head
