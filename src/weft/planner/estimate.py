@@ -121,9 +121,10 @@ def _chunk(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
-    *idle, layer = _layer_terms(columns, costs)
+    selective = costs.memory_f + (costs.gemm_f / 2 if job.stack.selective_half else 0.0)
+    *idle, layer = _layer_terms(columns, costs, selective)
     again = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
-    layer["recompute"] = layer["recompute"] + budget_s(job, columns, again, costs.gemm_f / 2 + costs.memory_f)
+    layer["recompute"] = layer["recompute"] + budget_s(job, columns, again, selective)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
     lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
@@ -146,14 +147,17 @@ def _chunk(
     return terms, memory_bytes(job, columns, tables, stages)
 
 
-def _layer_terms(columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
-    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term."""
+def _layer_terms(columns: Columns, costs: LayerCosts, selective: Array) -> tuple[Array, Array, dict[str, Array]]:
+    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term.
+
+    selective: what selective recompute takes.
+    """
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     again = {
         "full": forward + costs.tp_f + costs.cp_f + costs.ep_f,
         "attention": costs.attn_f,
-        "selective": costs.gemm_f / 2 + costs.memory_f,
+        "selective": selective,
     }
     repeated = np.zeros(len(columns))
     for name, seconds in again.items():
