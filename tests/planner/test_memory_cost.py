@@ -110,7 +110,7 @@ def test_each_stage_of_zero_holds_less():
 @pytest.mark.parametrize(("ranks", "allocated", "reserved"), [(8, 68.35, 82.4), (128, 57.83, 67.0)])
 def test_a_published_peak(ranks, allocated, reserved):
     """Llama 3 8B, 2 x 8192 tokens, ZeRO 3, selective recompute: traced allocation, and torchtitan's printed peak."""
-    task = replace(job(fused_norm=False, half_selective=True), global_batch=2 * ranks)
+    task = replace(job(fused_norm=False, selective_half=True), global_batch=2 * ranks)
     columns = Columns.make(1, dp_shard=ranks, zero=3, microbatch=2, recompute=RECOMPUTES.index("selective"))
     found = estimate(task, CLUSTER, columns, TABLES)
     assert found.allocated_bytes[0] / 2**30 == pytest.approx(allocated, rel=0.03)

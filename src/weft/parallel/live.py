@@ -36,7 +36,7 @@ def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> LiveBytes:
 def _count(tensors: Iterable[object], seen: set[int]) -> int:
     """Bytes of the allocations behind tensors, without those seen before."""
     total = 0
-    for tensor in _plain(tensors):
+    for tensor in plain_tensors(tensors):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
@@ -44,7 +44,8 @@ def _count(tensors: Iterable[object], seen: set[int]) -> int:
     return total
 
 
-def _plain(tensors: Iterable[object]) -> Iterator[torch.Tensor]:
+def plain_tensors(tensors: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors among some objects, of DTensors this rank's part."""
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             yield tensor.to_local()

@@ -18,7 +18,6 @@ from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
 from weft.planner.overlap import Shares, Window, exposed_s
 from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
 from weft.planner.recompute_cost import budget_s
-from weft.planner.stack import Stack
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import RECOMPUTES
@@ -138,7 +137,8 @@ def _chunk(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
-    *idle, layer = _layer_terms(columns, costs, job.stack)
+    selective = costs.memory_f + (costs.gemm_f / 2 if job.stack.selective_half else 0.0)
+    *idle, layer = _layer_terms(columns, costs, selective)
     layer["recompute"] = layer["recompute"] + budget_s(job, columns, costs)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
@@ -162,14 +162,17 @@ def _chunk(
     return terms, memory_bytes(job, columns, tables, stages)
 
 
-def _layer_terms(columns: Columns, costs: LayerCosts, stack: Stack) -> tuple[Array, Array, dict[str, Array]]:
-    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term."""
+def _layer_terms(columns: Columns, costs: LayerCosts, selective: Array) -> tuple[Array, Array, dict[str, Array]]:
+    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term.
+
+    selective: what selective recompute takes.
+    """
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
     again = {
         "full": forward + costs.tp_f + costs.cp_f + costs.ep_f,
         "attention": costs.attn_f,
-        "selective": costs.memory_f + (costs.gemm_f / 2 if stack.half_selective else 0.0),
+        "selective": selective,
     }
     repeated = np.zeros(len(columns))
     for name, seconds in again.items():

@@ -77,7 +77,8 @@ class LayerBytes:
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     """Saved activations of a mean layer, without and with the plan's recompute."""
     shape, stack = job.shape, job.stack
-    width = np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0)
+    fp32 = columns.precision == PRECISIONS.index("fp32")
+    width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
     if isinstance(shape, TracedShape):
         return _traced_bytes(job, shape, columns, width)
     t = columns.tp.astype(np.float64)
@@ -86,16 +87,20 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     q, kv = (np.ceil(each / t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
     between = np.where(columns.sp, t, 1.0)
     gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
-    norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, 6.0)
+    # Eager steps of RMSNorm keep two values in fp32 beside a half-precision input, one beside one in fp32.
+    norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
     masks = 2.0 if stack.dropout else 0.0
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + 2 * 2.0 * h / gathered
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
     scores = _score_bytes(job, t)
-    ffn, ffn_up = _ffn_bytes(job, columns, t)
+    ffn, product_up, routed = _ffn_bytes(job, columns, t)
     whole = outside + core + product + scores + ffn
-    # The layer's input, and what products and attention make, or half of the products.
-    selective = 4.0 * h / between + core * (0.5 if stack.half_selective else 1.0) + product + ffn_up
+    if stack.selective_half:
+        selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + product_up + routed
+    else:  # all products but the last one, whose output is the layer's own; that of attention before ranks add it up
+        ups = 2.0 if shape.gated else 1.0
+        selective = 2.0 * h / between + core + product + 2.0 * h + ups * product_up + routed
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
@@ -132,15 +137,14 @@ def _score_bytes(job: Job, t: Array) -> Array:
     return each * np.ceil(job.shape.heads / t) * job.seq_len
 
 
-def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array]:
-    """Bytes per token of the feed-forward part of a mean layer: all, and what selective recompute keeps."""
+def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array, Array]:
+    """Bytes per token of the feed-forward part of a mean layer: all, one product that goes up, and what is routed."""
     shape = job.shape
     moe = shape.moe_layers / shape.layers
     width = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     routed = moe * shape.top_k * 4.0 * shape.hidden / t
-    ups = 2.0 if shape.gated and not job.stack.half_selective else 1.0
-    return per * width + routed, 2.0 * ups * width + routed
+    return per * width + routed, 2.0 * width, routed
 
 
 def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:

@@ -104,7 +104,7 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     each = width * tokens
     return [
         Heavy(each * (q + 2 * kv), work["in"] / total, False, h),
-        Heavy(each * h / cut.between, work["out"] / total, False, float(shape.heads * shape.head_dim)),
+        Heavy(each * h, work["out"] / total, False, float(shape.heads * shape.head_dim)),
         Heavy(each * ups * ffn, work["up"] / total, False, h),
         Heavy(each * q, np.ones_like(t), True, float(job.seq_len)),
     ]

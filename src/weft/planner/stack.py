@@ -27,8 +27,8 @@ class Stack:
     main_bytes: master weight and states of one parameter (Adam in fp32: 12).
     weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
     regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
+    selective_half: selective recompute makes every second product again (else none: it keeps them all).
     dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
-    half_selective: selective recompute makes every second matmul again (else it keeps all of them and attention).
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
     times tp. balanced_stages: layers are split over a pipeline so that embedding and head count as the layers
@@ -60,10 +60,10 @@ class Stack:
     weight_bytes: float = 2.0
     gather_bytes: float = 2.0
     regather_sp: bool = False
+    selective_half: bool = False
     dropout: bool = False
     cuda_graphs: bool = False
     host_gain: float = 1.0
-    half_selective: bool = False
     scatter_p2p: bool = False
     fold_experts: bool = True
     vocab_multiple: int = 1

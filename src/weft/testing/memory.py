@@ -1,17 +1,23 @@
-"""Bytes per parameter that each stage keeps between steps: measured on ranks, beside the planner's formula."""
+"""What a plan keeps: bytes per parameter between steps, and saved activations; measured, and what the planner says."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.parallel.live import live_bytes
+from weft.parallel.live import live_bytes, plain_tensors
 from weft.planner.columns import Columns, Job
 from weft.planner.estimate import estimate
+from weft.planner.memory_cost import layer_bytes
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
@@ -59,6 +65,63 @@ def formula(plan: Plan) -> PerParameter:
     memory = estimate(job, cluster, Columns.of([plan], job), Tables.of(cluster.device)).memory
     each = {name: float(memory[name][0]) / shape.num_params for name in ("parameters", "gradients", "optimizer")}
     return PerParameter(each["parameters"], each["gradients"], each["optimizer"])
+
+
+#: Plans whose saved activations are measured, and sequences and tokens of the batch.
+SAVING = ("dp_replicate=2", "tp=2", "tp=2 sp=on")
+SAVED_POLICIES = ("none", "attention", "selective", "full")
+_ROWS, _TOKENS = 2, 128
+_SAVING_MODEL = DecoderSpec(
+    vocab_size=512, dim=256, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=768, max_seq_len=_TOKENS, tied=True
+)
+
+
+def planned_saving(plan: Plan) -> float:
+    """Bytes that one layer of the project's decoder keeps for backward, per token and unit of width, by the planner."""
+    shape = Shape.of_decoder(_SAVING_MODEL)
+    job = Job(shape=shape, seq_len=_TOKENS, global_batch=_ROWS * plan.dp_size)
+    return float(layer_bytes(job, Columns.of([plan], job)).kept[0]) / (_ROWS * _TOKENS * shape.hidden)
+
+
+def measure_saving(plan_text: str) -> float:
+    """The same, of tensors that are alive after forward: what two layers more add."""
+    two, four = (_alive_bytes(Plan.parse(plan_text), layers) for layers in (2, 4))
+    return (four - two) / 2 / (_ROWS * _TOKENS * _SAVING_MODEL.dim)
+
+
+def _alive_bytes(plan: Plan, num_layers: int) -> int:
+    """Bytes of what forward and loss made and did not let go, without parameters."""
+    mesh = build_mesh(plan)
+    model = build_decoder(dataclasses.replace(_SAVING_MODEL, num_layers=num_layers))
+    parallelize(model, mesh)
+    ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(_TOKENS).repeat(_ROWS, 1)}
+    with _Made(model) as made:
+        loss_sum, _ = token_cross_entropy(model_forward(model, batch), batch)
+        found = made.alive_bytes()
+    loss_sum.backward()  # some engines wait for it
+    return found
+
+
+class _Made(TorchDispatchMode):
+    """Notes the storages that operations make."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self._known = {local.untyped_storage()._cdata for local in plain_tensors(model.parameters())}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in plain_tensors(tree_leaves(found)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return found
+
+    def alive_bytes(self) -> int:
+        """Of those that somebody still holds."""
+        return sum(size for reference, size in self._made.values() if not reference.expired())
 
 
 def measure(plan_text: str) -> PerParameter:
