@@ -19,7 +19,7 @@ NUM_RANDOM = {4: (8, 300), 8: (4, 300)}
 
 @pytest.fixture(scope="module")
 def ranks8():
-    with RankPool(8, timeout_s=300) as pool:
+    with RankPool(8, timeout_s=900) as pool:  # eight imports on few cores come first
         yield pool
 
 
