@@ -133,7 +133,8 @@ def _zb_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
 
 def _dualpipe_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
     # A pair's forward is sent before its backward begins: the paper's overlapped pairs cost a forward more each.
-    return _longest((p - 1) * f, (p - 1) * b - f) + (p - 1) * np.maximum(0.0, b - w)
+    late = np.maximum(0.0, b - w) + np.maximum(0.0, f - b - w)
+    return _longest((p - 1) * f, (p - 1) * b - f) + (p - 1) * late
 
 
 #: Waiting of equal stages by the parts of a chunk's pass: forward, input gradient, weight gradient; ranks, passes.
