@@ -19,6 +19,7 @@ from weft.parallel.expert import spread_experts
 from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
+from weft.parallel.layout_find import find_layout
 from weft.parallel.materialise import move
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, merge_placements
@@ -68,9 +69,11 @@ def parallelize(
 def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     plan = mesh.plan
+    # Found of the whole model: a stage alone cannot be traced.
+    tensor_layout = find_layout(model) if layout is None and plan.tp > 1 and plan.pp > 1 else layout
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     experts = spread_experts(model, mesh, layout)
-    tensors = cut_tensors(model, mesh, layout, experts) if plan.tp > 1 else {}
+    tensors = cut_tensors(model, mesh, tensor_layout, experts) if plan.tp > 1 else {}
     if plan.tp == 1:
         fuse_whole_head(model)
     context = apply_context(model, mesh)

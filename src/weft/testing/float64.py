@@ -24,10 +24,21 @@ class Float64Throughout(TorchFunctionMode):
             if torch.float32 in args or kwargs.get("dtype") is torch.float32:
                 args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
                 kwargs = {k: torch.float64 if value is torch.float32 else value for k, value in kwargs.items()}
-        if func is torch.Tensor.backward and len(args) == 1 and all(not value for value in kwargs.values()):
+        if (roots := _roots_of(func, args, kwargs)) is not None:
             # A mode is off while it is asked; what is recomputed in backward must be as it was in forward. Through
             # torch.autograd.backward it would be asked once more.
             with self:
-                seeds = (torch.ones_like(args[0]),)
-                return _engine_run_backward(args, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+                return _engine_run_backward(*roots, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return func(*args, **kwargs)
+
+
+def _roots_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Tensors and their gradients, where a call is a plain backward of one: the step's, or a pipeline's."""
+    if func is torch.Tensor.backward and len(args) == 1 and not any(kwargs.values()):
+        return args, (torch.ones_like(args[0]),)
+    if func is torch.autograd.backward and not any(value for name, value in kwargs.items() if name != "grad_tensors"):
+        tensors = args[0]
+        grads = kwargs.get("grad_tensors") or [None] * len(tensors)
+        ones = (torch.ones_like(each) if grad is None else grad for each, grad in zip(tensors, grads, strict=True))
+        return tuple(tensors), tuple(ones)
+    return None
