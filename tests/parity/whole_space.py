@@ -28,7 +28,7 @@ DENSE = DecoderSpec(
     vocab_size=61, dim=16, num_layers=8, num_heads=8, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True
 )
 MOE = dataclasses.replace(
-    DENSE, num_kv_heads=4, tied=False, num_experts=8, top_k=2, expert_ffn_dim=12, num_shared_experts=1,
+    DENSE, num_kv_heads=4, tied=False, num_experts=8, top_k=2, expert_ffn_dim=16, num_shared_experts=1,
     first_moe_layer=1, moe_every=3, balance_rate=0.05,
 )  # fmt: skip
 BIASED = dataclasses.replace(MOE, tied=True, balance="bias", router="sigmoid", balance_rate=0.02)
@@ -103,10 +103,15 @@ def _any_plan(num_ranks: int, shape: DecoderSpec, draw: random.Random) -> Plan:
         "split": (),
         "accumulation": draw.choice((1, 2, 4)),
         "precision": "fp64",
-        "recompute": draw.choice((*RECOMPUTES, "50%")),
+        "reduce": "fp32",  # another format rounds
+        "recompute": draw.choice((*RECOMPUTES, "50%", "full:1")),
         "offload": draw.choice(OFFLOADS),
         "compile": False,
+        "order": (),
     }
+    used = [name for name in AXES if sizes[name] > 1]
+    if len(used) > 1 and draw.random() < 0.3:
+        fields["order"] = tuple(draw.sample(used, len(used)))
     assert set(fields) == set(plan_fields()), "a new field of the plan: draw it here"
     return Plan(**fields)
 

@@ -94,6 +94,10 @@ CASES = [
     ("tp-ffn", "tp=4", Facts(model=DecoderSpec(vocab_size=9, dim=32, num_layers=1, num_heads=8, num_kv_heads=8,
                                                ffn_dim=70, max_seq_len=8)),
      "tp=4: the model's ffn_dim is 70, and that is not a multiple of 4. Use tp=1 or 2.", "tp=2"),
+    ("tp-shared-experts", "tp=4", Facts(model=DecoderSpec(vocab_size=9, dim=32, num_layers=1, num_heads=8,
+                                                          num_kv_heads=8, ffn_dim=64, max_seq_len=8, num_experts=4,
+                                                          expert_ffn_dim=6, num_shared_experts=1)),
+     "tp=4: the model's shared experts are 6 wide, and that is not a multiple of 4. Use tp=1 or 2.", "tp=2"),
     ("sp-divides-sequence", "tp=4 sp=on", Facts(seq_len=1026),
      "train.seq_len=1026: with sp=on, 1 x 4 ranks share the 1026 tokens of a sequence evenly, and 1026 is not a "
      "multiple of 4. Use train.seq_len=1024, or sp=off.", "tp=4"),
@@ -200,9 +204,9 @@ def test_an_open_axis_fits_any_number_of_ranks():
 @settings(max_examples=80, deadline=None)
 @given(plans)
 def test_unknown_facts_never_fire_and_never_fail(plan):
-    needs_facts = {"world-size", "global-batch", "tp-heads", "tp-ffn", "pp-layers", "cp-divides-sequence",
-                   "sp-divides-sequence", "ulysses-heads", "ep-needs-experts", "ep-divides-experts",
-                   "seq-len-fits-model", "precision-on-device", "split-fits-model"}  # fmt: skip
+    needs_facts = {"world-size", "global-batch", "tp-heads", "tp-ffn", "tp-shared-experts", "pp-layers",
+                   "cp-divides-sequence", "sp-divides-sequence", "ulysses-heads", "ep-needs-experts",
+                   "ep-divides-experts", "seq-len-fits-model", "precision-on-device", "split-fits-model"}  # fmt: skip
     assert not needs_facts & {violation.rule for violation in check(plan, Facts(), LASTING)}
 
 

@@ -66,7 +66,14 @@ def _heads_finding(plan: Plan, facts: Facts) -> str:
 
 
 def _tp_choices(facts: Facts) -> list[int]:
-    return [tp for tp in common_divisors(facts.model.num_heads, facts.model.ffn_dim) if _kv_heads_fit(facts, tp)]
+    legal = common_divisors(facts.model.num_heads, facts.model.ffn_dim)
+    return [tp for tp in legal if _kv_heads_fit(facts, tp) and _shared_width(facts) % tp == 0]
+
+
+def _shared_width(facts: Facts) -> int:
+    """Hidden width of the experts that all tokens visit; they are one feed-forward layer, and cut as such."""
+    model = facts.model
+    return model.num_shared_experts * model.expert_width if model.num_experts else 0
 
 
 def _sequence_unit(plan: Plan) -> int:
@@ -180,6 +187,17 @@ LASTING: tuple[Rule, ...] = (
         predicate=lambda plan, facts: facts.model.ffn_dim % plan.tp != 0,
         finding=lambda plan, facts: (
             f"the model's ffn_dim is {facts.model.ffn_dim}, and that is not a multiple of {plan.tp}"
+        ),
+        remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
+        fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
+    ),
+    Rule(
+        name="tp-shared-experts",
+        field="tp",
+        reason="Tensor parallelism cuts the experts that all tokens visit, so tp divides their width.",
+        predicate=lambda plan, facts: _shared_width(facts) % plan.tp != 0,
+        finding=lambda plan, facts: (
+            f"the model's shared experts are {_shared_width(facts)} wide, and that is not a multiple of {plan.tp}"
         ),
         remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
         fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
