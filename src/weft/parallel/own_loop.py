@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 #: By how much, of itself, a norm may differ between ranks that added the same numbers in another order.
-_ALIKE = 1e-4
+_ALIKE = 1e-6
 
 
 class OwnLoop:

@@ -23,7 +23,7 @@ from weft.parallel.layout_find import find_layout
 from weft.parallel.materialise import move
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, merge_placements
-from weft.parallel.tensor import cut_tensors, fuse_whole_head
+from weft.parallel.tensor import cut_tensors, expect_used, fuse_whole_head
 from weft.parallel.zero3 import FullyShardedModel
 from weft.spec.layout import Layout
 
@@ -69,8 +69,11 @@ def parallelize(
 def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     plan = mesh.plan
-    # Found of the whole model: a stage alone cannot be traced.
-    tensor_layout = find_layout(model) if layout is None and plan.tp > 1 and plan.pp > 1 else layout
+    tensor_layout = layout
+    if plan.tp > 1 and plan.pp > 1:
+        # Of the whole model: a stage alone cannot be traced, and lacks modules that the layout names.
+        tensor_layout = find_layout(model) if layout is None else layout
+        expect_used(tensor_layout, dict(model.named_modules()))
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     experts = spread_experts(model, mesh, layout)
     tensors = cut_tensors(model, mesh, tensor_layout, experts) if plan.tp > 1 else {}

@@ -7,7 +7,7 @@ by rows of the vocabulary, padded where tp does not divide it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -220,10 +220,10 @@ class _Cutter:
         return placements
 
 
-def _read_styles(layout: Layout, modules: dict[str, nn.Module], tp: int) -> dict[str, Style]:
+def _read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> dict[str, Style]:
     """The style of each module that the layout names. LayoutError where the module cannot have it."""
-    if unused := layout.unused(modules):
-        raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
+    if not any(isinstance(module, StandIn) for module in modules.values()):
+        expect_used(layout, modules)
     here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # of this stage's modules
     styles = {path: style for path in here if (style := layout.style(path)) is not None}
     for path, style in styles.items():
@@ -241,6 +241,12 @@ def _read_styles(layout: Layout, modules: dict[str, nn.Module], tp: int) -> dict
     if not any(style.name in ("colwise", "rowwise", "vocab") for style in styles.values()):
         raise LayoutError(f"tp={tp}: the layout cuts nothing of this model. Use tp=1, or give a layout.")
     return styles
+
+
+def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
+    """LayoutError where a pattern fits no module. modules: of the whole model; a stage has not all of them."""
+    if unused := layout.unused(modules):
+        raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
 
 
 def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:

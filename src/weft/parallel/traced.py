@@ -144,7 +144,7 @@ def _to_meta(leaf: Any) -> Any:
 
 def _halve(model: nn.Module) -> None:
     """The formats that a run in bf16 has."""
-    precision = Precision(torch.bfloat16, torch.float32)
+    precision = Precision(torch.bfloat16, torch.float32, torch.float32)
     for param, dtype in formats(model, precision).items():
         param.data = param.data.to(dtype)
     cast_inputs(model, precision)

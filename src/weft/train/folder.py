@@ -23,9 +23,9 @@ from typing import IO, Any
 
 from weft.checkpoint import list_checkpoints
 from weft.data import PreparedData, prepare_data
-from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError, Problem
+from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, PlanError, Problem
 from weft.models import build_decoder
-from weft.parallel.tensor import check_layout
+from weft.parallel.tensor import check_layout, expect_used
 from weft.spec.config import RunConfig
 from weft.spec.config_file import load_config
 from weft.spec.config_text import format_config
@@ -225,8 +225,7 @@ def _with_own_layout(config: RunConfig, decoder: DecoderSpec, plan: Plan) -> Run
         return config
     layout = Layout.read(config.layout)
     model = build_decoder(decoder, device="meta")
-    if unused := layout.unused(name for name, _ in model.named_modules()):
-        raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
+    expect_used(layout, dict(model.named_modules()))
     if plan.tp > 1:
         check_layout(model, layout, plan.tp)
     return config.model_copy(update={"layout": layout.format()})
