@@ -1,6 +1,7 @@
 """Eight ranks in every set of axes, and random plans of the whole space on 4 and 8 ranks, equal one process.
 
-The gate tries the same few random plans each time; `--all-plans` tries many, others each time.
+The gate tries the same few plans each time; `--all-plans` tries every set of axes, and many random plans, others each
+time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from weft.errors import CommError
 from weft.testing import RankPool, train_case
 
 #: Random plans on so many ranks: in the gate, with --all-plans.
-NUM_RANDOM = {4: (8, 300), 8: (4, 300)}
+NUM_RANDOM = {4: (6, 300), 8: (3, 300)}
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,12 @@ def found_wrong(cell: Cell, references: References, pool: RankPool) -> list[str]
         return [f"{cell.subject} under {cell.plan.format()}: {error}"]
 
 
-def test_eight_ranks_in_every_set_of_axes(references, ranks8):
+def test_eight_ranks_in_every_set_of_axes(references, ranks8, request):
+    """The gate tries the sets of three axes, in which every pair occurs."""
     cells = cell_of_each_set_of_axes(8)
-    assert {len(axes_used(cell.plan).split()) for cell in cells} == {1, 2, 3}
+    sizes = {1, 2, 3} if request.config.getoption("--all-plans") else {3}
+    cells = [cell for cell in cells if len(axes_used(cell.plan).split()) in sizes]
+    assert {len(axes_used(cell.plan).split()) for cell in cells} == sizes
     found = [line for cell in cells for line in found_wrong(cell, references, ranks8)]
     assert not found, "\n".join(found)
 

@@ -30,6 +30,7 @@ from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
 from weft.models.grouped import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
 from weft.models.moe import Experts
+from weft.parallel.pipeline.absent import StandIn
 from weft.parallel.placement import Placement
 from weft.spec.layout import Layout
 
@@ -46,11 +47,8 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(find_experts(model, layout))
     if not found:
-        if ep.size > 1:
-            raise ModelError(
-                f"ep={ep.size}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of "
-                f"stacked experts in a layout, such as blocks.*.mlp.experts=expert."
-            )
+        if not any(isinstance(module, StandIn) for module in model.modules()):
+            expect_experts(model, layout, ep.size)
         return {}
     if ep.size == 1 and tp.size == 1:
         return {}
@@ -61,6 +59,15 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
         spread = Spread(ep, whole_tokens, num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
         _replace_class(experts, spread)
     return placements
+
+
+def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
+    """ModelError where ep divides experts and the model has none. model: the whole; a stage may well have none."""
+    if ep > 1 and next(find_experts(model, layout), None) is None:
+        raise ModelError(
+            f"ep={ep}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of stacked "
+            f"experts in a layout, such as blocks.*.mlp.experts=expert."
+        )
 
 
 def find_experts(model: nn.Module, layout: Layout | None = None) -> Iterator[tuple[str, nn.Module]]:

@@ -15,7 +15,7 @@ from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import Mesh
 from weft.parallel.context import apply_context
 from weft.parallel.dropout import follow_positions
-from weft.parallel.expert import spread_experts
+from weft.parallel.expert import expect_experts, spread_experts
 from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
@@ -70,6 +70,8 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     plan = mesh.plan
     tensor_layout = layout
+    if plan.pp > 1:
+        expect_experts(model, layout, plan.ep)
     if plan.tp > 1 and plan.pp > 1:
         # Of the whole model: a stage alone cannot be traced, and lacks modules that the layout names.
         tensor_layout = find_layout(model) if layout is None else layout
