@@ -133,12 +133,20 @@ def test_gradients_that_somebody_set_to_none_come_back():
         assert step(batch_of(8, seed)).loss == other(batch_of(8, seed)).loss
 
 
-def test_random_numbers_follow_the_seeds_alone():
-    def dropped(seeds):
-        model = nn.Sequential(mlp(), nn.Dropout(0.5))
-        return make_step("dp_replicate=1", model)(batch_of(8, 0, torch.float32), seeds).loss
+class Noise(nn.Module):
+    """Draws from torch's generator."""
 
-    assert dropped([7]) == dropped([7]) != dropped([8])
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize(("layer", "name"), [(Noise, "seeds"), (lambda: nn.Dropout(0.5), "dropout_key")])
+def test_random_numbers_follow_what_the_step_is_given_alone(layer, name):
+    def loss(number):
+        step = make_step("dp_replicate=1", nn.Sequential(mlp(), layer()))
+        return step(batch_of(8, 0, torch.float32), **{name: [number] if name == "seeds" else number}).loss
+
+    assert loss(7) == loss(7) != loss(8)
 
 
 def ask_on_one_rank(plan_text: str) -> list[bool]:
