@@ -125,9 +125,12 @@ def _states(
     sharded = columns.zero == 3
     weights = params * np.where(sharded, main / group, width)
     states = params * (2 * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
-    # ZeRO 3 has let units go when the loss is made; in backward two are here, and with other `reshard` all of them.
+    # ZeRO 3 has let all units but the head go when the loss is made; in backward two are here. Other ways of
+    # `reshard` keep all of them.
     unit = (inside.dense + inside.experts) / np.maximum(1.0, layers)
-    here = np.where(columns.reshard == RESHARDS.index("after_forward"), np.where(is_late, 2 * unit, 0.0), params)
+    here = np.where(
+        columns.reshard == RESHARDS.index("after_forward"), np.where(is_late, 2 * unit, head * table), params
+    )
     gathered = np.where(sharded, here * width, 0.0)
     return {
         "parameters": weights * (1 - columns.offload_params),
