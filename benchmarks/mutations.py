@@ -26,7 +26,7 @@ import tempfile
 import time
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "tests", "docs", "benchmarks")
@@ -34,6 +34,10 @@ EVERYTHING = ["tests/parity"]
 CONTROL = "control"
 #: So long a rank may keep silent: in a tree with a fault some wait for ever, on a busy machine all are slow.
 PATIENCE = ("src/weft/testing/spawn.py", "timeout_s: float = 120.0", "timeout_s: float = 240.0")
+
+
+#: Of one fault and the tests that were run: its name, the tests, the outcome, who said it, the seconds, the sources.
+Result = dict[str, Any]
 
 
 class Fault(NamedTuple):
@@ -70,7 +74,7 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def try_fault(fault: Fault, tests: list[str], limit_s: float) -> dict[str, object]:
+def try_fault(fault: Fault, tests: list[str], limit_s: float) -> Result:
     """Run tests in a copy of the tree that has the fault, up to the first that fails."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="weft-mutation-") as folder:
@@ -109,7 +113,7 @@ def run_tests(copy: Path, tests: list[str], limit_s: float) -> tuple[str, int | 
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def is_good(control: dict[str, object]) -> bool:
+def is_good(control: Result) -> bool:
     """Whether the tests pass without a fault."""
     return control["outcome"] == "SURVIVED"
 
@@ -120,16 +124,16 @@ class Runs:
     def __init__(self, log: Path | None, limit_s: float):
         self._log, self._limit_s = log, limit_s
         self._sources = sources_digest()
-        self._known: dict[tuple[object, ...], dict[str, object]] = {}
+        self._known: dict[tuple[object, ...], Result] = {}
         if log and log.exists():
             for line in log.read_text().splitlines():
                 self._keep(json.loads(line))
 
-    def _keep(self, result: dict[str, object]) -> None:
-        key = (result["fault"], *[str(test) for test in result["tests"]], result["sources"])  # type: ignore[attr-defined]
+    def _keep(self, result: Result) -> None:
+        key = (result["fault"], *[str(test) for test in result["tests"]], result["sources"])
         self._known[key] = result
 
-    def of(self, fault: Fault, tests: list[str]) -> dict[str, object]:
+    def of(self, fault: Fault, tests: list[str]) -> Result:
         """The result of a fault; run where it is not known."""
         key = (fault.name, *tests, self._sources)
         if key not in self._known:
@@ -141,9 +145,9 @@ class Runs:
                     file.write(json.dumps(result) + "\n")
         return self._known[key]
 
-    def judge(self, fault: Fault) -> dict[str, object]:
+    def judge(self, fault: Fault) -> Result:
         """A fault's own tests, then all; each with its control before."""
-        result: dict[str, object] = {}
+        result: Result = {}
         for tests in (list(fault.tests), EVERYTHING):
             control = self.of(control_of(tuple(tests)), tests)
             if not is_good(control):

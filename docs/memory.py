@@ -9,7 +9,17 @@ from pathlib import Path
 
 from weft.spec.plan import Plan
 from weft.testing import RankPool
-from weft.testing.memory import LAYOUTS, PRECISIONS, PerParameter, formula, measure
+from weft.testing.memory import (
+    LAYOUTS,
+    PRECISIONS,
+    SAVED_POLICIES,
+    SAVING,
+    PerParameter,
+    formula,
+    measure,
+    measure_saving,
+    planned_saving,
+)
 
 PAGE = Path(__file__).parent / "reference" / "memory.md"
 HEAD = """<!-- Written by docs/memory.py; change the code, not this page. -->
@@ -21,6 +31,14 @@ came to (the rank that has most). `z` ranks of `dp_shard` share what is sharded.
 | plan | weights | gradients | optimizer, masters | sum |
 |---|---|---|---|---|
 """
+SAVED = """
+## What a layer keeps for backward
+Bytes per token and unit of width that one layer of the project's decoder keeps between forward and backward, fp32, on
+one rank: the planner's, and in brackets what was alive after forward (what each of two layers more added).
+
+| plan | {policies} |
+|---|{lines}
+"""
 TAIL = """
 During a step there is more: activations; at zero=2 the whole gradients of three buckets (16 MiB of masters each), of
 all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three
@@ -28,8 +46,8 @@ units.
 """
 
 
-def page(measured: dict[str, PerParameter]) -> str:
-    """The page from what was measured, by plan."""
+def page(measured: dict[str, PerParameter], saved: dict[str, float]) -> str:
+    """The page from what was measured, by plan: between steps, and between forward and backward."""
     lines = []
     for text, live in measured.items():
         want = formula(Plan.parse(text))
@@ -38,7 +56,23 @@ def page(measured: dict[str, PerParameter]) -> str:
             for part in ("params", "grads", "optimizer", "total")
         ]
         lines.append(f"| `{text}` | {' | '.join(cells)} |")
-    return HEAD + "\n".join(lines) + "\n" + TAIL
+    table = [SAVED.format(policies=" | ".join(f"`{name}`" for name in SAVED_POLICIES), lines="---|" * len(SAVED_POLICIES))]
+    for plan in SAVING:
+        texts = [saving_plan(plan, policy) for policy in SAVED_POLICIES]
+        cells = [f"{planned_saving(Plan.parse(text)):.1f} ({saved[text]:.1f})" for text in texts]
+        table.append(f"| `{plan}` | {' | '.join(cells)} |\n")
+    return HEAD + "\n".join(lines) + "\n" + TAIL + "".join(table)
+
+
+def saving_plan(plan: str, policy: str) -> str:
+    """The plan under a policy."""
+    return Plan.parse(f"{plan} recompute={policy}").format()
+
+
+def measure_saved(two: RankPool) -> dict[str, float]:
+    """What a layer keeps under every plan and policy; on the rank that keeps most."""
+    plans = [saving_plan(plan, policy) for plan in SAVING for policy in SAVED_POLICIES]
+    return {plan: max(two.run(measure_saving, plan)) for plan in plans}
 
 
 def measure_all(pools: dict[int, RankPool]) -> dict[str, PerParameter]:
@@ -54,5 +88,5 @@ def measure_all(pools: dict[int, RankPool]) -> dict[str, PerParameter]:
 
 if __name__ == "__main__":
     with RankPool(2) as two, RankPool(4) as four:
-        PAGE.write_text(page(measure_all({2: two, 4: four})))
+        PAGE.write_text(page(measure_all({2: two, 4: four}), measure_saved(two)))
     print(PAGE)

@@ -229,8 +229,7 @@ def _layer(fit: _Fit, runs: Sequence[tuple[PartOfRun, Measured]]) -> TracedLayer
         saved=tuple((name, fit.parts([each.saved[name] for each in measured])) for name in first.saved),
         reduced=fit.growth([each.reduced for each in measured]),
         kernels_forward=first.kernels[0],
-        kernels_backward=first.kernels[1],
-        fused_kernels=first.kernels[2],
+        fused_kernels=first.kernels[1],
         **moved,
     )
 

@@ -32,7 +32,7 @@ class Measured:
     moved: dict[str, Bytes]
     saved: dict[str, Bytes]
     reduced: float
-    kernels: tuple[int, int, int]
+    kernels: tuple[int, int]
 
 
 class PartReader:
@@ -72,7 +72,7 @@ class PartReader:
         }
         values = sum(row.dims[0] * row.dims[1] * row.dims[3] for row in self.heavy if row.cut == "rows")
         fused = len(self.heavy) + len(list(_chains(self.forward)))
-        kernels = (len(self.forward), len(self.backward), fused)
+        kernels = (len(self.forward), fused)
         return Measured(self.heavy, moved, kept, values, kernels)
 
     def _divided(self, items: Iterable[tuple[int, float]]) -> Bytes:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weft.parallel.flat import FlatModel
 
 
-#: By how much, of itself, a norm may differ between ranks that added the same numbers in another order.
+#: By how much, of itself, the factor that one number scaled gradients by may differ between ranks: rounding, no more.
 _ALIKE = 1e-6
 
 
@@ -41,6 +41,7 @@ class OwnLoop:
         self._engine = weakref.ref(engine)
         self._backward: int | None = None  # the graph task whose end will reduce
         self._touched: set[int] = set()
+        self._norm: torch.Tensor | None = None  # after backward, of the gradients that all ranks have alike
         find_optimizers(self._engine)
 
     def note(self, bucket: Bucket) -> None:
@@ -113,20 +114,28 @@ class OwnLoop:
         self._touched = set()
 
     def _check_alike(self) -> None:
-        """ModelError where a gradient that all ranks have alike is not: it was scaled by what each rank knows alone."""
-        engine = self._held()
-        if not any(placement.is_cut for placement in engine.axes.placements.values()):
+        """ModelError where ranks scaled a gradient that all have alike by what each of them knows alone.
+
+        Compared is what each did to its own since backward: norms of equal gradients differ by how each rank added.
+        """
+        if self._norm is None:
             return
-        whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
-        norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None]).double()
-        both = torch.stack([norm, -norm]).to(engine.device)
-        most, least = all_reduce(both, engine.axes.stage, op="max").abs().tolist()
+        factor = torch.where(self._norm > 0, self._norm_alike() / self._norm, 1.0)
+        most, least = all_reduce(torch.stack([factor, -factor]), self._held().axes.stage, op="max").abs().tolist()
+        self._norm = None
         if most - least > _ALIKE * most:
             raise ModelError(
-                f"gradients: the norm of those that all ranks have alike is {least:.6g} on one rank and {most:.6g} on "
-                f"another. torch.nn.utils.clip_grad_norm_ sees a rank's part alone of what tp and ep divide. "
+                f"gradients: one rank scaled those that all have alike by {least:.6g} since backward, and another by "
+                f"{most:.6g}. torch.nn.utils.clip_grad_norm_ sees a rank's part alone of what tp and ep divide. "
                 f"Use run.clip_grad_norm_(model, max_norm)."
             )
+
+    def _norm_alike(self) -> torch.Tensor:
+        """Norm of the gradients that all ranks have alike, float64."""
+        engine = self._held()
+        whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
+        norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])
+        return norm.to(engine.device, torch.float64)
 
     def _held(self) -> FlatModel:
         engine = self._engine()
@@ -170,6 +179,8 @@ class OwnLoop:
             pending.wait()
         if flats:
             torch._foreach_mul_(flats, [1.0 / axis.size for axis in axes])
+        if any(placement.is_cut for placement in self._held().axes.placements.values()):
+            self._norm = self._norm_alike()
 
 
 def _scale_outside(engine: Callable[[], FlatModel | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:

@@ -123,7 +123,7 @@ class TracedLayer:
     and write, kernel by kernel, or with chains of them fused as torch.compile does (fused_*). saved: kept for
     backward by policy: "none", "attention", "selective", "full", and "compiled" for "none" under torch.compile.
     reduced: values that tensor parallelism sums over its ranks in forward.
-    kernels_*: launches; fused_kernels: of forward, compiled.
+    kernels_forward: launches of forward; fused_kernels: the same, compiled.
     """
 
     path: str
@@ -139,7 +139,6 @@ class TracedLayer:
     saved: tuple[tuple[str, Parts], ...] = ()
     reduced: Growth = Growth()
     kernels_forward: int = 0
-    kernels_backward: int = 0
     fused_kernels: int = 0
 
     @property

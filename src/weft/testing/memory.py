@@ -67,7 +67,7 @@ def formula(plan: Plan) -> PerParameter:
     return PerParameter(each["parameters"], each["gradients"], each["optimizer"])
 
 
-#: Plans whose saved activations are measured, and sequences and tokens of the batch.
+#: Plans of two ranks whose saved activations are measured, under each policy; sequences and tokens of the batch.
 SAVING = ("dp_replicate=2", "tp=2", "tp=2 sp=on")
 SAVED_POLICIES = ("none", "attention", "selective", "full")
 _ROWS, _TOKENS = 2, 128

@@ -95,7 +95,7 @@ class TrainStep:
         num_micro = self.mesh.plan.microbatches_per_step
         microbatches = batch if isinstance(batch, list) else split_batch(batch, num_micro)
         if self._nominal is None:
-            self._nominal = _power_of_two(_batch_size(microbatches[0]) * num_micro * self.mesh.data.size)
+            self._nominal = _power_of_two(_sizes(microbatches[0])[1] * num_micro * self.mesh.data.size)
         self.model.train()
         self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
@@ -129,7 +129,7 @@ class TrainStep:
 
     def _drawing(self, microbatches: list[Any], key: int | None) -> Drawing:
         """For the number of a microbatch, what its forward and backward run inside of: where it draws dropout from."""
-        drops, data, size = drops_of(self.model), self.mesh.data, _num_samples(microbatches[0])
+        drops, data, size = drops_of(self.model), self.mesh.data, _sizes(microbatches[0])[0]
         if drops is None:
             return lambda index: contextlib.nullcontext()
         chosen = drops.next_key() if key is None else key
@@ -231,18 +231,13 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     return list(batch.chunk(num_parts))
 
 
-def _num_samples(batch: Any) -> int:
-    """Samples in a microbatch: dim 0 of its first tensor."""
+def _sizes(batch: Any) -> tuple[int, int]:
+    """Samples of a microbatch, and its values (the scale of its token count): those of its first tensor."""
     while isinstance(batch, dict | tuple | list):
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return batch.shape[0] if isinstance(batch, torch.Tensor) and batch.ndim else 1
-
-
-def _batch_size(batch: Any) -> int:
-    """Number of elements of the first tensor in a batch: the scale of its token count."""
-    while isinstance(batch, dict | tuple | list):
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return batch.numel() if isinstance(batch, torch.Tensor) else 1
+    if not isinstance(batch, torch.Tensor):
+        return 1, 1
+    return (batch.shape[0] if batch.ndim else 1), batch.numel()
 
 
 def _power_of_two(number: int) -> float:

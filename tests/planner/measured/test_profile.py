@@ -9,7 +9,7 @@ import pytest
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
 from weft.planner.measured.here import cluster_of, profile_here, stale
-from weft.planner.measured.profile import Lesson, is_profile, load_profile
+from weft.planner.measured.profile import Lesson, load_profile
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -17,7 +17,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     written = profile((1, 2)).with_lesson(lesson)
     written.save(tmp_path / "here.json")
     assert replace(load_profile(tmp_path / "here.json"), path="") == written
-    assert is_profile(tmp_path / "here.json")
     assert [path.name for path in tmp_path.iterdir()] == ["here.json"]  # no draft is left
 
 

@@ -164,15 +164,6 @@ def load_profile(path: Path | str) -> Profile:
         raise _error(f"profile={path}: {told}. Make it anew with: weft calibrate --out {path}") from None
 
 
-def is_profile(path: Path | str) -> bool:
-    """Whether the file says that it is a profile."""
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(table, dict) and "weft_profile" in table
-
-
 def _read(table: Any, path: str) -> Profile:
     known = {"weft_profile", "machine", "hash", "made", "took_s", "samples", "learned"}
     if not isinstance(table, dict) or table.get("weft_profile") != VERSION:
