@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.spec.plan import Plan
-from weft.testing.memory import formula
+from weft.testing.memory import formula, planned_saving
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,9 +33,20 @@ def test_live_tensors_are_the_formula(measured):
             assert getattr(live, part) == pytest.approx(getattr(want, part), rel=0.03), (plan, part)
 
 
-def test_the_page_is_current(measured):
+@pytest.fixture(scope="module")
+def saved(ranks2):
+    return generator().measure_saved(ranks2)
+
+
+def test_what_layers_keep_for_backward_is_what_the_planner_says(saved):
+    assert len(saved) == 12
+    for plan, live in saved.items():
+        assert live == pytest.approx(planned_saving(Plan.parse(plan)), rel=0.03), plan
+
+
+def test_the_page_is_current(measured, saved):
     written = (ROOT / "docs" / "reference" / "memory.md").read_text()
-    assert written == generator().page(measured), "run: python docs/memory.py"
+    assert written == generator().page(measured, saved), "run: python docs/memory.py"
 
 
 def test_the_formula_at_its_corners():
