@@ -56,7 +56,9 @@ def page(measured: dict[str, PerParameter], saved: dict[str, float]) -> str:
             for part in ("params", "grads", "optimizer", "total")
         ]
         lines.append(f"| `{text}` | {' | '.join(cells)} |")
-    table = [SAVED.format(policies=" | ".join(f"`{name}`" for name in SAVED_POLICIES), lines="---|" * len(SAVED_POLICIES))]
+    table = [
+        SAVED.format(policies=" | ".join(f"`{name}`" for name in SAVED_POLICIES), lines="---|" * len(SAVED_POLICIES))
+    ]
     for plan in SAVING:
         texts = [saving_plan(plan, policy) for policy in SAVED_POLICIES]
         cells = [f"{planned_saving(Plan.parse(text)):.1f} ({saved[text]:.1f})" for text in texts]

@@ -1,8 +1,10 @@
-"""Products with cut matrices, each one step of autograd together with its collectives.
+"""Products with cut matrices and their collectives.
 
-Written by hand, and not put together from the functions of `comm.autograd`, for two reasons. Under sequence parallelism
-the gathered input is not kept for backward: the rank's own part is kept, and gathered again beside the product that
-makes the input's gradient. And the input's gradient travels beside the product that makes the weight's.
+`columns` is one step of autograd, written by hand and not put together from the functions of `comm.autograd`, for two
+reasons. Under sequence parallelism the gathered input is not kept for backward: the rank's own part is kept, and
+gathered again beside the product that makes the input's gradient. And the input's gradient travels beside the product
+that makes the weight's. `row_sum` stands alone after a plain product: what replays a block's forward stops in front of
+its last product, and so makes neither that nor its collective again.
 
 Method: Shoeybi et al. 2019, arXiv 1909.08053 (columns, rows); Korthikanti et al. 2022, arXiv 2205.05198 (sequence).
 
@@ -13,15 +15,17 @@ D features that go in, F features of this rank that come out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from weft.comm import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.errors import PlanError
 from weft.mesh import Axis
+from weft.parallel.held import HeldGradients, HeldProduct
 
 #: Where the tokens are in activations: (batch, tokens, features).
 TOKENS = 1
@@ -57,6 +61,14 @@ class Line:
         return start_reduce_scatter(parts, self.axis, out=x_BTD.new_empty(shape))
 
 
+class Column(NamedTuple):
+    """The parameters of one layer: weight (F, D), or (D, F) where transposed."""
+
+    weight: nn.Parameter
+    bias: torch.Tensor | None
+    is_transposed: bool
+
+
 class Gathering:
     """All tokens on their way here."""
 
@@ -84,23 +96,32 @@ def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
 
 
 def columns(
-    x: torch.Tensor, whole: torch.Tensor, line: Line, weights: list[torch.Tensor], biases: list[torch.Tensor | None]
+    x: torch.Tensor, whole: torch.Tensor, line: Line, members: list[Column], held: HeldGradients | None
 ) -> tuple[torch.Tensor, ...]:
-    """Each weight's product with the same input, whose gradient is added up over the line.
+    """Each member's product with the same input, whose gradient is added up over the line.
 
-    x: this rank's tokens, (B, S, D); the gradient goes to it. whole: the same with all tokens. weights: (F, D) each.
+    x: this rank's tokens, (B, S, D); the gradient goes to it. whole: the same with all tokens. held: what the gradients
+    of the weights may wait in; under sequence parallelism the gathered input then waits with them.
     """
-    return _Columns.apply(x, whole.detach(), line, len(weights), *weights, *biases)
+    weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
+    biases = [one.bias for one in members]
+    return _Columns.apply(x, whole.detach(), line, (held, members), *weights, *biases)
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BSD: torch.Tensor, whole_BTD: torch.Tensor, line: Line, count: int, *params: torch.Tensor | None
+        ctx: Any,
+        x_BSD: torch.Tensor,
+        whole_BTD: torch.Tensor,
+        line: Line,
+        waiting: tuple[HeldGradients | None, list[Column]],
+        *params: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
+        count = len(waiting[1])
         weights, biases = params[:count], params[count:]
         ctx.save_for_backward(x_BSD, *weights)
-        ctx.line, ctx.has_bias = line, [bias is not None for bias in biases]
+        ctx.line, ctx.waiting = line, waiting
         ctx.set_materialize_grads(False)
         return tuple(F.linear(whole_BTD, w, b) for w, b in zip(weights, biases, strict=True))  # pyright: ignore
 
@@ -108,6 +129,7 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x_BSD, *weights = ctx.saved_tensors
         line: Line = ctx.line
+        held, members = ctx.waiting
         needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         used = [index for index, grad in enumerate(grads) if grad is not None]
         gathering = line.start_gather(x_BSD) if line.cuts_tokens and any(needs_params) else None
@@ -116,10 +138,14 @@ class _Columns(torch.autograd.Function):
         sum_x = line.start_sum(_input_gradient(x_BSD, line, flat, weights)) if needs_x else None
         whole_ND = (gathering.wait() if gathering else x_BSD).flatten(0, -2)
         found: list[torch.Tensor | None] = []
-        for index in range(len(grads)):
-            found.append(flat[index].t() @ whole_ND if index in flat and needs_params[index] else None)
-        for index, has_bias in enumerate(ctx.has_bias):
-            wanted = has_bias and index in flat and needs_params[len(grads) + index]
+        for index, member in enumerate(members):
+            wanted = index in flat and needs_params[index]
+            if wanted and held is not None and held.is_open:
+                held.hold(HeldProduct(member.weight, whole_ND, flat[index], member.is_transposed))
+                wanted = False
+            found.append(flat[index].t() @ whole_ND if wanted else None)
+        for index, member in enumerate(members):
+            wanted = member.bias is not None and index in flat and needs_params[len(members) + index]
             found.append(flat[index].sum(0) if wanted else None)
         return (sum_x.wait() if sum_x else None, None, None, None, *found)
 
@@ -137,29 +163,31 @@ def _input_gradient(
     return x_BSD.new_zeros(shape) if total is None else total.view(shape)
 
 
-def rows(x_BTF: torch.Tensor, weight_DF: torch.Tensor, line: Line) -> torch.Tensor:
-    """The sum over the line of each rank's product; this rank's tokens of it where tokens are cut."""
-    return _Rows.apply(x_BTF, weight_DF, line)
+def row_sum(product_BTD: torch.Tensor, line: Line) -> torch.Tensor:
+    """The sum over the line of each rank's product; this rank's tokens of it where tokens are cut.
+
+    The product is used up: the sum may be made in its place.
+    """
+    return _RowSum.apply(product_BTD, line)
 
 
-class _Rows(torch.autograd.Function):
+class _RowSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BTF: torch.Tensor, weight_DF: torch.Tensor, line: Line) -> torch.Tensor:
-        ctx.save_for_backward(x_BTF, weight_DF)
+    def forward(ctx: Any, product_BTD: torch.Tensor, line: Line) -> torch.Tensor:
         ctx.line = line
-        product_BTD = F.linear(x_BTF, weight_DF)
-        if not line.cuts_tokens and _get_current_dispatch_mode() is not None:
+        if line.cuts_tokens:
+            return line.start_sum(product_BTD).wait()
+        if not product_BTD.is_contiguous() or _get_current_dispatch_mode() is not None:
             # Selective recompute keeps this product and takes it again: the sum must not be made in its place.
-            product_BTD = product_BTD.clone()
-        return line.start_sum(product_BTD).wait()
+            return line.start_sum(product_BTD.clone(memory_format=torch.contiguous_format)).wait()
+        ctx.mark_dirty(product_BTD)
+        line.start_sum(product_BTD).wait()
+        return product_BTD
 
     @staticmethod
-    def backward(ctx: Any, grad_BSD: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x_BTF, weight_DF = ctx.saved_tensors
-        whole_BTD = ctx.line.start_gather(grad_BSD).wait() if ctx.line.cuts_tokens else grad_BSD
-        grad_x = whole_BTD @ weight_DF if ctx.needs_input_grad[0] else None
-        grad_weight = whole_BTD.flatten(0, -2).t() @ x_BTF.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad_BSD = grads[0]
+        return (ctx.line.start_gather(grad_BSD).wait() if ctx.line.cuts_tokens else grad_BSD), None
 
 
 def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:

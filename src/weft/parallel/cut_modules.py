@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.cut_linear import TOKENS, Line, columns, rows, token_share
+from weft.parallel.cut_linear import TOKENS, Column, Line, columns, row_sum, token_share
+from weft.parallel.held import HeldGradients, linear
 
 _PART = "_weft_cut_part"
 
@@ -100,8 +101,8 @@ class Entry:
             self.part.is_open = True
 
     def _multiply(self, members: list[nn.Module], inner: torch.Tensor, outer: torch.Tensor) -> dict[int, torch.Tensor]:
-        biases = [one.bias for one in members]
-        made = columns(outer, inner, self.line, [weight_of(one) for one in members], biases)  # pyright: ignore
+        read = [Column(one.weight, one.bias, is_transposed(one)) for one in members]  # pyright: ignore
+        made = columns(outer, inner, self.line, read, getattr(members[0], "_weft_held", None))
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
     def close(self) -> None:
@@ -157,11 +158,17 @@ class RowLinear(nn.Module):
 
     _weft_line: Line
     _weft_part: CutPart
+    _weft_held: HeldGradients | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., F) to (..., D)."""
         self._weft_part.is_open = False
-        out = rows(x, weight_of(self).to(x.dtype), self._weft_line)
+        weight, held = self.weight, self._weft_held
+        if held is not None and weight.dtype == x.dtype:  # pyright: ignore
+            product = linear(x, weight, None, held, transposed=is_transposed(self))  # pyright: ignore
+        else:
+            product = F.linear(x, weight_of(self).to(x.dtype))
+        out = row_sum(product, self._weft_line)
         return out if self.bias is None else out + self.bias  # pyright: ignore[reportOperatorIssue]
 
 

@@ -59,7 +59,7 @@ class Stack:
     main_bytes: float = 12.0
     weight_bytes: float = 2.0
     gather_bytes: float = 2.0
-    regather_sp: bool = False
+    regather_sp: bool = True
     selective_half: bool = False
     dropout: bool = False
     cuda_graphs: bool = False

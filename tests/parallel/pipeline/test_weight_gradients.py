@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.parallel.pipeline.weight_gradients import HeldGradients, deliver, hold_weight_gradients
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.parallel.held import HeldGradients
+from weft.parallel.parallelize import cut
+from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
+from weft.spec.model import DecoderSpec
+from weft.spec.plan import Plan
 
 
 class Conv1D(nn.Module):
@@ -104,3 +112,37 @@ def test_names_and_states_stay():
     hold_weight_gradients(model, HeldGradients())
     assert list(model.state_dict()) == before
     assert isinstance(model[0], nn.Linear)
+
+
+SPEC = DecoderSpec(vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=16)
+
+
+def cut_gradients(plan_text, kind):
+    """Gradients of a rank's parts: by whole backwards, and by halves; with how many waited and what came early."""
+    mesh = build_mesh(Plan.parse(plan_text))
+    ids = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(1))
+    found = []
+    for splits in (False, True):
+        model = build_decoder(dataclasses.replace(SPEC, family=kind), dtype=torch.float64, seed=0)
+        cut(model, mesh)
+        held = HeldGradients()
+        if splits:
+            hold_weight_gradients(model, held)
+        loss = model(ids).square().sum()
+        waiting = held.during(loss.backward)
+        num_waiting, early = len(waiting), {name for name, grad in grads(model).items() if grad is not None}
+        deliver(waiting)
+        found.append((num_waiting, early, grads(model)))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=on"])
+@pytest.mark.parametrize(("kind", "num_layers"), [("llama", 7), ("gpt2", 6)])
+def test_layers_that_are_cut_hold_back_too(plan, kind, num_layers, ranks2):
+    for (none, _, whole), (num_waiting, early, halves) in ranks2.run(cut_gradients, plan, kind):
+        assert (none, num_waiting) == (0, num_layers * SPEC.num_layers)
+        assert not [
+            name for name in early if name.startswith("blocks") and name.endswith("weight") and "norm" not in name
+        ]
+        for name, grad in whole.items():
+            torch.testing.assert_close(halves[name], grad, rtol=1e-12, atol=1e-14)

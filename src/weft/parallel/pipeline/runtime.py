@@ -18,10 +18,11 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.mesh import Mesh
+from weft.parallel.held import HeldGradients
 from weft.parallel.pipeline.boundary import Boundary
 from weft.parallel.pipeline.split import Split, split_model
 from weft.parallel.pipeline.stage import ForwardFn, Stage
-from weft.parallel.pipeline.weight_gradients import HeldGradients, deliver, hold_weight_gradients
+from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
 from weft.parallel.placement import Placement
 from weft.spec.schedule import Action, Transfer, parts, receiving_early, schedule_of, with_transfers
 

@@ -1,0 +1,95 @@
+"""Gradients of weights that may wait: a product whose backward keeps its two factors where it is asked to.
+
+While a `HeldGradients` is open, backward gives the input's gradient at once and keeps the factors of the weight's. All
+else that autograd kept is let go, so what waits costs a layer's input and its output's gradient.
+
+Method: Qi et al. 2023, arXiv 2401.10241. R rows, I features in, O features out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(slots=True)
+class HeldProduct:
+    """The factors of one weight's gradient. is_transposed: the weight is (I, O)."""
+
+    weight: nn.Parameter
+    x_RI: Tensor
+    grad_RO: Tensor
+    is_transposed: bool
+
+    def multiply(self) -> Tensor:
+        """The gradient, in the weight's shape."""
+        left, right = (self.x_RI, self.grad_RO) if self.is_transposed else (self.grad_RO, self.x_RI)
+        return left.t() @ right
+
+
+class HeldGradients:
+    """What the backward under way holds back."""
+
+    def __init__(self) -> None:
+        self._open: list[HeldProduct] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether backward shall hold back."""
+        return self._open is not None
+
+    def hold(self, product: HeldProduct) -> None:
+        """Keep the factors of one gradient."""
+        assert self._open is not None
+        self._open.append(product)
+
+    def during(self, backward: Callable[[], None]) -> list[HeldProduct]:
+        """Run a backward that holds back; what it held."""
+        self._open = []
+        try:
+            backward()
+            return self._open
+        finally:
+            self._open = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HeldGradients:
+        return self  # layers of a copy ask the same
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + b, whose weight gradient may wait."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, param: Any, held: Any, transposed: bool):
+        ctx.save_for_backward(x, weight)
+        ctx.param, ctx.held, ctx.is_transposed = param, held, transposed
+        return F.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ (weight.t() if ctx.is_transposed else weight)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[1]:
+            product = HeldProduct(
+                ctx.param, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]), ctx.is_transposed
+            )
+            if ctx.held.is_open and isinstance(ctx.param, nn.Parameter):
+                ctx.held.hold(product)
+            else:
+                grad_weight = product.multiply()
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, held: HeldGradients, *, transposed: bool = False) -> Tensor:
+    """`torch.nn.functional.linear` (with transposed, of a weight (I, O)) whose weight gradient may wait."""
+    return _Linear.apply(x, weight, bias, weight, held, transposed)  # pyright: ignore[reportReturnType]
