@@ -63,12 +63,15 @@ def finish(tmp_path: Path, name: str) -> RunFolder:
     return RunFolder(tmp_path / name)
 
 
-def wait_for_step(folder: RunFolder, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: RunFolder, start: int, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the start of that number (from 1) has come so far."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
-        events = read_events(folder.events)
-        if any(event["event"] == "step" and event["step"] >= step for event in events):
-            return
+        starts = 0
+        for event in read_events(folder.events):
+            starts += event["event"] == "start"
+            if starts == start and event["event"] == "step" and event["step"] >= step:
+                return
         time.sleep(0.002)
     pytest.fail(f"the run never came to step {step}: {process.communicate()[0]}")
 
@@ -111,21 +114,25 @@ def final_bytes(folder: RunFolder) -> list[bytes]:
     return [(folder.checkpoint(STEPS) / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
 
 
-@pytest.mark.parametrize("kill", [kill_all, kill_one_rank, kill_the_launcher])
-def test_a_killed_run_ends_on_the_same_bits(kill, undisturbed):
-    tmp_path, name = undisturbed.path.parent, kill.__name__
+def test_a_run_that_is_killed_in_three_ways_ends_on_the_same_bits(undisturbed):
+    """One run, killed at three random steps and started again each time."""
+    tmp_path, name = undisturbed.path.parent, "killed"
     folder = RunFolder(tmp_path / name)
-    step = random.randint(2, STEPS - 4)
-    process = start(tmp_path, name)
-    wait_for_step(folder, step, process)
-    members = family(process)
-    kill(process)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    # No rank lives on to write into the folder of the next start.
-    _, alive = psutil.wait_procs(members, timeout=20)
-    assert not alive
+    steps = sorted(random.sample(range(2, STEPS - 4), 3))
+    kills = random.sample([kill_all, kill_one_rank, kill_the_launcher], 3)
+    told = f"killed at steps {steps} by {[kill.__name__ for kill in kills]}"
+    for place, (step, kill) in enumerate(zip(steps, kills, strict=True), start=1):
+        process = start(tmp_path, name)
+        wait_for_step(folder, place, step, process)
+        members = family(process)
+        kill(process)
+        process.communicate(timeout=60)
+        assert process.returncode != 0, told
+        # No rank lives on to write into the folder of the next start.
+        _, alive = psutil.wait_procs(members, timeout=20)
+        assert not alive, told
     assert finish(tmp_path, name).path == folder.path
-    assert final_bytes(folder) == final_bytes(undisturbed), f"killed at step {step}"
-    losses = [event["loss"] for event in read_events(folder.events) if event["event"] == "step"]
-    assert len(losses) >= STEPS  # some steps were done twice
+    assert final_bytes(folder) == final_bytes(undisturbed), told
+    events = read_events(folder.events)
+    assert sum(event["event"] == "step" for event in events) >= STEPS  # some steps were done twice
+    assert sum(event["event"] == "start" for event in events) == len(kills) + 1, told

@@ -1,4 +1,4 @@
-"""The primitives that one rank computes: products, attention, passes over memory, the optimizer's step.
+"""The primitives that one rank computes: products, attention, passes over memory, the optimizer's step, transfers.
 
 Each is the operation as the project's models and engines call it, forward and backward apart, on random data. Several
 copies of what it works on are made, so that a call does not find the last one's data in the caches.
@@ -203,6 +203,28 @@ def clip(place: Place, params: int) -> Call:
     return call
 
 
+def to_host(place: Place, num_bytes: int) -> Call:
+    """What offload does: to memory of the host, page-locked where there is a GPU."""
+    here, there = _both_sides(place, num_bytes)
+    return lambda: there.copy_(here, non_blocking=True)
+
+
+def to_device(place: Place, num_bytes: int) -> Call:
+    here, there = _both_sides(place, num_bytes)
+    return lambda: here.copy_(there, non_blocking=True)
+
+
+def _both_sides(place: Place, num_bytes: int) -> tuple[Tensor, Tensor]:
+    here = torch.zeros(num_bytes, dtype=torch.uint8, device=place.device)
+    return here, torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=place.device.type == "cuda")
+
+
+def host_adamw(place: Place, params: int) -> Call:
+    """The optimizer's step on the host: masters in fp32, with this rank's threads."""
+    del place
+    return adamw(Place(torch.device("cpu"), torch.float32), params)
+
+
 def _block(place: Place) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A layer so small that calls are all it costs: what modules, views and autograd's nodes add to its parts."""
     tokens, width, ffn, heads = TINY
@@ -251,6 +273,8 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
     "embedding": (embedding, lambda t, d, v: v * d + t * d),
     "adamw": (adamw, lambda params: 4 * params),
     "clip": (clip, lambda params: params),
+    **{name.__name__: (name, lambda num_bytes: num_bytes) for name in (to_host, to_device)},
+    "host_adamw": (host_adamw, lambda params: 4 * params),
 }
 
 

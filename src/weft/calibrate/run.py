@@ -102,6 +102,9 @@ def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
     attention = sizes.LARGE_ATTENTION if large else sizes.ATTENTION
     params = (*sizes.PARAMS[:2], *sizes.LARGE_PARAMS) if large else sizes.PARAMS
     messages = sizes.LARGE_MESSAGES if large else sizes.MESSAGES
+    transfers, stepped = (
+        (sizes.LARGE_TRANSFERS, sizes.LARGE_HOST_PARAMS) if large else (sizes.TRANSFERS, sizes.HOST_PARAMS)
+    )
     compute = {
         "products": _points(("linear_f", "linear_dx", "linear_dw"), products),
         "attention": _points(("attention_f", "attention_b"), attention),
@@ -111,6 +114,8 @@ def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
         ) + _points(("loss_f", "loss_b", "cut_loss"), sizes.LOSSES) + _points(("embedding",), sizes.EMBEDDINGS)
         + _points(("block_f", "block_b"), [TINY[:2]]),
         "optimizer": _points(("adamw", "clip"), [(size,) for size in params]),
+        "transfers": _points(("to_host", "to_device"), [(size,) for size in transfers])
+        + _points(("host_adamw",), [(size,) for size in stepped]),
     }  # fmt: skip
     chapters: list[Chapter] = []
     for count in counts:

@@ -25,6 +25,8 @@ PASSES = ((16, 64), (256, 128), (512, 256), (1024, 256), (1024, 768), (2048, 102
 LOSSES = ((64, 1024), (256, 2048), (512, 4096), (1024, 4096))
 EMBEDDINGS = ((256, 128, 1024), (1024, 256, 4096), (256, 256, 8192))
 PARAMS = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
+#: Bytes between a device and its host, and parameters that are stepped there.
+TRANSFERS, HOST_PARAMS = (1 << 20, 1 << 23), (1 << 20,)
 #: Bytes of a collective: the whole buffer, of which shards are parts.
 MESSAGES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 #: What decides how long a GPU takes is larger: these fill it.
@@ -32,4 +34,5 @@ LARGE_PRODUCTS = tuple((m, n, k) for m in (1024, 4096, 8192) for n, k in ((4096,
 LARGE_ATTENTION = ((1, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128), (2, 16, 2048, 64))
 LARGE_PASSES = ((4096, 4096), (8192, 8192))
 LARGE_PARAMS = (1 << 22, 1 << 27)
+LARGE_TRANSFERS, LARGE_HOST_PARAMS = (1 << 20, 1 << 26, 1 << 28), (1 << 25,)
 LARGE_MESSAGES = (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28)

@@ -25,6 +25,7 @@ DECIDED_BY = {
     "dp_exposed": "nic_eff",
     "contention": "overlap_compute",
     "optimizer": "adam_eff",
+    "offload": "host_rate",
     "straggler": "straggler",
 }
 #: Where constants come from: what people read, and the relative error of a step that rests on such alone.

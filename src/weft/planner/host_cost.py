@@ -14,8 +14,6 @@ from weft.spec.plan import RESHARDS
 
 Array = NDArray[np.float64]
 
-#: Bytes per second that the optimizer on the host moves through memory: two sockets of eight DDR5 channels, at 60 %.
-_HOST_STEP_RATE = 2 * 250e9 * 0.6
 #: Bytes per parameter that an Adam step moves there (g, p, m and v read; p, m and v written).
 _HOST_STEP_BYTES = 28.0
 
@@ -43,7 +41,7 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: Work, devices_pe
     rate, passes = tables.host_rate, columns.num_micro.astype(np.float64)
     whole_s = passes * work.layers * (work.forward + work.backward)
     stepped = np.maximum(optimizer, params) * work.own
-    step = stepped * (_HOST_STEP_BYTES * devices_per_node / _HOST_STEP_RATE)
+    step = stepped * (_HOST_STEP_BYTES * devices_per_node / tables.host_step_rate)
     out = optimizer * work.own * job.stack.grad_bytes / rate
     back = optimizer * work.own * job.stack.weight_bytes / rate
     gathers = np.choose(columns.reshard, [2 * passes, passes, np.ones(len(columns))]) if len(RESHARDS) == 3 else passes

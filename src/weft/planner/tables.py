@@ -63,6 +63,7 @@ class Tables:
     overlap_comm: float
     straggler: float
     step_s: float
+    host_step_rate: float
     barrier_s: float
     context_gib: float
     communicator_gib: float

@@ -123,10 +123,18 @@ def test_a_gpu_profile_gives_constants() -> None:
             Sample(op="all_gather", size=(n,), seconds=1e-5 + n / 2 / 3e11, ranks=2, group=2)
             for n in (1 << 12, 1 << 18, 1 << 24, 1 << 28)
         ),
+        # Alone a device has more of the host than beside another; the slower direction and the larger size count.
+        Sample(op="to_host", size=(1 << 28,), seconds=2**28 / 50e9, ranks=1),
+        Sample(op="to_host", size=(1 << 28,), seconds=2**28 / 24e9, ranks=2),
+        Sample(op="to_device", size=(1 << 28,), seconds=2**28 / 30e9, ranks=2),
+        Sample(op="to_device", size=(1 << 20,), seconds=2**20 / 3e9, ranks=2),
+        Sample(op="host_adamw", size=(1 << 25,), seconds=28 * 2**25 / 40e9, ranks=2),
     )
     tables = measured_tables(replace(known, machine=machine, samples=samples), cluster, "tables")
     assert tables.gemm_ceiling == pytest.approx(7e14 / 989e12)
     assert tables.memory_eff == pytest.approx(3e12 / 3.35e12)
     assert tables.link_eff == pytest.approx(3e11 / 450e9, rel=0.01)
-    assert tables.rungs["gemm_ceiling"] == "here"
+    assert tables.host_rate == pytest.approx(24e9)
+    assert tables.host_step_rate == pytest.approx(2 * 40e9)  # of both ranks
+    assert {tables.rungs[name] for name in ("gemm_ceiling", "host_rate", "host_step_rate")} == {"here"}
     assert tables.rungs["attn_fwd"] != "here"

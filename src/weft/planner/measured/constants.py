@@ -39,7 +39,27 @@ def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[s
         found["adam_eff"] = _ADAM_BYTES * most.size[0] / most.seconds / device.memory_bytes_per_s
     if calls := [*_of(profile, "add", "fp32")]:
         found["host_op_s"] = min(each.seconds for each in calls)  # so small that the host's call is all of it
-    return found | _links(profile, device)
+    return found | _host(profile) | _links(profile, device)
+
+
+def _host(profile: Profile) -> dict[str, float]:
+    """Rate between a device and the host, and of the host's optimizer, with all devices at work: they share both."""
+    found: dict[str, float] = {}
+    moved = _crowded(profile, "to_host", "to_device")
+    if moved:
+        most = max(each.size for each in moved)
+        found["host_rate"] = most[0] / max(each.seconds for each in moved if each.size == most)
+    if steps := _crowded(profile, "host_adamw"):
+        slowest = max(steps, key=lambda each: each.seconds / each.size[0])
+        found["host_step_rate"] = slowest.ranks * _ADAM_BYTES * slowest.size[0] / slowest.seconds
+    return found
+
+
+def _crowded(profile: Profile, *ops: str) -> list[Sample]:
+    """Samples of these operations with most ranks at work."""
+    found = [sample for sample in profile.samples if sample.op in ops]
+    most = max((sample.ranks for sample in found), default=0)
+    return [sample for sample in found if sample.ranks == most]
 
 
 def _of(profile: Profile, op: str, dtype: str) -> Iterable[Sample]:

@@ -77,8 +77,9 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
 def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, dtype: str) -> Pass:
     """One microbatch on the busiest rank, forward and backward, with what recompute does again."""
     layers, costs = crowd.layers, layer_costs(job, columns, laws, active, dtype)
+    summed_again = np.where(columns.sp, 0.75, 0.5)  # a replay stops before the last product, and the sum after it
     again = {
-        "full": costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
+        "full": costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f * summed_again + costs.cp_f + costs.ep_f
         - last_product(job, columns, laws, active, dtype),
         "attention": costs.attn_f,
         "selective": costs.memory_f,  # every heavy operation's output is kept

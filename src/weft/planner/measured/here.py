@@ -89,6 +89,7 @@ def _cpu(profile: Profile, num_ranks: int) -> DeviceSpec:
             crowd = sample.ranks * 2.0 * m * n * k / sample.seconds  # of all ranks that were at work
             peaks[sample.dtype] = max(peaks.get(sample.dtype, 0.0), crowd)
     copies = [s.ranks * 8.0 * s.size[0] * s.size[1] / s.seconds for s in profile.samples if s.op == "copy"]
+    moved = [s.ranks * s.size[0] / s.seconds for s in profile.samples if s.op in ("to_host", "to_device")]
     return DeviceSpec(
         name="here",
         title=machine.device,
@@ -97,7 +98,7 @@ def _cpu(profile: Profile, num_ranks: int) -> DeviceSpec:
         memory_bytes_per_s=max(copies, default=1e10) / num_ranks,
         scale_up_bytes_per_s=max(copies, default=1e10) / num_ranks / 2,
         scale_up_domain=num_ranks,
-        host_bytes_per_s=max(copies, default=1e10) / num_ranks,
+        host_bytes_per_s=max(moved, default=1e10) / num_ranks,
         sources="measured",
         note="ranks share the cores of one host",
     )

@@ -8,6 +8,7 @@ fitted. Coefficients come from a profile's samples of one operation alone, by re
     passes        1, tokens, tokens width
     embedding     1, tokens width, table
     optimizer     1, parameters
+    transfers     1, bytes
     collectives   1, sqrt(bytes), bytes         a start, a ramp, a rate
 """
 
@@ -39,8 +40,8 @@ def _terms(op: str) -> Callable[..., list[Any]]:
         return lambda b, h, s, c, keys=None: [1.0, b * h * s * c, b * h * s * c * (s if keys is None else keys)]
     if op == "embedding":
         return lambda t, d, v: [1.0, t * d, v * d]
-    if op in ("adamw", "clip"):
-        return lambda params: [1.0, params]
+    if op in ("adamw", "clip", "host_adamw", "to_host", "to_device"):
+        return lambda count: [1.0, count]
     if op in _COLLECTIVES:
         return lambda size: [1.0, np.sqrt(size), size]
     return lambda t, d: [1.0, t, t * d]

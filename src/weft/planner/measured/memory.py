@@ -104,7 +104,7 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     width = ((1 - moe) * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)) / t
     ups = 2.0 if shape.gated else 1.0
     whole = 2 * norm / outside + attention + (ups + 2 if shape.gated else 2.0) * width + moe * 4 * shape.top_k * h / t
-    selective = 2 * h / outside + attention + ups * width
+    selective = h / outside + h + attention + ups * width  # attention's product before ranks add it up is whole
     left = {"none": whole, "full": h / outside, "attention": whole - attention + q, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     budget = np.where(columns.activation_budget < 1, columns.activation_budget * whole, whole)
