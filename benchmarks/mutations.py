@@ -145,17 +145,12 @@ class Runs:
                     file.write(json.dumps(result) + "\n")
         return self._known[key]
 
-    def judge(self, fault: Fault) -> Result:
-        """A fault's own tests, then all; each with its control before."""
-        result: Result = {}
-        for tests in (list(fault.tests), EVERYTHING):
-            control = self.of(control_of(tuple(tests)), tests)
-            if not is_good(control):
-                sys.exit(f"without a fault: {control['outcome']} {control['by']}. Mend that, or raise --limit.")
-            result = self.of(fault, tests)
-            if result["outcome"] != "SURVIVED":
-                break
-        return result
+    def judge(self, fault: Fault, tests: list[str]) -> Result:
+        """What these tests say of a fault; their control before."""
+        control = self.of(control_of(tuple(tests)), tests)
+        if not is_good(control):
+            sys.exit(f"without a fault: {control['outcome']} {control['by']}. Mend that, or raise --limit.")
+        return self.of(fault, tests)
 
 
 def main() -> None:
@@ -172,10 +167,15 @@ def main() -> None:
         print("\n".join(fault.name for fault in chosen))
         return
     runs = Runs(options.log, options.limit)
-    results = [runs.judge(fault) for fault in chosen]
-    survivors = [result["fault"] for result in results if result["outcome"] == "SURVIVED"]
-    print(f"{len(results) - len(survivors)} of {len(results)} were seen")
-    sys.exit(f"survived: {', '.join(map(str, survivors))}" if survivors else 0)
+    survivors = survived(runs, [(fault, list(fault.tests)) for fault in chosen])
+    survivors = survived(runs, [(fault, EVERYTHING) for fault in survivors])
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} were seen")
+    sys.exit(f"survived: {', '.join(fault.name for fault in survivors)}" if survivors else 0)
+
+
+def survived(runs: Runs, trials: list[tuple[Fault, list[str]]]) -> list[Fault]:
+    """The faults that their tests do not see."""
+    return [fault for fault, tests in trials if runs.judge(fault, tests)["outcome"] == "SURVIVED"]
 
 
 if __name__ == "__main__":
