@@ -15,6 +15,8 @@ REQUIREMENTS := pyproject.toml constraints.txt
 PYTHON ?=
 ARGS ?=
 PYTEST_ARGS ?=
+# Tests start hundreds of processes: compiling the package anew in each would cost a second of processor time.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help:
