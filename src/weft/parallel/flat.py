@@ -58,7 +58,7 @@ class FlatModel:
         host: Host | None = None,
         seed: int | None = None,
         each_microbatch: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ):
         self.device = mesh.device
         self.axes = AxisMap(mesh, placements or {}, sharded=mesh.plan.zero > 0)
@@ -66,7 +66,7 @@ class FlatModel:
         self.precision = Precision.of(mesh.plan)
         self.in_step = False  # between begin_step and publish: TrainStep drives
         self.adoptions: list[Adoption] = []
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         materialise = Materialise(model, self.axes, seed, mesh.device)
         check_same_model(model, self.axes, mesh.device)
         materialise.make(model.parameters())

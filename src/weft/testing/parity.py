@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.comm import Ledger
 from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
-from weft.parallel import data_parallel, parallelize
+from weft.parallel import data_parallel, flat, parallelize
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
@@ -153,7 +153,8 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     ledger = Ledger()
     mesh = build_mesh(plan, record=ledger.record)
     model = case.model()
-    parallelize(model, mesh, layout=getattr(case, "layout", None))
+    with several_buckets(model):
+        parallelize(model, mesh, layout=getattr(case, "layout", None))
     step = TrainStep(
         model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=case.max_grad_norm
     )
@@ -177,6 +178,17 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
         if type(param) is nn.Parameter and param.shape == weight.shape:
             assert torch.equal(param.detach(), weight.detach().to(param.dtype)), f"{name}: forward sees other weights"
     return result
+
+
+@contextmanager
+def several_buckets(model: nn.Module) -> Iterator[None]:
+    """Buckets that a small model fills some of, as large models do: with one alone much that can go wrong cannot."""
+    known = flat.BUCKET_BYTES
+    flat.BUCKET_BYTES = min(known, max(256, sum(param.nbytes for param in model.parameters()) // 8))
+    try:
+        yield
+    finally:
+        flat.BUCKET_BYTES = known
 
 
 def train_plain(case: Case) -> ParityResult:
