@@ -144,3 +144,17 @@ def test_masters_and_their_sums_are_those_of_zero_1(ranks2):
         assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-3), name
         for key, weight in theirs.weights.items():
             assert ours.weights[key].dtype == weight.dtype == torch.float32
+
+
+def test_gradients_travel_once_in_a_step_where_they_may_stay_whole(ranks2):
+    """Under reshard=after_step, whatever the accumulation; else after each microbatch, to save their memory."""
+    case = replace(chosen()["untied"], num_steps=2)
+
+    def bytes_of(accumulation: int, reshard: str) -> int:
+        plan = f"dp_shard=2 zero=3 accumulation={accumulation} reshard={reshard} precision=fp64"
+        return ranks2.run(train_case, plan, case)[0].reduced_bytes
+
+    once = bytes_of(1, "after_step")
+    assert once > 0
+    assert bytes_of(4, "after_step") == once
+    assert bytes_of(4, "after_forward") > 3 * once
