@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from weft.spec.model import DecoderSpec
 from weft.testing import Case, DecoderCase, ParityResult, train_case
@@ -187,3 +188,29 @@ def cases() -> dict[str, Case]:
 def train_cases(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
     """Many cases under one plan in one call: the ranks are there already."""
     return {name: train_case(plan, case) for name, case in chosen.items()}
+
+
+@dataclass(frozen=True)
+class LoopedCase(ImageCase):
+    """One layer called three times, each time inside a reentrant checkpoint of torch's.
+
+    Each of these runs a backward of its own, so autograd delivers the layer's gradient in three parts.
+    """
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(5)
+        return LoopedNet().double()
+
+
+class LoopedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(27, 8)
+        self.again = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x[:, :, :3, :3].flatten(1))
+        for _ in range(3):
+            x = x + checkpoint(self.again, x.tanh(), use_reentrant=True)
+        return self.head(x)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.parity.cases import ImageCase, TreeCase, cases, train_cases
+from tests.parity.cases import ImageCase, LoopedCase, TreeCase, cases, train_cases
 from tests.parity.plans import ONLY_DATA
 from weft.testing import legal, train_case, train_plain
 
@@ -35,6 +35,14 @@ def test_any_tree_of_modules_equals_one_process(ranks2, seed, plan):
     case = TreeCase(seed)
     reference = train_plain(case)
     for result in ranks2.run(train_case, plan, case):
+        assert result.largest_difference(reference) < RTOL
+
+
+@pytest.mark.parametrize("plan", [*LAYOUTS_2, "dp_shard=2 zero=1 accumulation=2", "dp_shard=2 zero=2 accumulation=2"])
+def test_a_gradient_that_comes_in_parts_travels_when_all_are_there(plan, ranks2):
+    case = LoopedCase()
+    reference = train_plain(case)
+    for result in ranks2.run(train_case, f"{plan} precision=fp64", case):
         assert result.largest_difference(reference) < RTOL
 
 
