@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from weft.models.trace_record import Recorder, Row
@@ -50,7 +50,6 @@ class PartReader:
                 self.maker.setdefault(key, row)
         self.saved = {key: each for key, each in recorder.saved.items() if each.part == number and key not in ignored}
         self.operands = {key for row in self.heavy for key in row.reads}
-        self.gathered = {key for row in self.heavy if row.cut == "columns" for key in row.reads}
         self.dropped = self._dropped()
 
     def measure(self) -> Measured:
@@ -61,9 +60,12 @@ class PartReader:
             "compiled": self.saved.keys() - self.dropped,
         }
         sizes = {key: each.num_bytes for key, each in self.saved.items()}
-        kept = {name: self._divided((key, sizes[key]) for key in keys) for name, keys in saved.items()}
-        kept["full"] = self._divided(self.part.inputs.items())
-        kept["selective"] = self._divided(self._selective().items())
+        # What column-cut products read under sp is kept as the rank's own part, and gathered again in backward.
+        none: frozenset[int] = frozenset()
+        kept = {name: self._divided(((key, sizes[key]) for key in keys), none) for name, keys in saved.items()}
+        kept["full"] = self._divided(self.part.inputs.items(), none)
+        summed = {key for row in self.heavy if row.cut == "rows" for key in row.writes}  # kept before ranks add them up
+        kept["selective"] = self._divided(self._selective().items(), summed)
         moved = {
             "moved_forward": self._moved(self.forward),
             "moved_backward": self._moved(self.backward),
@@ -75,10 +77,11 @@ class PartReader:
         kernels = (len(self.forward), fused)
         return Measured(self.heavy, moved, kept, values, kernels)
 
-    def _divided(self, items: Iterable[tuple[int, float]]) -> Bytes:
+    def _divided(self, items: Iterable[tuple[int, float]], gathered: Set[int]) -> Bytes:
+        """Bytes that tp divides, that it does not divide even under sp, and that it divides under sp."""
         found = [0.0, 0.0, 0.0]
         for key, size in items:
-            found[0 if key in self.recorder.cut else 1 if key in self.gathered else 2] += size
+            found[0 if key in self.recorder.cut else 1 if key in gathered else 2] += size
         return found[0], found[1], found[2]
 
     def _selective(self) -> dict[int, int]:
