@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weft.mesh import build_mesh
 from weft.models import build_decoder
@@ -23,6 +19,7 @@ from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
+from weft.testing.live import LiveBytes
 from weft.train import TrainStep
 from weft.train.loss import model_forward, token_cross_entropy
 
@@ -96,32 +93,11 @@ def _alive_bytes(plan: Plan, num_layers: int) -> int:
     parallelize(model, mesh)
     ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(_TOKENS).repeat(_ROWS, 1)}
-    with _Made(model) as made:
+    with LiveBytes(plain_tensors(model.parameters())) as live:
         loss_sum, _ = token_cross_entropy(model_forward(model, batch), batch)
-        found = made.alive_bytes()
+        found = live.now
     loss_sum.backward()  # some engines wait for it
     return found
-
-
-class _Made(TorchDispatchMode):
-    """Notes the storages that operations make."""
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self._known = {local.untyped_storage()._cdata for local in plain_tensors(model.parameters())}
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in plain_tensors(tree_leaves(found)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return found
-
-    def alive_bytes(self) -> int:
-        """Of those that somebody still holds."""
-        return sum(size for reference, size in self._made.values() if not reference.expired())
 
 
 def measure(plan_text: str) -> PerParameter:

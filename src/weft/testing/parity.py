@@ -126,12 +126,16 @@ class ParityResult:
         update of the optimizer.
         """
         lists = [(self.losses, other.losses), (self.grad_norms, other.grad_norms)]
-        found = [_difference(torch.tensor(ours), torch.tensor(theirs), 0.0) for ours, theirs in lists]
+        exact = torch.float64
+        found = [
+            _difference(torch.tensor(ours, dtype=exact), torch.tensor(theirs, dtype=exact), 0.0)
+            for ours, theirs in lists
+        ]
         for ours, theirs, share in ((self.grads, other.grads, 1e-6), (self.weights, other.weights, 1e-3)):
             assert ours.keys() == theirs.keys()
             least = share * max(float(tensor.abs().max()) for tensor in theirs.values())
             found += [_difference(ours[name], theirs[name], least) for name in theirs]
-        return max(found)
+        return float(torch.tensor(found, dtype=exact).max())  # NaN where any is; Python's max may pass it over
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float:

@@ -144,5 +144,7 @@ def test_layers_that_are_cut_hold_back_too(plan, kind, num_layers, ranks2):
         assert not [
             name for name in early if name.startswith("blocks") and name.endswith("weight") and "norm" not in name
         ]
+        assert whole.keys() == halves.keys()
+        assert all(grad is not None for grad in whole.values())
         for name, grad in whole.items():
             torch.testing.assert_close(halves[name], grad, rtol=1e-12, atol=1e-14)
