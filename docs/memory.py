@@ -5,11 +5,13 @@ python docs/memory.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.testing.memory import (
+    FULLEST,
     LAYOUTS,
     PRECISIONS,
     SAVED_POLICIES,
@@ -17,7 +19,9 @@ from weft.testing.memory import (
     PerParameter,
     formula,
     measure,
+    measure_peak,
     measure_saving,
+    planned_peak,
     planned_saving,
 )
 
@@ -39,6 +43,15 @@ one rank: the planner's, and in brackets what was alive after forward (what each
 | plan | {policies} |
 |---|{lines}
 """
+FULL = """
+## The fullest moment of a step
+MiB on one rank in fp32, by class, with what live tensors came to. The first three have a vocabulary of 16384 for 512
+tokens, so the loss is fullest: of whole logits, or, under tp, of what the head makes a few tokens at a time. The others
+have 19 million parameters for 8 tokens, so backward is fullest: of gradients on their way, and of gathered weights.
+
+| plan | parameters | gradients | optimizer | activations | logits | buffers | sum | live |
+|---|---|---|---|---|---|---|---|---|
+"""
 TAIL = """
 During a step there is more: activations; at zero=2 the whole gradients of three buckets (16 MiB of masters each), of
 all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three
@@ -46,8 +59,8 @@ units.
 """
 
 
-def page(measured: dict[str, PerParameter], saved: dict[str, float]) -> str:
-    """The page from what was measured, by plan: between steps, and between forward and backward."""
+def page(measured: dict[str, PerParameter], saved: dict[str, float], peaks: dict[str, int]) -> str:
+    """The page from what was measured, by plan: between steps, between forward and backward, and at most."""
     lines = []
     for text, live in measured.items():
         want = formula(Plan.parse(text))
@@ -63,7 +76,14 @@ def page(measured: dict[str, PerParameter], saved: dict[str, float]) -> str:
         texts = [saving_plan(plan, policy) for policy in SAVED_POLICIES]
         cells = [f"{planned_saving(Plan.parse(text)):.1f} ({saved[text]:.1f})" for text in texts]
         table.append(f"| `{plan}` | {' | '.join(cells)} |\n")
-    return HEAD + "\n".join(lines) + "\n" + TAIL + "".join(table)
+    return HEAD + "\n".join(lines) + "\n" + TAIL + "".join(table) + FULL + "".join(_full_lines(peaks))
+
+
+def _full_lines(peaks: dict[str, int]) -> Iterator[str]:
+    for plan, live in peaks.items():
+        planned = [*planned_peak(Plan.parse(plan)).values()]
+        cells = [f"{value / 2**20:.1f}" for value in (*planned, sum(planned), live)]
+        yield f"| `{plan}` | {' | '.join(cells)} |\n"
 
 
 def saving_plan(plan: str, policy: str) -> str:
@@ -75,6 +95,11 @@ def measure_saved(two: RankPool) -> dict[str, float]:
     """What a layer keeps under every plan and policy; on the rank that keeps most."""
     plans = [saving_plan(plan, policy) for plan in SAVING for policy in SAVED_POLICIES]
     return {plan: max(two.run(measure_saving, plan)) for plan in plans}
+
+
+def measure_peaks(two: RankPool) -> dict[str, int]:
+    """The fullest moment of each plan; on the rank that holds most."""
+    return {plan: max(two.run(measure_peak, plan)) for plan in FULLEST}
 
 
 def measure_all(pools: dict[int, RankPool]) -> dict[str, PerParameter]:
@@ -90,5 +115,5 @@ def measure_all(pools: dict[int, RankPool]) -> dict[str, PerParameter]:
 
 if __name__ == "__main__":
     with RankPool(2) as two, RankPool(4) as four:
-        PAGE.write_text(page(measure_all({2: two, 4: four}), measure_saved(two)))
+        PAGE.write_text(page(measure_all({2: two, 4: four}), measure_saved(two), measure_peaks(two)))
     print(PAGE)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.spec.plan import Plan
-from weft.testing.memory import formula, planned_saving
+from weft.testing.memory import formula, planned_peak, planned_saving
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,9 +44,22 @@ def test_what_layers_keep_for_backward_is_what_the_planner_says(saved):
         assert live == pytest.approx(planned_saving(Plan.parse(plan)), rel=0.03), plan
 
 
-def test_the_page_is_current(measured, saved):
+@pytest.fixture(scope="module")
+def peaks(ranks2):
+    return generator().measure_peaks(ranks2)
+
+
+def test_the_fullest_moment_is_what_the_planner_says(peaks):
+    """Of the loss, with its logits; and of backward, with what is on its way."""
+    for plan, live in peaks.items():
+        planned = planned_peak(Plan.parse(plan))
+        assert sum(planned.values()) == pytest.approx(live, rel=0.03), plan
+        assert planned["logits" if "zero" not in plan else "buffers"] > 0.05 * live, plan
+
+
+def test_the_page_is_current(measured, saved, peaks):
     written = (ROOT / "docs" / "reference" / "memory.md").read_text()
-    assert written == generator().page(measured, saved), "run: python docs/memory.py"
+    assert written == generator().page(measured, saved, peaks), "run: python docs/memory.py"
 
 
 def test_the_formula_at_its_corners():

@@ -52,6 +52,47 @@ class HuggingFaceCase(DecoderCase):
 
 
 @dataclass(frozen=True)
+class PackedCase(HuggingFaceCase):
+    """A decoder of transformers, with documents that only positions show, or with padding that a mask shows."""
+
+    padded: bool = False
+
+    def model(self) -> nn.Module:
+        import transformers
+
+        if self.kind == "qwen2":
+            return super().model()
+        torch.manual_seed(self.seed)
+        if self.kind == "gpt2":
+            config = transformers.GPT2Config(
+                vocab_size=61, n_embd=16, n_layer=2, n_head=4, n_positions=32,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            )  # fmt: skip
+            return transformers.GPT2LMHeadModel(config).double()
+        config = transformers.LlamaConfig(
+            vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=24, max_position_embeddings=32, tie_word_embeddings=True,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config).double()
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        batch = super().batch(step)
+        if self.padded:
+            batch["mask"] = torch.ones_like(batch["labels"])
+            batch["mask"][:3, :5] = 0
+            batch["mask"][1, -2:] = 0
+            batch["labels"][batch["mask"] == 0] = -100
+        return batch
+
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {"position_ids": batch["positions"]}
+        if self.padded:
+            inputs["attention_mask"] = batch["mask"]
+        # A model that fills a cache does not see documents in positions, here as there.
+        return model(input_ids=batch["input_ids"], use_cache=not self.documents, **inputs).logits
+
+
+@dataclass(frozen=True)
 class ImageCase:
     """A small convolutional network: channels_last weights, group norm, a frozen layer, one that is called twice."""
 

@@ -1,10 +1,12 @@
-"""`pytest tests/parity --all-plans`: every cell of the matrix, not only those that the gate runs."""
+"""`pytest tests/parity --all-plans`: every cell of both matrices, not only those that the gate runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from tests.parity.plans import References, by_layout, chosen_cells, full_matrix
+from tests.parity.plans import Cell, References, broad_matrix, by_layout, chosen_cells, full_matrix
 
 
 @pytest.fixture(scope="session")
@@ -14,14 +16,20 @@ def plain():
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of `matrix_cells` get all cells of one layout at a time."""
-    if "matrix_cells" not in metafunc.fixturenames:
-        return
+    """Tests of `matrix_cells` and of `broad_cells` get all cells of one layout at a time."""
     everything = metafunc.config.getoption("--all-plans")
-    values, ids = [], []
-    for num_ranks in (2, 4):
-        cells = full_matrix(num_ranks)
-        for layout, group in by_layout(cells if everything else chosen_cells(cells)).items():
-            values.append((num_ranks, group))
-            ids.append(f"{num_ranks}-{layout}")
-    metafunc.parametrize("matrix_cells", values, ids=ids)
+    if "matrix_cells" in metafunc.fixturenames:
+        cells = {num_ranks: full_matrix(num_ranks) for num_ranks in (2, 4)}
+        chosen = cells if everything else {num_ranks: chosen_cells(each) for num_ranks, each in cells.items()}
+        _one_test_a_layout(metafunc, "matrix_cells", chosen)
+    if "broad_cells" in metafunc.fixturenames:
+        chosen = {num_ranks: broad_matrix(num_ranks, is_whole=everything) for num_ranks in (2, 4)}
+        _one_test_a_layout(metafunc, "broad_cells", chosen)
+
+
+def _one_test_a_layout(metafunc: pytest.Metafunc, name: str, chosen: dict[int, Sequence[Cell]]) -> None:
+    groups = [
+        (num_ranks, layout, group) for num_ranks, cells in chosen.items() for layout, group in by_layout(cells).items()
+    ]
+    ids = [f"{num_ranks}-{layout}" for num_ranks, layout, _ in groups]
+    metafunc.parametrize(name, [(num_ranks, group) for num_ranks, _, group in groups], ids=ids)

@@ -1,11 +1,13 @@
-"""The matrix: which models are trained under which plans, on ranks that are there, against PyTorch alone.
+"""The matrices: which models are trained under which plans, on ranks that are there, against PyTorch alone.
 
-Plans are listed from the rules. One cell is a plan and a subject. The gate runs a choice of cells in which all pairs
-occur; `pytest tests/parity --all-plans` runs every one.
+Plans are listed from the rules. One cell is a plan and a subject. `full_matrix` is deep: few models under everything
+that a rank may do with its part. `broad_matrix` is broad: many kinds of models under every layout. The gate runs a
+choice of cells in which all pairs occur; `pytest tests/parity --all-plans` runs every one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import warnings
@@ -14,16 +16,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tests.memory.links import LateLink
-from tests.parity.cases import GPT2, LLAMA, cases
+from tests.parity.cases import GPT2, LLAMA, PackedCase, cases
 from tests.parity.families import FAMILIES, FamilyCase, shape_of
+from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase, hugging_face_moe_cases, moe_cases
 from weft.memory import activations, offload
 from weft.memory.pool import HostPool
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
-from weft.testing import Case, ParityResult, RankPool, covering, legal, train_case, train_plain
+from weft.testing import Case, DecoderCase, ParityResult, RankPool, covering, legal, train_case, train_plain
 from weft.testing.matrix import layout_of, pairs, row_of
 
 RTOL = 1e-10
+#: As many heads as four ranks of Ulysses need.
+WIDE_GPT2 = dataclasses.replace(GPT2, num_heads=4, num_kv_heads=4)
+MULTI_QUERY = dataclasses.replace(LLAMA, num_kv_heads=1, tied=False)
 #: The axes that a model without layers and heads has no place for.
 ONLY_DATA = frozenset({"pp", "cp", "tp", "ep"})
 
@@ -72,12 +78,42 @@ def families() -> dict[str, Subject]:
     return {name: Subject(FamilyCase(name), shape_of(family), family.without) for name, family in FAMILIES.items()}
 
 
+def packed() -> dict[str, Subject]:
+    """Documents in one sequence, told by ids or by positions; padding that a mask shows; keys that heads share."""
+    sizes = {"num_steps": 2, "global_batch": 8}
+    return {
+        "packed": Subject(DecoderCase(LLAMA, **sizes, documents=True), LLAMA),
+        "gpt2-packed": Subject(DecoderCase(WIDE_GPT2, **sizes, documents=True, optimizer="sgd"), WIDE_GPT2),
+        "multi-query": Subject(DecoderCase(MULTI_QUERY, **sizes, masked=0.0, max_grad_norm=0.0), MULTI_QUERY),
+        "hf-packed": Subject(PackedCase(LLAMA, **sizes, kind="llama", documents=True), LLAMA),
+        "hf-padded": Subject(PackedCase(LLAMA, **sizes, kind="llama", padded=True), LLAMA),
+    }
+
+
+def experts() -> dict[str, Subject]:
+    """Models with experts: the project's with every way of balancing and dropping, and Hugging Face's."""
+    foreign = dataclasses.replace(MOE, num_layers=2, num_shared_experts=0, first_moe_layer=0, tied=False)
+    return {
+        **{f"moe-{name}": Subject(case, case.spec) for name, case in moe_cases().items() if isinstance(case, MoECase)},
+        **{
+            f"hf-{name}": Subject(case, dataclasses.replace(foreign, num_experts=4 if name == "mixtral" else 8))
+            for name, case in hugging_face_moe_cases().items()
+        },
+    }
+
+
+def broad_subjects() -> dict[str, Subject]:
+    """The models of the broad matrix."""
+    return {**families(), **packed(), **experts()}
+
+
 #: Covered besides all pairs of fields: what data parallelism does, in threes.
 THREES = tuple(itertools.combinations(("zero", "recompute", "offload", "accumulation", "subject"), 3))
 GROUPS = (*pairs((*plan_fields(), "subject")), *THREES)
-#: Of the families: all pairs of axes, and each family on each of them.
-FAMILY_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "pp", "schedule")
-FAMILY_GROUPS = (*pairs(FAMILY_AXES), *((axis, "subject") for axis in ("zero", "tp", "sp", "cp", "pp")))
+#: Of many models: all pairs of axes, and each model on each of them.
+LAYOUT_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule")
+_PER_MODEL = (("zero",), ("tp", "sp"), ("cp", "cp_mode"), ("ep",), ("pp",))
+BROAD_GROUPS = (*pairs((*LAYOUT_AXES, "accumulation")), *((*axes, "subject") for axes in _PER_MODEL))
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:
@@ -86,16 +122,21 @@ def full_matrix(num_ranks: int) -> list[Cell]:
     return [Cell(name, plan) for name, one in subjects().items() for plan in one.plans(num_ranks, **only)]
 
 
+def broad_matrix(num_ranks: int, *, is_whole: bool) -> list[Cell]:
+    """Every legal layout of every kind of model; or the gate's share: all pairs of axes, and each model on each axis.
+
+    Families show on two ranks what they have of their own.
+    """
+    only = {"recompute": ("none",), "offload": ((),), "order": ((),)}
+    subjects = broad_subjects() if is_whole or num_ranks == 2 else {**packed(), **experts()}
+    cells = [Cell(name, plan) for name, one in subjects.items() for plan in one.plans(num_ranks, **only)]
+    return cells if is_whole else chosen_cells(cells, groups=BROAD_GROUPS)
+
+
 def chosen_cells(cells: Sequence[Cell], seed: int = 0, groups: Sequence[Sequence[str]] = GROUPS) -> list[Cell]:
     """The gate's share."""
     rows = [row_of(cell.plan, subject=cell.subject) for cell in cells]
     return [cells[index] for index in covering(rows, groups, seed)]
-
-
-def family_cells() -> list[Cell]:
-    """Every layout of 2 ranks that is legal for a family."""
-    only = {"accumulation": (1,), "microbatches": (1, 2), "recompute": ("none",), "offload": ((),)}
-    return [Cell(name, plan) for name, family in families().items() for plan in family.plans(2, **only)]
 
 
 def by_layout(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
@@ -136,8 +177,9 @@ def differing(cells: Sequence[Cell], known: dict[str, Subject], references: Refe
 
 
 class References(dict[Case, ParityResult]):
-    """What PyTorch alone computes, made when it is asked for."""
+    """What PyTorch alone computes, made when it is asked for; one process of Weft, where its step balances experts."""
 
     def __missing__(self, case: Case) -> ParityResult:
-        self[case] = train_plain(case)
+        is_balanced = isinstance(case, (MoECase, HuggingFaceMoECase))
+        self[case] = train_case("precision=fp64", case) if is_balanced else train_plain(case)
         return self[case]

@@ -6,59 +6,30 @@ import dataclasses
 
 import pytest
 
-from tests.parity.moe_cases import hugging_face_moe_cases, moe_cases, train_moe_cases
+from tests.parity.moe_cases import moe_cases, train_moe_cases
 from weft.testing import ParityResult, train_case
 
 RTOL = 1e-10
 
-#: (plan, whether Hugging Face's models run it too)
-PLANS_2 = [
-    ("dp_shard=2 ep=2 zero=0", True),
-    ("dp_shard=2 ep=2 zero=1 recompute=full", False),
-    ("dp_shard=2 zero=2 accumulation=2", False),
-    ("dp_shard=2 ep=2 zero=2 accumulation=4", False),
-    ("dp_shard=2 ep=2 zero=3 accumulation=2", True),
-    ("dp_shard=2 ep=2 zero=3 recompute=selective", False),
-    ("dp_shard=2 ep=2 zero=3 recompute=full", False),
-    ("dp_shard=2 ep=2 zero=2 recompute=selective", False),
-    ("dp_shard=2 ep=2 zero=1 offload=optimizer", False),
-    ("cp=2 ep=2", False),
-    ("cp=2 ep=2 zero=3 cp_mode=ring", False),
-    ("tp=2", True),
-    ("tp=2 ep=2", False),
-    ("tp=2 ep=2 sp=on accumulation=2", True),
-]
-PLANS_4 = [
-    ("dp_shard=4 ep=4 zero=0 accumulation=2", False),
-    ("dp_shard=4 ep=2 zero=0", False),
-    ("dp_shard=4 ep=2 zero=1", True),
-    ("dp_shard=4 ep=4 zero=2", False),
-    ("dp_shard=4 ep=2 zero=3 accumulation=2", False),
-    ("dp_shard=4 ep=4 zero=3", True),
-    ("dp_replicate=2 dp_shard=2 ep=2 zero=0", False),
-    ("dp_replicate=2 dp_shard=2 ep=2 zero=1 accumulation=2", False),
-    ("dp_replicate=2 dp_shard=2 ep=2 zero=2", False),
-    ("dp_replicate=2 dp_shard=2 ep=2 zero=3", False),
-    ("dp_shard=2 cp=2 ep=4 zero=1", False),
-    ("dp_shard=2 cp=2 ep=2 zero=3", True),
-    ("dp_shard=2 tp=2 ep=4 zero=1 sp=on", False),
-    ("dp_shard=2 tp=2 ep=2 zero=3", False),
-    ("tp=2 cp=2 ep=4 sp=on", False),
-    ("tp=2 cp=2 ep=2 zero=3", False),
-    ("cp=4 ep=2 zero=2 cp_mode=gather", False),
+#: What ranks do with their part besides, where tokens go to experts; every layout alone: tests/parity/test_layouts.py.
+PLANS = [
+    "dp_shard=2 ep=2 zero=1 recompute=full",
+    "dp_shard=2 ep=2 zero=3 recompute=selective",
+    "dp_shard=2 ep=2 zero=3 recompute=full accumulation=2",
+    "dp_shard=2 ep=2 zero=2 recompute=selective accumulation=2",
+    "dp_shard=2 ep=2 zero=1 offload=optimizer",
+    "tp=2 ep=2 sp=on recompute=selective",
 ]
 
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, ParityResult]:
-    return train_moe_cases("precision=fp64", {**moe_cases(), **hugging_face_moe_cases()})
+    return train_moe_cases("precision=fp64", moe_cases())
 
 
-@pytest.mark.parametrize(("plan", "all_models"), PLANS_2 + PLANS_4)
-def test_experts_over_ranks_equal_one_process(plan, all_models, references, request):
-    ranks = request.getfixturevalue("ranks2" if (plan, all_models) in PLANS_2 else "ranks4")
-    cases = moe_cases() | (hugging_face_moe_cases() if all_models else {})
-    for results in ranks.run(train_moe_cases, f"{plan} precision=fp64", cases):
+@pytest.mark.parametrize("plan", PLANS)
+def test_experts_over_ranks_equal_one_process(plan, references, ranks2):
+    for results in ranks2.run(train_moe_cases, f"{plan} precision=fp64", moe_cases()):
         for name, result in results.items():
             assert result.largest_difference(references[name]) < RTOL, name
 

@@ -46,7 +46,7 @@ def test_four_ranks(schedule, references, ranks4):
 @pytest.mark.parametrize(
     "data", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=1 recompute=full"]
 )
-@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_h1", "schedule=zb_v virtual_stages=2"])
+@pytest.mark.parametrize("schedule", ["schedule=zb_h1", "schedule=zb_v virtual_stages=2"])
 def test_with_data_parallel(schedule, data, references, ranks4):
     chosen = {name: case for name, case in cases().items() if name != "sequential" or "recompute" not in data}
     compare(ranks4, f"pp=2 microbatches=4 {data} {schedule}", chosen, references)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.parity.plans import Cell, References, differing
 from tests.parity.whole_space import axes_used, cell_of_each_set_of_axes, deep_subjects, random_cells
 from weft.errors import CommError
-from weft.testing import RankPool, train_case
+from weft.testing import RankPool
 
 #: Random plans on so many ranks: in the gate, with --all-plans.
 NUM_RANDOM = {4: (4, 300), 8: (2, 300)}
@@ -24,13 +24,6 @@ def ranks8():
         yield pool
 
 
-@pytest.fixture(scope="module")
-def references(plain):
-    """PyTorch alone; where there are experts one process of Weft, whose step is what balances them."""
-    with_experts = [one.case for one in deep_subjects().values() if one.shape is not None and one.shape.num_experts]
-    return References(plain | {case: train_case("precision=fp64", case) for case in with_experts})
-
-
 def found_wrong(cell: Cell, references: References, pool: RankPool) -> list[str]:
     """What is wrong with one cell, if anything."""
     try:
@@ -39,18 +32,18 @@ def found_wrong(cell: Cell, references: References, pool: RankPool) -> list[str]
         return [f"{cell.subject} under {cell.plan.format()}: {error}"]
 
 
-def test_eight_ranks_in_every_set_of_axes(references, ranks8, request):
+def test_eight_ranks_in_every_set_of_axes(plain, ranks8, request):
     """The gate tries the sets of three axes, in which every pair occurs."""
     cells = cell_of_each_set_of_axes(8)
     sizes = {1, 2, 3} if request.config.getoption("--all-plans") else {3}
     cells = [cell for cell in cells if len(axes_used(cell.plan).split()) in sizes]
     assert {len(axes_used(cell.plan).split()) for cell in cells} == sizes
-    found = [line for cell in cells for line in found_wrong(cell, references, ranks8)]
+    found = [line for cell in cells for line in found_wrong(cell, plain, ranks8)]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANDOM)
-def test_random_plans_equal_one_process(num_ranks, references, request):
+def test_random_plans_equal_one_process(num_ranks, plain, request):
     pool = request.getfixturevalue(f"ranks{num_ranks}")
     everything = request.config.getoption("--all-plans")
     found: list[str] = []
@@ -62,7 +55,7 @@ def test_random_plans_equal_one_process(num_ranks, references, request):
     )  # fmt: skip
     @given(cell=random_cells(num_ranks))
     def check(cell: Cell) -> None:
-        found.extend(found_wrong(cell, references, pool))
+        found.extend(found_wrong(cell, plain, pool))
 
     check()
     assert not found, "\n".join(found)

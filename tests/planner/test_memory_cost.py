@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.planner import loss_memory
 from weft.planner.columns import Columns, Job
 from weft.planner.estimate import estimate
 from weft.planner.memory_cost import CLASSES, layer_bytes
@@ -97,6 +99,19 @@ def test_gpt_keeps_34_bytes_and_its_scores():
     assert kept("full") == pytest.approx(2)
 
 
+def test_the_loss_is_cut_where_the_runtime_cuts_it():
+    head, head_loss = (importlib.import_module(f"weft.parallel.{name}") for name in ("head", "head_loss"))
+    assert (loss_memory.LARGE_LOGITS_BYTES, loss_memory.CHUNK_BYTES) == (head.LARGE_LOGITS_BYTES, head_loss.CHUNK_BYTES)
+
+
+def test_logits_of_a_large_vocabulary_do_not_set_the_peak():
+    """8192 tokens of 128 thousand entries: 13 GiB whole; cut, the weight's gradient in fp32 and bf16, and 0.2 GiB."""
+    columns = Columns.make(1, dp_shard=8, num_micro=16)
+    whole, cut = (estimate(job(cut_loss=cuts), CLUSTER, columns, TABLES).memory["logits"][0] for cuts in (False, True))
+    assert whole == pytest.approx(8192 * 128_256 * 12, rel=0.02)
+    assert cut == pytest.approx(6 * 128_256 * 4096, rel=0.1)
+
+
 def test_each_stage_of_zero_holds_less():
     columns = Columns.make(4, dp_shard=8, zero=[0, 1, 2, 3], num_micro=2)
     found = estimate(job(), CLUSTER, columns, TABLES)
@@ -112,7 +127,8 @@ def test_each_stage_of_zero_holds_less():
 @pytest.mark.parametrize(("ranks", "allocated", "reserved"), [(8, 68.35, 82.4), (128, 57.83, 67.0)])
 def test_a_published_peak(ranks, allocated, reserved):
     """Llama 3 8B, 2 x 8192 tokens, ZeRO 3, selective recompute: traced allocation, and torchtitan's printed peak."""
-    task = replace(job(fused_norm=False, selective_half=True), global_batch=2 * ranks)
+    titan = job(fused_norm=False, selective_half=True, cut_loss=False, loss_bytes=13.0)
+    task = replace(titan, global_batch=2 * ranks)
     columns = Columns.make(1, dp_shard=ranks, zero=3, microbatch=2, recompute=RECOMPUTES.index("selective"))
     found = estimate(task, CLUSTER, columns, TABLES)
     assert found.allocated_bytes[0] / 2**30 == pytest.approx(allocated, rel=0.03)

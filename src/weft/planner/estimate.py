@@ -17,7 +17,7 @@ from weft.planner.layer_cost import LayerCosts, layer_costs
 from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
 from weft.planner.overlap import Shares, Window, exposed_s
 from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
-from weft.planner.recompute_cost import budget_s
+from weft.planner.recompute_cost import budget_s, replay_s
 from weft.planner.tables import Tables
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import RECOMPUTES
@@ -137,8 +137,7 @@ def _chunk(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
     terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
-    selective = costs.memory_f + (costs.gemm_f / 2 if job.stack.selective_half else 0.0)
-    *idle, layer = _layer_terms(columns, costs, selective)
+    *idle, layer = _layer_terms(job, columns, costs)
     layer["recompute"] = layer["recompute"] + budget_s(job, columns, costs)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
@@ -162,20 +161,12 @@ def _chunk(
     return terms, memory_bytes(job, columns, tables, stages)
 
 
-def _layer_terms(columns: Columns, costs: LayerCosts, selective: Array) -> tuple[Array, Array, dict[str, Array]]:
-    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term.
-
-    selective: what selective recompute takes.
-    """
+def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
+    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term."""
     forward = costs.gemm_f + costs.attn_f + costs.memory_f
     backward = costs.gemm_b + costs.attn_b + costs.memory_b
-    again = {
-        "full": forward + costs.tp_f + costs.cp_f + costs.ep_f,
-        "attention": costs.attn_f,
-        "selective": selective,
-    }
     repeated = np.zeros(len(columns))
-    for name, seconds in again.items():
+    for name, seconds in replay_s(job, columns, costs).items():
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
     repeated = repeated * columns.recompute_share
     idle_f = np.maximum(0.0, costs.host_f - forward - costs.tp_f - costs.cp_f - costs.ep_f)

@@ -22,6 +22,7 @@ from weft.planner.traced import (
     TracedShape,
     attention_s,
     end_s,
+    last_product_s,
     moved_bytes,
     num_calls,
     products_s,
@@ -38,12 +39,13 @@ _CALLS_FUSED, _CALLS_EAGER = 22, 40
 class LayerCosts:
     """Seconds by part; one entry per distinct cut. A layer is the mean over the model's layers.
 
-    *_f forward, *_b backward (wgrad: the part of it that makes weight gradients). core_f: attention scores alone.
-    linear_f: matmuls of the layer. tp, cp, ep: exposed communication. head and embed: loss, head and embedding,
-    communication in it. calls_f: host seconds of one layer's forward.
+    *_f forward, *_b backward (wgrad: the part of it that makes weight gradients). last_f: of gemm_f, the product whose
+    result is the layer's own, where a dense layer has one. tp, cp, ep: exposed communication. head and embed: loss,
+    head and embedding, communication in it. calls_f: host seconds of one layer's forward.
     """
 
     gemm_f: Array
+    last_f: Array
     gemm_b: Array
     wgrad: Array
     attn_f: Array
@@ -96,6 +98,8 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
     if isinstance(shape, TracedShape):
         return _traced(job, shape, columns, tables, fabric, (tokens, q, kv, rate, half, width))
     gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, q, kv, rate)
+    down = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / t)))
+    last = gemm_s(tables, *down, 1.0, rate) * (_dense_share(shape) if shape.ffn else 0.0)
     attn_f, attn_b = _attention(job, columns, tables, q, half)
     memory_f, memory_b = _passes(job, columns, tokens, q, kv)
     if (columns.cp > 1).any():
@@ -111,6 +115,7 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
     host = calls * tables.host_op_s / stack.host_gain * (0.0 if stack.cuda_graphs else 1.0)
     return LayerCosts(
         gemm_f=gemm_f * width,
+        last_f=last * width,
         gemm_b=(dgrad + wgrad) * width,
         wgrad=wgrad * width,
         attn_f=attn_f,
@@ -139,6 +144,7 @@ def _traced(
     tokens, q, kv, rate, half, width = given
     own = own_cut(job, columns, rate=rate, half=half)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
+    last = last_product_s(shape, own, tables)
     attn_f, attn_b = attention_s(shape, None, own, tables, job.stack.attn_gain)
     memory_f, memory_b = moved_bytes(shape, None, own)
     if (columns.cp > 1).any():
@@ -156,6 +162,7 @@ def _traced(
     none = np.zeros(len(columns))
     return LayerCosts(
         gemm_f=gemm_f * width,
+        last_f=last * width,
         gemm_b=(dgrad + wgrad) * width,
         wgrad=wgrad * width,
         attn_f=attn_f,
@@ -197,6 +204,11 @@ def own_cut(job: Job, columns: Columns, rate: Array | None = None, half: Array |
     )
 
 
+def _dense_share(shape: Shape) -> float:
+    """Of the layers, those without experts."""
+    return (shape.layers - shape.moe_layers) / shape.layers
+
+
 def _linears(
     job: Job, columns: Columns, tables: Tables, tokens: Array, q: Array, kv: Array, rate: Array
 ) -> tuple[Array, Array, Array]:
@@ -205,7 +217,7 @@ def _linears(
     ups = 2.0 if shape.gated else 1.0
     h = float(shape.hidden)
     one = np.ones_like(tokens)
-    dense_share = (shape.layers - shape.moe_layers) / shape.layers
+    dense_share = _dense_share(shape)
     # Rows: m, n, k, batch, how often in a mean layer.
     parts = [(tokens, h * one, q, one, 1.0), *_inputs(shape, tokens, q, kv)]
     ffn = [(float(shape.ffn), dense_share), (float(shape.shared_ffn), 1 - dense_share)]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from weft.planner.columns import PRECISIONS, Columns, Job
 from weft.planner.context_cost import buffer_bytes
 from weft.planner.layer_cost import own_cut, padded_vocab
+from weft.planner.loss_memory import cut_loss_bytes, is_cut
 from weft.planner.overlap import Shares
 from weft.planner.pipeline import Stages, in_flight
 from weft.planner.tables import Tables
@@ -273,4 +274,10 @@ def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
         6.0,
         np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes),
     )
-    return tokens * (padded_vocab(job, t) / t * each + 4.0 * job.shape.hidden)
+    vocab, h = padded_vocab(job, t) / t, float(job.shape.hidden)
+    found = tokens * vocab * each
+    if job.stack.cut_loss and job.shape.vocab:
+        fp32 = columns.precision == PRECISIONS.index("fp32")
+        width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
+        found = np.where(is_cut(columns, tokens, vocab), cut_loss_bytes(columns, tokens, vocab, h, width), found)
+    return found + tokens * 4.0 * h

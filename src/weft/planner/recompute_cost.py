@@ -41,6 +41,29 @@ class Heavy(NamedTuple):
     worth: float
 
 
+def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
+    """Seconds of what each policy makes again of one pass of a layer."""
+    summed = _summed_again(job, columns, costs)
+    whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
+    half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
+    if job.stack.replay_stops:
+        return {
+            "full": whole - costs.last_f + summed,
+            "attention": costs.attn_f,
+            "selective": costs.memory_f + half + summed,
+        }
+    return {"full": whole + costs.tp_f, "attention": costs.attn_f, "selective": costs.memory_f + half}
+
+
+def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    """Seconds of tensor-parallel traffic in a replay that stops before a layer's last product, and the sum after it.
+
+    Of two sums one, of two gathers and two scattered sums three: what enters a cut product is brought together again
+    whether the product itself was kept or not.
+    """
+    return costs.tp_f * np.where(columns.sp, 0.75, 0.5) if job.stack.replay_stops else np.zeros(len(columns))
+
+
 def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
     """Seconds of recompute of one pass of one layer under a budget; zero for plans without one."""
     budgets = np.isfinite(columns.activation_budget)
@@ -72,14 +95,13 @@ def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[Option]:
     """The options of a mean layer, from keeping all to keeping its input alone."""
     bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
-    everything = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
     found = [Option(bytes_of["none"], np.zeros(len(columns)))]
     heavy = sorted(_heavy(job, columns), key=lambda each: each.worth)
     seconds = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
     for dropped in range(len(heavy)):
         kept = bytes_of["full"] + sum(each.kept for each in heavy[dropped:])
-        found.append(Option(kept, costs.memory_f + sum(seconds[:dropped], np.zeros(len(columns)))))
-    return [*found, Option(bytes_of["full"], everything)]
+        found.append(Option(kept, sum(seconds[:dropped], costs.memory_f + _summed_again(job, columns, costs))))
+    return [*found, Option(bytes_of["full"], replay_s(job, columns, costs)["full"])]
 
 
 def _with_policy(columns: Columns, name: str) -> Columns:

@@ -17,7 +17,8 @@ class Stack:
     fused_norm, fused_mlp, fused_rope: one kernel for a norm, for activation and gate, for rotary positions.
     fused_loss: the loss works in place on the logits (else fp32 copies of them).
     fused_sums: weight gradients are added to the sum of former passes inside their matmuls.
-    loss_bytes: peak memory of the loss by logit, beside which compiled code needs 10 and a fused loss 6.
+    cut_loss: where logits would be large, and under tensor parallelism, the head gives the loss a few tokens at a time.
+    loss_bytes: peak memory of a loss of whole logits by logit, beside which compiled code needs 10 and a fused loss 6.
     adam_bytes: memory traffic of the update by parameter. overlap_grads: gradients travel under backward.
     overlap_params: gathered parameters travel under compute. overlap_tp: tensor-parallel traffic hides under matmuls.
     overlap_tp_backward: in backward alone, where the weight gradients need none of it.
@@ -28,6 +29,8 @@ class Stack:
     weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
     regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
     selective_half: selective recompute makes every second product again (else none: it keeps them all).
+    replay_stops: full recompute ends before a layer's last product, whose result backward does not ask for, and the sum
+    after it (else it makes the whole forward again).
     dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
@@ -46,7 +49,8 @@ class Stack:
     fused_rope: bool = False
     fused_loss: bool = False
     fused_sums: bool = False
-    loss_bytes: float = 13.0
+    cut_loss: bool = True
+    loss_bytes: float = 12.0
     adam_bytes: float = 30.0
     overlap_grads: bool = True
     overlap_params: bool = True
@@ -61,6 +65,7 @@ class Stack:
     gather_bytes: float = 2.0
     regather_sp: bool = True
     selective_half: bool = False
+    replay_stops: bool = True
     dropout: bool = False
     cuda_graphs: bool = False
     host_gain: float = 1.0

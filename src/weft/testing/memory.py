@@ -20,6 +20,7 @@ from weft.spec.cluster import ClusterSpec
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing.live import LiveBytes
+from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep
 from weft.train.loss import model_forward, token_cross_entropy
 
@@ -98,6 +99,43 @@ def _alive_bytes(plan: Plan, num_layers: int) -> int:
         found = live.now
     loss_sum.backward()  # some engines wait for it
     return found
+
+
+#: Plans whose fullest moment is measured, by what fills it; models, sequences and tokens of the batch.
+_WIDE_VOCABULARY = dataclasses.replace(_SAVING_MODEL, vocab_size=16384, tied=False)
+_MANY_PARAMETERS = dataclasses.replace(_SAVING_MODEL, dim=384, num_layers=8, num_kv_heads=4, ffn_dim=1536, tied=False)
+FULLEST: dict[str, tuple[DecoderSpec, int, int]] = {
+    **dict.fromkeys(("dp_replicate=2", "tp=2", "tp=2 sp=on"), (_WIDE_VOCABULARY, 4, _TOKENS)),
+    **dict.fromkeys(
+        ("dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "dp_shard=2 zero=3 reshard=after_step"),
+        (_MANY_PARAMETERS, 1, 8),
+    ),
+}
+
+
+def planned_peak(plan: Plan) -> dict[str, float]:
+    """Bytes by class at the fullest moment of a step with a plan of `FULLEST`, by the planner."""
+    spec, rows, tokens = FULLEST[plan.format()]
+    cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
+    job = Job(shape=Shape.of_decoder(spec), seq_len=tokens, global_batch=rows * plan.dp_size)
+    memory = estimate(job, cluster, Columns.of([plan], job), Tables.of(cluster.device)).memory
+    classes = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+    return {name: float(memory[name][0]) for name in classes}
+
+
+def measure_peak(plan_text: str) -> int:
+    """Bytes of live tensors at that moment, on this rank of those that are joined."""
+    plan = Plan.parse(plan_text)
+    spec, rows, tokens = FULLEST[plan.format()]
+    mesh = build_mesh(plan)
+    model = build_decoder(spec)
+    parallelize(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward)
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(tokens).repeat(rows, 1)}
+    step(batch)  # makes the optimizer's states
+    return peak_of_step(step, batch)
 
 
 def measure(plan_text: str) -> PerParameter:

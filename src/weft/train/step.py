@@ -153,6 +153,7 @@ class TrainStep:
                 with self._meter.phase("forward"):
                     output = self._with_labels(self.model, microbatch)
                     loss_sum, num_tokens = self._loss_fn(output, microbatch)
+                    del output  # logits are large, and backward does not ask for them
                     totals[0] += loss_sum.detach()
                     totals[1] += num_tokens
                 with self._meter.phase("backward"):

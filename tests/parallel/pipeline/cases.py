@@ -43,6 +43,23 @@ def losses(plan_text: str, spec: DecoderSpec = TIED, num_steps: int = 3) -> list
     return [step(local_microbatches(case.batch(index), mesh.plan, mesh.data.rank)).loss for index in range(num_steps)]
 
 
+def most_kept_for_sending(plan_text: str) -> int:
+    """Activations and gradients that this rank keeps alive at a time because they may not have been sent yet."""
+    mesh, model, _, step = start(plan_text)
+    boundary, found = pipeline_of(model)._boundary, []
+    post = boundary._post
+
+    def posted(*args):
+        post(*args)
+        found.append(len(boundary._sent))
+
+    case = DecoderCase(TIED, global_batch=mesh.plan.microbatches, seq_len=8)
+    step(local_microbatches(case.batch(0), mesh.plan, mesh.data.rank))  # tells of shapes too
+    boundary._post = posted
+    step(local_microbatches(case.batch(1), mesh.plan, mesh.data.rank))
+    return max(found)
+
+
 def overflows(plan_text: str) -> list[tuple[bool, float | None]]:
     """Whether each of two steps was skipped, and its loss scale, which begins too high for fp16."""
     mesh, _, _, step = start(plan_text)

@@ -88,6 +88,13 @@ def test_no_rank_ever_holds_the_whole_model(family, ranks4, tmp_path):
         assert loaded < 0.7 * whole
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_what_was_sent_is_let_go(schedule, ranks2):
+    """What is kept does not grow with the microbatches."""
+    few, many = (ranks2.run(cases.most_kept_for_sending, f"pp=2 microbatches={m} {schedule}") for m in (8, 24))
+    assert max(many) == max(few) <= 8
+
+
 def test_too_few_microbatches(ranks2):
     assert set(ranks2.run(cases.wrong_number, "pp=2 microbatches=4")) == {
         "microbatches=4: this step was given 1. Give as many as the plan says."

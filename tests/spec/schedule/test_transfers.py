@@ -10,6 +10,7 @@ from weft.spec.schedule import (
     Action,
     Schedule,
     Transfer,
+    arrived_by,
     build_schedule,
     makes,
     needs,
@@ -89,6 +90,49 @@ def test_everything_arrives_before_it_is_used(schedule):
                 continue
             assert all(need in here for need in needs(schedule, step)), (rank, step)
             here.update(makes(step))
+
+
+@EXAMPLES
+@given(schedule=schedules())
+def test_what_is_let_go_has_been_worked_with(schedule):
+    """Wherever a message is taken, what it says to have arrived was used by its receiver before that message left."""
+    programs = with_transfers(schedule)
+    for rank, program in enumerate(programs):
+        sends = [step[1:4] for step in program if isinstance(step, Transfer) and step.way == "send"]
+        takes = {step[1:4]: step.peer for step in program if isinstance(step, Transfer) and step.way == "receive"}
+        found = arrived_by(programs, rank)
+        gone = [key for keys in found.values() for key in keys]
+        assert found.keys() == takes.keys()
+        assert len(set(gone)) == len(gone)
+        assert set(gone) <= set(sends)
+        for key, there in found.items():
+            other = programs[takes[key]]
+            left = next(at for at, one in enumerate(other) if isinstance(one, Transfer) and one[:4] == ("send", *key))
+            for content, stage, microbatch in there:
+                kinds = ("F",) if content == "activation" else ("B", "BW")
+                used = [Action(kind, stage, microbatch) for kind in kinds]
+                assert any(step in used for step in other[:left] if isinstance(step, Action))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved", "zb_interleaved", "zb_v", "dualpipe_v"])
+def test_what_waits_to_be_let_go_does_not_grow_with_the_microbatches(name):
+    """All but gpipe, which sends all activations first."""
+
+    def most(num_microbatches):
+        virtual = 1 if name in ("1f1b", "zb_h1") else 2
+        programs = with_transfers(build_schedule(name, 4, num_microbatches, virtual))
+        found = 0
+        for rank, program in enumerate(programs):
+            arrived, kept = arrived_by(programs, rank), set()
+            for step in program:
+                if isinstance(step, Transfer) and step.way == "send":
+                    kept.add(step[1:4])
+                    found = max(found, len(kept))
+                elif isinstance(step, Transfer):  # taken no earlier than it is posted
+                    kept.difference_update(arrived[step[1:4]])
+        return found
+
+    assert most(64) == most(16) <= 20
 
 
 @EXAMPLES

@@ -6,7 +6,7 @@ activation what shape and format it has; from then on both know, and nothing but
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from weft.comm.peer import Message, start_receive, start_send
 from weft.errors import CommError, ModelError
 from weft.mesh import Axis
-from weft.spec.schedule import Transfer
+from weft.spec.schedule import Key, Transfer
 
 #: Shape and format of an activation.
 _Form = tuple[torch.Size, torch.dtype]
@@ -36,8 +36,9 @@ class Boundary:
         self._kinds: dict[tuple[object, ...], int] = {}
         self._forms: dict[tuple[int, int], _Form] = {}  # by stage that is entered, and kind
         self._known: set[int] = set()
-        self._arriving: dict[tuple[str, int, int], Message] = {}
-        self._sent: dict[tuple[str, int, int], Message] = {}
+        self._arriving: dict[Key, Message] = {}
+        self._sent: dict[Key, Message] = {}
+        self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
     def kind_of(self, batch: Any) -> int:
         """A number for what the shapes between stages follow from: the shapes, formats and names of a microbatch."""
@@ -45,8 +46,9 @@ class Boundary:
         described = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
         return self._kinds.setdefault((structure, *described), len(self._kinds))
 
-    def begin(self) -> None:
-        """A step begins; what a broken one left is forgotten."""
+    def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
+        """A step begins; what a broken one left is forgotten. arrived_by: what may be let go, see `spec.schedule`."""
+        self._arrived_by = arrived_by or {}
         self._arriving.clear()
         self._sent.clear()
 
@@ -63,9 +65,8 @@ class Boundary:
     def take(self, content: str, stage: int, microbatch: int) -> torch.Tensor:
         """Wait for a tensor that is on its way."""
         tensor = self._arriving.pop((content, stage, microbatch)).wait()
-        if content == "gradient":
-            # Who sent it had our activation: that is let go without waiting.
-            sent = self._sent.pop(("activation", stage + 1, microbatch), None)
+        for key in self._arrived_by.get((content, stage, microbatch), ()):
+            sent = self._sent.pop(key, None)
             if sent is not None:
                 sent.wait()
         return tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from weft.parallel.pipeline.split import Split, split_model
 from weft.parallel.pipeline.stage import ForwardFn, Stage
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
 from weft.parallel.placement import Placement
-from weft.spec.schedule import Action, Transfer, parts, receiving_early, schedule_of, with_transfers
+from weft.spec.schedule import Action, Key, Transfer, arrived_by, parts, receiving_early, schedule_of, with_transfers
 
 #: (output, batch) -> (sum of losses, number of tokens).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
@@ -76,7 +76,9 @@ class Pipeline:
         self.stages = split.stages
         self.counts = split.counts
         self.schedule = schedule_of(mesh.plan)
-        self.program = with_transfers(self.schedule)[mesh["pp"].rank]
+        programs = with_transfers(self.schedule)
+        self.program = programs[mesh["pp"].rank]
+        self._arrived_by = arrived_by(programs, mesh["pp"].rank)
         self._early = receiving_early(self.program)
         self._axis = mesh["pp"]
         self._device = mesh.device
@@ -108,7 +110,7 @@ class Pipeline:
             raise ModelError(
                 f"microbatches={expected}: this step was given {len(work.microbatches)}. Give as many as the plan says."
             )
-        self._begin(work.microbatches)
+        self._begin(work.microbatches, self._arrived_by)
         began = self._computed = time.perf_counter()
         self.events = []
         # Messages of gloo wait for nobody. A receive whose shape is not known yet waits, so it keeps the common order.
@@ -146,8 +148,8 @@ class Pipeline:
                     self._move(Transfer("send", *after, target))
         self._boundary.end()
 
-    def _begin(self, batches: Sequence[Any]) -> None:
-        self._boundary.begin()
+    def _begin(self, batches: Sequence[Any], arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
+        self._boundary.begin(arrived_by)
         self._flights.clear()
         self._weights.clear()
         self._made.clear()

@@ -16,8 +16,8 @@ from weft.planner.columns import Columns, Job
 from weft.planner.measured.crowd import Crowd, crowd_of
 from weft.planner.measured.data_parallel import data_parallel_s
 from weft.planner.measured.laws import Laws
-from weft.planner.measured.layer import VALUE, Clock, dtype_of, last_product, layer_costs
-from weft.planner.recompute_cost import budget_s
+from weft.planner.measured.layer import VALUE, Clock, dtype_of, layer_costs
+from weft.planner.recompute_cost import budget_s, replay_s
 from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]
@@ -77,15 +77,8 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
 def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, dtype: str) -> Pass:
     """One microbatch on the busiest rank, forward and backward, with what recompute does again."""
     layers, costs = crowd.layers, layer_costs(job, columns, laws, active, dtype)
-    summed_again = np.where(columns.sp, 0.75, 0.5)  # a replay stops before the last product, and the sum after it
-    again = {
-        "full": costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f * summed_again + costs.cp_f + costs.ep_f
-        - last_product(job, columns, laws, active, dtype),
-        "attention": costs.attn_f,
-        "selective": costs.memory_f,  # every heavy operation's output is kept
-    }  # fmt: skip
     repeated = budget_s(job, columns, costs)
-    for name, seconds in again.items():
+    for name, seconds in replay_s(job, columns, costs).items():
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
     embed, head = crowd.has_embedding, crowd.has_head
     return Pass({

@@ -73,6 +73,7 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
     q = np.ceil(shape.heads / t) * shape.head_dim
     kv = np.ceil(shape.kv_heads / t) * shape.head_dim
     products = _products(job, columns, clock, tokens, q, kv)
+    dense = (shape.layers - shape.moe_layers) / shape.layers
     attention = _attention(job, columns, clock, q, kv)
     passes = _passes(job, columns, clock, tokens, q, kv)
     tp = _tp(job, columns, clock, tokens)
@@ -82,6 +83,7 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
     head = _head(job, columns, clock, tokens)
     return LayerCosts(
         gemm_f=products[0],
+        last_f=dense * clock.of("linear_f", tokens, float(shape.hidden), shape.ffn / t),
         gemm_b=products[1] + products[2],
         wgrad=products[2],
         attn_f=attention[0],
@@ -101,18 +103,6 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
         embed=clock.of("embedding", tokens, float(shape.hidden), padded_vocab(job, t) / t),
         embed_tp=_embed_tp(job, columns, clock, tokens),
     )
-
-
-def last_product(job: Job, columns: Columns, laws: Laws, active: Array, dtype: str) -> Array:
-    """Seconds of a layer's last product, which recompute does not repeat: backward asks for nothing behind its input.
-
-    Zero where it is cut: its sum over tp is one step of autograd with it.
-    """
-    clock = Clock(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
-    tokens = columns.microbatch * (job.seq_len / columns.cp)
-    shape = job.shape
-    dense = (shape.layers - shape.moe_layers) / shape.layers
-    return np.where(columns.tp > 1, 0.0, dense * clock.of("linear_f", tokens, float(shape.hidden), float(shape.ffn)))
 
 
 def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:

@@ -5,9 +5,10 @@ Counted in values of a token, as autograd of single kernels keeps them in fp32:
     norm        its input, the normalised input, what leaves it, and one number       3 h + 1
     attention   q, k, v and output, and one number for each head                      2 q + 2 kv + heads
     SwiGLU      gate, up, silu and product                                            4 f
-    loss        logits, their log-softmax, and the gradients of both                  4 V, whole only for the moment
+    loss        log-softmax, and the gradients of it and of the logits                3 V, whole only for the moment
 
-Two moments are looked at: the loss, and backward of the last layer. There is no allocator whose reserve would count.
+Three moments are looked at: the loss, and backward of the last and of the first layer. There is no allocator whose
+reserve would count.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
 from weft.planner.layer_cost import padded_vocab
+from weft.planner.loss_memory import cut_loss_bytes, is_cut
 from weft.planner.measured.crowd import ranks_of
 from weft.planner.memory_cost import CLASSES, rank_shares
 from weft.planner.pipeline import in_flight
@@ -24,10 +26,6 @@ from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]
 
-#: Values of a token that the cut loss makes besides its logits: labels, masks, largest logit, sums.
-_LABELS = 13.0
-#: Logits of a whole head that is told the labels may take this much before the head goes through them in parts.
-_LARGE_LOGITS, _CHUNK = 2.0**28, 2.0**26
 #: Parameters whose gradients travel together under ZeRO 0 to 2.
 _BUCKET = 4.0 * 2**20
 
@@ -65,18 +63,19 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     turns = 0.0 if shape.learned_positions else 2.0 * shape.head_dim
     ends = tokens * (head * norm + turns)
     # The loss.
-    cut = (columns.tp > 1) | (tokens * vocab * 4 > _LARGE_LOGITS)
-    rows = np.minimum(tokens, np.floor(_CHUNK / (4 * vocab)))
-    parts = rows * vocab + tokens * (h + _LABELS) + vocab * h + np.where(columns.sp, tokens * h, 0.0)
-    # A pipeline lets the logits themselves go; else the caller of forward still has them.
-    logits = head * np.where(cut, parts, tokens * np.where(columns.pp > 1, 3, 4) * vocab)
-    # Backward of the last layer: the logits are still there, or the head's gradients; what the layer makes again, and
-    # the gradients on their way through it.
-    stay = head * np.where(cut, vocab * h, tokens * vocab)
+    cut = is_cut(columns, tokens, vocab)
+    parts = cut_loss_bytes(columns, tokens, vocab, h, width) / width
+    logits = head * np.where(cut, parts, tokens * 3 * vocab)
+    # Backward of the last layer: the head's gradients of a cut loss; what the layer makes again, and the gradients on
+    # their way through it.
+    stay = head * np.where(cut, vocab * h, 0.0)
     ffn = (shape.ffn or shape.top_k * shape.expert_ffn) / t
     working = tokens * (h + (2 if shape.gated else 1) * ffn)
     again = np.where(columns.recompute == RECOMPUTES.index("none"), 0.0, tokens * (whole - h / outside))
     in_backward = stay + working + again - tokens * head * norm  # the last norm's are let go before
+    # Backward of the first layer: others have let go what they kept, and left gradients on their way.
+    leaving = _leaving(job, columns, layers, head * vocab * h)
+    in_backward = np.maximum(in_backward, again + working + leaving - saved * (1 - 1 / np.maximum(1.0, layers)))
     is_late = in_backward > logits
     states = _states(job, columns, layers, embedding, head, width, is_late)
     states["gradients"] = _gradients(columns, states.pop("params"), width, passes, tokens * layers * kept)
@@ -85,6 +84,14 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
         "activations": (saved + ends + np.where(is_late, in_backward, 0.0)) * width,
         "logits": np.where(is_late, 0.0, logits) * width,
     }
+
+
+def _leaving(job: Job, columns: Columns, layers: Array, head: Array) -> Array:
+    """Gradients on their way when backward comes to the first layer, where they leave bucket by bucket."""
+    unit = rank_shares(job, columns, np.ones(len(columns)), False, False)
+    made = head + np.maximum(0.0, layers - 1) * (unit.dense + unit.experts)
+    leaves = np.isin(columns.zero, (1, 2)) & (columns.num_micro == 1) & (columns.pp == 1)
+    return np.where(leaves, np.minimum(made, 3 * _BUCKET), 0.0)
 
 
 def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:

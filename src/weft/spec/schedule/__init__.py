@@ -2,14 +2,16 @@
 
 from weft.spec.schedule.action import Action, Pair, Step, parts
 from weft.spec.schedule.schedule import Schedule, build_schedule, schedule_of, stage_owner, stages_of
-from weft.spec.schedule.transfers import Transfer, makes, needs, receiving_early, with_transfers
+from weft.spec.schedule.transfers import Key, Transfer, arrived_by, makes, needs, receiving_early, with_transfers
 
 __all__ = [
     "Action",
+    "Key",
     "Pair",
     "Schedule",
     "Step",
     "Transfer",
+    "arrived_by",
     "build_schedule",
     "makes",
     "needs",

@@ -87,6 +87,30 @@ def receiving_early(program: Program) -> Program:
     return found
 
 
+#: Names a message: content, stage and microbatch of its transfer.
+Key = tuple[str, int, int]
+
+
+def arrived_by(programs: list[Program], rank: int) -> dict[Key, list[Key]]:
+    """What this rank has sent and need not keep: for each message that it receives, those that are surely there.
+
+    A message from another rank says that whatever that rank has worked with before is no longer on its way to it.
+    """
+    sent = {(step.peer, *step[1:4]) for step in programs[rank] if isinstance(step, Transfer) and step.way == "send"}
+    found: dict[Key, list[Key]] = {}
+    for peer in {step.peer for step in programs[rank] if isinstance(step, Transfer)}:
+        there: list[Key] = []
+        for step in programs[peer]:
+            if isinstance(step, Action):
+                key = ("activation" if step.kind == "F" else "gradient", step.stage, step.microbatch)
+                if step.kind != "W" and (peer, *key) in sent:
+                    there.append(key)
+            elif step.way == "send" and step.peer == rank:
+                found[step[1:4]] = there
+                there = []
+    return found
+
+
 def needs(schedule: Schedule, action: Action) -> list[Action]:
     """What must be made before this action, as F and B: see `makes`."""
     kind, stage, microbatch = action
