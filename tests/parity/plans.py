@@ -110,10 +110,10 @@ def broad_subjects() -> dict[str, Subject]:
 #: Covered besides all pairs of fields: what data parallelism does, in threes.
 THREES = tuple(itertools.combinations(("zero", "recompute", "offload", "accumulation", "subject"), 3))
 GROUPS = (*pairs((*plan_fields(), "subject")), *THREES)
-#: Of many models: all pairs of axes, and each model on each of them.
+#: Of many models: all pairs of axes; and, on two ranks, each model on each of them.
 LAYOUT_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule")
-_PER_MODEL = (("zero",), ("tp", "sp"), ("cp", "cp_mode"), ("ep",), ("pp",))
-BROAD_GROUPS = (*pairs((*LAYOUT_AXES, "accumulation")), *((*axes, "subject") for axes in _PER_MODEL))
+_PER_MODEL = tuple((*axes, "subject") for axes in (("zero",), ("tp", "sp"), ("cp",), ("ep",), ("pp",)))
+BROAD_GROUPS = {2: (*pairs(LAYOUT_AXES), *_PER_MODEL), 4: pairs(LAYOUT_AXES)}
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:
@@ -123,14 +123,12 @@ def full_matrix(num_ranks: int) -> list[Cell]:
 
 
 def broad_matrix(num_ranks: int, *, is_whole: bool) -> list[Cell]:
-    """Every legal layout of every kind of model; or the gate's share: all pairs of axes, and each model on each axis.
-
-    Families show on two ranks what they have of their own.
-    """
+    """Every legal layout of every kind of model, or the gate's share."""
     only = {"recompute": ("none",), "offload": ((),), "order": ((),)}
+    # Families show on two ranks what they have of their own.
     subjects = broad_subjects() if is_whole or num_ranks == 2 else {**packed(), **experts()}
     cells = [Cell(name, plan) for name, one in subjects.items() for plan in one.plans(num_ranks, **only)]
-    return cells if is_whole else chosen_cells(cells, groups=BROAD_GROUPS)
+    return cells if is_whole else chosen_cells(cells, groups=BROAD_GROUPS[num_ranks])
 
 
 def chosen_cells(cells: Sequence[Cell], seed: int = 0, groups: Sequence[Sequence[str]] = GROUPS) -> list[Cell]:
