@@ -8,7 +8,7 @@ without being written twice, and one that somebody adds tomorrow does so too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -75,18 +75,27 @@ class _Undecided(Exception):
     """A rule reads a field that the partial plan does not have yet."""
 
 
+#: A row of a table.
+Place = tuple[PartialPlans, int]
+
+
 class _Watched:
-    """A partial plan in the eyes of a rule; notes which of the table's fields are read."""
+    """A partial plan in the eyes of a rule, from rows of tables; notes which of their fields are read.
 
-    __slots__ = ("_values", "reads")
+    Values are looked up as they are asked for: a rule reads few of them, and there are tens of thousands of rows.
+    """
 
-    def __init__(self, values: Mapping[str, Any], reads: set[str]):
-        self._values, self.reads = values, reads
+    __slots__ = ("_places", "reads")
+
+    def __init__(self, *places: Place):
+        self._places, self.reads = places, set[str]()
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._values:
-            self.reads.add(name)
-            return self._values[name]
+        for table, row in self._places:
+            codes = table.codes.get(name)
+            if codes is not None:
+                self.reads.add(name)
+                return table.levels[name][codes[row]]
         known = vars(Plan).get(name)
         if isinstance(known, property) and known.fget is not None:
             return known.fget(self)
@@ -99,14 +108,13 @@ def verdicts(rule: Rule, table: PartialPlans, facts: Facts) -> NDArray[np.uint8]
     """KEPT, BROKEN or OPEN for each row: OPEN where the rule reads a field that is not decided yet."""
     read: tuple[str, ...] = ()
     while True:
-        key, keys, decode = _keys(table, read)
-        found = np.full(int(keys.max(initial=0)) + 1, OPEN, dtype=np.uint8)
+        key, places = _keys(table, read)
+        found = np.full(max(places, default=0) + 1, OPEN, dtype=np.uint8)
         more: set[str] = set()
-        for each in keys.tolist():
-            values = decode(each)
-            reads: set[str] = set()
-            found[each] = _ask(rule, _Watched(values, reads), facts)
-            more |= reads - set(read)
+        for each, place in places.items():
+            plan = _Watched(place)
+            found[each] = _ask(rule, plan, facts)
+            more |= plan.reads.difference(read)
             if more:
                 break
         if not more:
@@ -123,11 +131,8 @@ def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
         return KEPT
 
 
-def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, Rows, Callable[[int], dict[str, Any]]]:
-    """A number for each row that tells its combination of `fields`, the numbers there are, and their meaning.
-
-    What a number means is a whole row's values: those of `fields` are what all rows of the number share.
-    """
+def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, Place]]:
+    """A number for each row that tells its combination of `fields`; and of each number, in rising order, a row."""
     key, span = np.zeros(len(table), dtype=np.int64), 1
     for name in fields:
         key, span = key * len(table.levels[name]) + table.codes[name], span * len(table.levels[name])
@@ -136,7 +141,8 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, Rows, Calla
             span = len(levels)
     first = np.full(span, -1, dtype=np.int64)
     first[key] = np.arange(len(key))
-    return key, np.flatnonzero(first >= 0), lambda number: table.row(int(first[number]))
+    numbers = np.flatnonzero(first >= 0)
+    return key, {number: (table, row) for number, row in zip(numbers.tolist(), first[numbers].tolist(), strict=True)}
 
 
 def broken(rules: Iterable[Rule], table: PartialPlans, facts: Facts) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
@@ -177,16 +183,15 @@ def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, facts: Facts) -
     """Ask a rule about every pair of rows, once for each combination of the fields that it reads."""
     read: set[str] = set()
     while True:
-        left_key, left_keys, of_left = _keys(left, [name for name in left.codes if name in read])
-        right_key, right_keys, of_right = _keys(right, [name for name in right.codes if name in read])
+        left_key, left_places = _keys(left, [name for name in left.codes if name in read])
+        right_key, right_places = _keys(right, [name for name in right.codes if name in read])
         grid = np.full((int(left_key.max()) + 1, int(right_key.max()) + 1), KEPT, dtype=np.uint8)
         more: set[str] = set()
-        for one in left_keys.tolist():
-            values = of_left(one)
-            for other in right_keys.tolist():
-                reads: set[str] = set()
-                grid[one, other] = _ask(rule, _Watched({**values, **of_right(other)}, reads), facts)
-                more |= reads - read
+        for one, place in left_places.items():
+            for other, beside in right_places.items():
+                plan = _Watched(beside, place)
+                grid[one, other] = _ask(rule, plan, facts)
+                more |= plan.reads - read
             if more:
                 break
         if not more:

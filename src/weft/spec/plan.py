@@ -7,8 +7,9 @@ Text form: only what differs from the defaults, in the order of the fields, such
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -108,7 +109,7 @@ class Plan:
         problems: list[Problem] = []
         for name in plan_fields():
             try:
-                object.__setattr__(self, name, _checked(name, getattr(self, name)))
+                object.__setattr__(self, name, _remembered(name, getattr(self, name)))
             except PlanError as error:
                 problems += error.problems
         if problems:
@@ -320,6 +321,16 @@ def _read(name: str, value: object) -> object:
     if name in CHOICES or name == "recompute":
         return value
     return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
+
+
+def _remembered(name: str, value: object) -> object:
+    """`_checked`, of values that may have been seen: a search makes thousands of plans of few values."""
+    return _checked_once(name, value) if isinstance(value, Hashable) else _checked(name, value)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _checked_once(name: str, value: object) -> object:
+    return _checked(name, value)
 
 
 def _checked(name: str, value: object) -> object:
