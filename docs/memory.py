@@ -47,7 +47,8 @@ FULL = """
 ## The fullest moment of a step
 MiB on one rank in fp32, by class, with what live tensors came to. The first three have a vocabulary of 16384 for 512
 tokens, so the loss is fullest: of whole logits, or, under tp, of what the head makes a few tokens at a time. The others
-have 19 million parameters for 8 tokens, so backward is fullest: of gradients on their way, and of gathered weights.
+have 19 million parameters for 8 tokens, so backward is fullest: of gradients on their way, and of gathered weights. The
+half of the planner that `weft calibrate` feeds counts on its own and is held to the same 3 %.
 
 | plan | parameters | gradients | optimizer | activations | logits | buffers | sum | live |
 |---|---|---|---|---|---|---|---|---|

@@ -97,10 +97,6 @@ def hugging_face_moe_cases() -> dict[str, Case]:
     }
 
 
-def all_moe_cases() -> dict[str, Case]:
-    return {**moe_cases(), **hugging_face_moe_cases()}
-
-
 def train_moe_cases(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
     """Many cases under one plan in one call: the ranks are there already."""
     return {name: train_case(plan, case) for name, case in chosen.items()}

@@ -85,8 +85,9 @@ def packed() -> dict[str, Subject]:
         "packed": Subject(DecoderCase(LLAMA, **sizes, documents=True), LLAMA),
         "gpt2-packed": Subject(DecoderCase(WIDE_GPT2, **sizes, documents=True, optimizer="sgd"), WIDE_GPT2),
         "multi-query": Subject(DecoderCase(MULTI_QUERY, **sizes, masked=0.0, max_grad_norm=0.0), MULTI_QUERY),
-        "hf-packed": Subject(PackedCase(LLAMA, **sizes, kind="llama", documents=True), LLAMA),
-        "hf-padded": Subject(PackedCase(LLAMA, **sizes, kind="llama", padded=True), LLAMA),
+        "llama-packed": Subject(PackedCase(LLAMA, **sizes, kind="llama", documents=True), LLAMA),
+        "qwen2-packed": Subject(PackedCase(LLAMA, **sizes, kind="qwen2", documents=True), LLAMA),
+        "hf-gpt2-padded": Subject(PackedCase(WIDE_GPT2, **sizes, kind="gpt2", padded=True), WIDE_GPT2),
     }
 
 
@@ -113,7 +114,10 @@ GROUPS = (*pairs((*plan_fields(), "subject")), *THREES)
 #: Of many models: all pairs of axes; and, on two ranks, each model on each of them.
 LAYOUT_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule")
 _PER_MODEL = tuple((*axes, "subject") for axes in (("zero",), ("tp", "sp"), ("cp",), ("ep",), ("pp",)))
-BROAD_GROUPS = {2: (*pairs(LAYOUT_AXES), *_PER_MODEL), 4: pairs(LAYOUT_AXES)}
+BROAD_GROUPS = {
+    2: (*pairs(LAYOUT_AXES), *_PER_MODEL),
+    4: (*pairs(LAYOUT_AXES), ("dp_replicate", "dp_shard", "ep", "zero"), ("dp_shard", "tp", "sp", "zero")),
+}
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:

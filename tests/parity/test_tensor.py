@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism under every ZeRO stage: losses, norms, gradients and weights of one process."""
+"""Tensor and sequence parallelism, alone and with ZeRO: losses, norms, gradients and weights of one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECODERS = {
 }
 TWO = ["tp=2", "tp=2 sp=on accumulation=2", "tp=2 sp=on recompute=full", "tp=2 recompute=selective accumulation=2"]
 #: Every layout of many models: tests/parity/test_layouts.py.
-FOUR = ["tp=4 sp=on", "dp_shard=2 tp=2 zero=2 sp=on accumulation=2", "dp_shard=2 tp=2 zero=3 sp=on recompute=full"]
+FOUR = ["tp=4 sp=on", "dp_shard=2 tp=2 zero=1 accumulation=2", "dp_shard=2 tp=2 zero=3 sp=on recompute=full"]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,8 +13,24 @@ from weft.planner.columns import Columns
 from weft.planner.layer_cost import layer_costs
 from weft.planner.moves import estimated
 from weft.planner.question import Question
-from weft.planner.recompute_cost import menu
+from weft.planner.recompute_cost import menu, replay_s
 from weft.planner.why_not import read_plan
+
+
+def test_a_replay_stops_before_what_backward_does_not_ask_for():
+    """Of a layer's forward: no last product, nor the sum after it; a stack that makes all of it makes these too."""
+    plans = [read_plan(f"tp=8 precision=bf16 {word}", QUESTION) for word in ("", "sp=on")]
+    columns = Columns.of(plans, QUESTION.job)
+    fabric = Fabric.of(QUESTION.tables, QUESTION.cluster.devices_per_node)
+    costs = layer_costs(QUESTION.job, columns, QUESTION.tables, fabric)
+    early = replay_s(QUESTION.job, columns, costs)
+    whole_job = replace(QUESTION.job, stack=replace(QUESTION.job.stack, replay_stops=False))
+    whole = replay_s(whole_job, columns, costs)
+    assert (costs.last_f > 0.15 * costs.gemm_f).all()
+    assert (costs.tp_f > 0).all()
+    assert whole["full"] - early["full"] == pytest.approx(costs.last_f + costs.tp_f * [0.5, 0.25])
+    assert early["selective"] - whole["selective"] == pytest.approx(costs.tp_f * [0.5, 0.75])
+
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128, built_only=False)
 BASE = "dp_shard=8 zero={zero} accumulation=16 precision=bf16"

@@ -157,3 +157,13 @@ def test_replace_refuses_unknown_fields():
 def test_spec_needs_no_torch():
     code = "import weft.spec.config_file, weft.spec.layout, weft.spec.rules, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_values_that_were_seen_before_do_not_let_others_in():
+    assert Plan(pp=2, split=(1, 2)).split == (1, 2)
+    for field, value in (
+        ("split", (True, 2)), ("split", (1.0, 2.0)), ("split", ([1], 2)), ("order", (["tp"],)), ("tp", True), ("tp", 1.0),
+        ("offload", (["optimizer"],)), ("sp", 1),
+    ):  # fmt: skip
+        with pytest.raises(PlanError):
+            Plan(**{field: value})

@@ -262,7 +262,8 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     flat = np.where(zero == 2, travels * unit, 0.0)
     if stack.travel_once:
         leaving = np.minimum(_BUCKETS_BYTES / stack.reduce_bytes + shares.ends, every) * travels
-        flat = np.where((zero > 0) & (columns.num_micro == 1), leaving, 0.0)
+        travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
+        flat = np.where(travels_at_once, leaving, 0.0)
     reduced = np.where(zero == 3, (2 + travels) * unit, flat)
     return gathered, reduced
 

@@ -103,16 +103,6 @@ def products_s(shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: 
     return forward, dgrad, wgrad
 
 
-def last_product_s(shape: TracedShape, cut: Cut, tables: Tables) -> Array:
-    """Seconds of the last matrix product of a mean layer, forward."""
-    found = np.zeros_like(cut.batch)
-    for one, share in _weighted(shape, None):
-        for each in one.matmuls[-1:]:
-            m, n, k, count = each.sizes(cut.batch, cut.seq, cut.t)
-            found = found + share * gemm_s(tables, *np.broadcast_arrays(m, n, k), count, cut.rate)
-    return found
-
-
 def attention_s(
     shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: Tables, gain: float
 ) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -324,8 +324,11 @@ def _read(name: str, value: object) -> object:
 
 
 def _remembered(name: str, value: object) -> object:
-    """`_checked`, of values that may have been seen: a search makes thousands of plans of few values."""
-    return _checked_once(name, value) if isinstance(value, Hashable) else _checked(name, value)
+    """`_checked`, of values that may have been seen: a search makes thousands of plans of few values.
+
+    Tuples are looked at each time: (1, 2) and (True, 2) would be one entry.
+    """
+    return _checked_once(name, value) if isinstance(value, (str, int)) else _checked(name, value)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

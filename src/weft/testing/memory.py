@@ -13,6 +13,7 @@ from weft.parallel import parallelize
 from weft.parallel.live import live_bytes, plain_tensors
 from weft.planner.columns import Columns, Job
 from weft.planner.estimate import estimate
+from weft.planner.measured.memory import host_memory
 from weft.planner.memory_cost import layer_bytes
 from weft.planner.shape import Shape
 from weft.planner.tables import Tables
@@ -107,18 +108,25 @@ _MANY_PARAMETERS = dataclasses.replace(_SAVING_MODEL, dim=384, num_layers=8, num
 FULLEST: dict[str, tuple[DecoderSpec, int, int]] = {
     **dict.fromkeys(("dp_replicate=2", "tp=2", "tp=2 sp=on"), (_WIDE_VOCABULARY, 4, _TOKENS)),
     **dict.fromkeys(
-        ("dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "dp_shard=2 zero=3 reshard=after_step"),
+        (
+            "dp_replicate=2 recompute=full",
+            "dp_shard=2 zero=1",
+            "dp_shard=2 zero=2",
+            "dp_shard=2 zero=3",
+            "dp_shard=2 zero=3 reshard=after_step",
+        ),
         (_MANY_PARAMETERS, 1, 8),
     ),
 }
 
 
-def planned_peak(plan: Plan) -> dict[str, float]:
-    """Bytes by class at the fullest moment of a step with a plan of `FULLEST`, by the planner."""
+def planned_peak(plan: Plan, of_host: bool = False) -> dict[str, float]:
+    """Bytes by class at the fullest moment of a step with a plan of `FULLEST`, by the planner or its half for hosts."""
     spec, rows, tokens = FULLEST[plan.format()]
     cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
     job = Job(shape=Shape.of_decoder(spec), seq_len=tokens, global_batch=rows * plan.dp_size)
-    memory = estimate(job, cluster, Columns.of([plan], job), Tables.of(cluster.device)).memory
+    columns = Columns.of([plan], job)
+    memory = host_memory(job, columns) if of_host else estimate(job, cluster, columns, Tables.of(cluster.device)).memory
     classes = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
     return {name: float(memory[name][0]) for name in classes}
 

@@ -66,19 +66,22 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     cut = is_cut(columns, tokens, vocab)
     parts = cut_loss_bytes(columns, tokens, vocab, h, width) / width
     logits = head * np.where(cut, parts, tokens * 3 * vocab)
-    # Backward of the last layer: the head's gradients of a cut loss; what the layer makes again, and the gradients on
-    # their way through it.
-    stay = head * np.where(cut, vocab * h, 0.0)
+    # Backward of the last layer: the head's gradients of a cut loss, and what the layer makes again; the last norm has
+    # let go. Backward of the first layer: the others have let go what they kept, and left gradients.
     ffn = (shape.ffn or shape.top_k * shape.expert_ffn) / t
-    working = tokens * (h + (2 if shape.gated else 1) * ffn)
+    working = tokens * (h + (2 if shape.gated else 1) * ffn) - tokens * head * norm
     again = np.where(columns.recompute == RECOMPUTES.index("none"), 0.0, tokens * (whole - h / outside))
-    in_backward = stay + working + again - tokens * head * norm  # the last norm's are let go before
-    # Backward of the first layer: others have let go what they kept, and left gradients on their way.
-    leaving = _leaving(job, columns, layers, head * vocab * h)
-    in_backward = np.maximum(in_backward, again + working + leaving - saved * (1 - 1 / np.maximum(1.0, layers)))
-    is_late = in_backward > logits
-    states = _states(job, columns, layers, embedding, head, width, is_late)
-    states["gradients"] = _gradients(columns, states.pop("params"), width, passes, tokens * layers * kept)
+    way_last, way_first = _on_their_way(job, columns, layers, head * vocab * h)
+    last = again + working + way_last + head * np.where(cut, vocab * h, 0.0)
+    first = again + working + way_first - saved * (1 - 1 / np.maximum(1.0, layers))
+    states = _states(job, columns, layers, embedding, head, width)
+    params = states.pop("params")
+    gradients, made_late = _gradients(columns, params, width, passes, tokens * layers * kept)
+    is_first = first + made_late / width > np.maximum(last, logits)
+    is_late = is_first | (last > logits)
+    in_backward = np.where(is_first, first, last)
+    states["gradients"] = gradients + np.where(is_first, made_late, 0.0)
+    states["buffers"] = _gathered(job, columns, params, layers, head, is_late) * width
     return {
         **states,
         "activations": (saved + ends + np.where(is_late, in_backward, 0.0)) * width,
@@ -86,12 +89,23 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     }
 
 
-def _leaving(job: Job, columns: Columns, layers: Array, head: Array) -> Array:
-    """Gradients on their way when backward comes to the first layer, where they leave bucket by bucket."""
-    unit = rank_shares(job, columns, np.ones(len(columns)), False, False)
-    made = head + np.maximum(0.0, layers - 1) * (unit.dense + unit.experts)
-    leaves = np.isin(columns.zero, (1, 2)) & (columns.num_micro == 1) & (columns.pp == 1)
-    return np.where(leaves, np.minimum(made, 3 * _BUCKET), 0.0)
+def _on_their_way(job: Job, columns: Columns, layers: Array, head: Array) -> tuple[Array, Array]:
+    """Values of gradients on their way while backward is in the last layer and in the first.
+
+    Those of a single pass travel from where autograd put them, up to three buckets at once. ZeRO 3 has those of a unit,
+    and, where it keeps what it gathered until then, that unit's weights.
+    """
+    inside = rank_shares(job, columns, np.ones(len(columns)), False, False)
+    unit, one_pass = inside.dense + inside.experts, columns.num_micro == 1
+    made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, 3 * _BUCKET)
+    is_divided = columns.dp_replicate * columns.dp_shard * columns.cp > 1
+    by_bucket = (columns.zero < 3) & one_pass & is_divided & (columns.pp == 1)
+    lets_go = columns.reshard == RESHARDS.index("after_forward")
+    by_unit = (columns.zero == 3) & one_pass
+    keeps = by_unit & ~lets_go
+    first = np.where(by_bucket, made, np.where(by_unit, unit, 0.0))
+    # What was kept is let go unit by unit, and is more than all else: the first layer is never fullest then.
+    return np.where(keeps, 2 * unit, 0.0), np.where(keeps, -np.inf, first)
 
 
 def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
@@ -118,10 +132,8 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     return whole, np.minimum(columns.recompute_share * kept + (1 - columns.recompute_share) * whole, budget)
 
 
-def _states(
-    job: Job, columns: Columns, layers: Array, embedding: Array, head: Array, width: Array, is_late: Array
-) -> dict[str, Array]:
-    """Bytes of parameters, optimizer states and parameters gathered; `params` is the rank's number of parameters."""
+def _states(job: Job, columns: Columns, layers: Array, embedding: Array, head: Array, width: Array) -> dict[str, Array]:
+    """Bytes of parameters and optimizer states; `params` is the rank's number of parameters."""
     inside = rank_shares(job, columns, layers, False, False)
     table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
     both = np.minimum(embedding + head, 1.0) if job.shape.tied else embedding + head
@@ -132,23 +144,29 @@ def _states(
     sharded = columns.zero == 3
     weights = params * np.where(sharded, main / group, width)
     states = params * (2 * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
-    # ZeRO 3 has let all units but the head go when the loss is made; in backward two are here. Other ways of
-    # `reshard` keep all of them.
-    unit = (inside.dense + inside.experts) / np.maximum(1.0, layers)
-    here = np.where(
-        columns.reshard == RESHARDS.index("after_forward"), np.where(is_late, 2 * unit, head * table), params
-    )
-    gathered = np.where(sharded, here * width, 0.0)
     return {
         "parameters": weights * (1 - columns.offload_params),
         "params": params,
         "optimizer": states * (1 - columns.offload_optimizer),
-        "buffers": gathered,
     }
 
 
-def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one_pass: Array) -> Array:
-    """Bytes of gradients at the fullest moment: those that the engine keeps, and those that autograd has made.
+def _gathered(job: Job, columns: Columns, params: Array, layers: Array, head: Array, is_late: Array) -> Array:
+    """Parameters that ZeRO 3 has gathered.
+
+    It has let all units but the head go when the loss is made; in backward two are here. Other ways of `reshard` keep
+    all of them.
+    """
+    inside = rank_shares(job, columns, layers, False, False)
+    unit = (inside.dense + inside.experts) / np.maximum(1.0, layers)
+    table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
+    lets_go = columns.reshard == RESHARDS.index("after_forward")
+    here = np.where(lets_go, np.where(is_late, 2 * unit, head * table), params)
+    return np.where(columns.zero == 3, here, 0.0)
+
+
+def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one_pass: Array) -> tuple[Array, Array]:
+    """Bytes of gradients that the engine keeps and that autograd has made; and those that are there late alone.
 
     Those of a single pass travel from where autograd put them, so a stage keeps its part alone; those of several add
     up whole, but under ZeRO 3. In a pipeline they add up where autograd puts them, beside what the engine keeps; a
@@ -157,10 +175,11 @@ def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one
     group = (columns.dp_shard * columns.cp).astype(float)
     piped = columns.pp > 1
     several = (columns.num_micro > 1) & ~piped
-    none_yet = (columns.zero == 3) & (columns.num_micro == 1)  # a step begins without, and backward is yet to make them
+    late = (columns.zero == 3) & (columns.num_micro == 1)  # a step begins without
     kept_whole = (columns.zero == 0) | ((columns.zero == 1) & several)
     kept = params / np.where(kept_whole, 1.0, group)
     made = np.where((columns.zero == 2) & several, params, 0.0)
     beside = np.where(columns.num_micro > passes, params, np.maximum(0.0, params - one_pass))
     made = np.where(piped & (columns.zero < 3), beside, made)
-    return np.where(none_yet, 0.0, kept + made) * np.maximum(width, 4.0)
+    found = (kept + made) * np.maximum(width, 4.0)
+    return np.where(late, 0.0, found), np.where(late, found, 0.0)
