@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
 from weft.spec.plan import Plan
-from weft.testing.memory import formula, planned_peak, planned_saving
+from weft.testing.memory import FULLEST, formula, planned_peak, planned_saving
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +62,15 @@ def test_the_fullest_moment_is_what_the_planner_says(peaks):
 
 def test_the_page_is_current(measured, saved, peaks):
     written = (ROOT / "docs" / "reference" / "memory.md").read_text()
-    assert written == generator().page(measured, saved, peaks), "run: python docs/memory.py"
+    page = generator().page(measured, saved, peaks)
+    assert without_peaks(written) == without_peaks(page), "run: python docs/memory.py"
+
+
+def without_peaks(page):
+    """What is on its way when backward is fullest depends on time, by a few hundred KiB."""
+    text, found = re.subn(r"\| [\d.]+ \|(?=\n(\||$))", "|", page.split("## The fullest moment")[1])
+    assert found == len(FULLEST)
+    return page.split("## The fullest moment")[0] + text
 
 
 def test_the_formula_at_its_corners():

@@ -162,8 +162,8 @@ def test_spec_needs_no_torch():
 def test_values_that_were_seen_before_do_not_let_others_in():
     assert Plan(pp=2, split=(1, 2)).split == (1, 2)
     for field, value in (
-        ("split", (True, 2)), ("split", (1.0, 2.0)), ("split", ([1], 2)), ("order", (["tp"],)), ("tp", True), ("tp", 1.0),
-        ("offload", (["optimizer"],)), ("sp", 1),
+        ("split", (True, 2)), ("split", (1.0, 2.0)), ("split", ([1], 2)), ("order", (["tp"],)),
+        ("offload", (["optimizer"],)), ("tp", True), ("tp", 1.0), ("sp", 1),
     ):  # fmt: skip
         with pytest.raises(PlanError):
             Plan(**{field: value})
