@@ -15,9 +15,6 @@ REQUIREMENTS := pyproject.toml constraints.txt
 PYTHON ?=
 ARGS ?=
 PYTEST_ARGS ?=
-PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
-RANKS := tests/parity tests/parallel tests/comm tests/testing
-REST_LOG := $(VENV)/pytest-rest.log
 # Tests start hundreds of processes: compiling the package anew in each would cost a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
@@ -28,13 +25,9 @@ help:
 train: $(VENV)/.ready-to-train
 	@$(BIN)/weft train $(ARGS)
 
-# Tests of several ranks leave cores idle where ranks start and wait: the others run beside them, and are shown after.
 test: check
-	@echo "==> pytest, $(RANKS); all others beside, in $(REST_LOG)"
-	@$(PYTEST) $(RANKS:%=--ignore=%) > $(REST_LOG) 2>&1 & rest=$$!; \
-	$(PYTEST) $(RANKS); ranks=$$?; \
-	wait $$rest; rest=$$?; cat $(REST_LOG); \
-	case "$$ranks $$rest" in "0 0"|"0 5"|"5 0") ;; *) exit 1;; esac  # 5: PYTEST_ARGS chose none of this half
+	@echo "==> pytest"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(VENV)/.ready-to-develop
 	@echo "==> ruff check";  $(BIN)/ruff check --quiet .

@@ -109,14 +109,15 @@ def broad_subjects() -> dict[str, Subject]:
 
 
 #: Covered besides all pairs of fields: what data parallelism does, in threes.
-THREES = tuple(itertools.combinations(("zero", "recompute", "offload", "accumulation", "subject"), 3))
+THREES = tuple(("zero", *two) for two in itertools.combinations(("recompute", "offload", "accumulation"), 2))
 GROUPS = (*pairs((*plan_fields(), "subject")), *THREES)
 #: Of many models: all pairs of axes; and, on two ranks, each model on each of them.
 LAYOUT_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule")
+_MESH = ("dp_replicate", "dp_shard", "zero", "tp", "sp", "cp", "cp_mode", "ep", "pp")
 _PER_MODEL = tuple((*axes, "subject") for axes in (("zero",), ("tp", "sp"), ("cp",), ("ep",), ("pp",)))
 BROAD_GROUPS = {
     2: (*pairs(LAYOUT_AXES), *_PER_MODEL),
-    4: (*pairs(LAYOUT_AXES), ("dp_replicate", "dp_shard", "ep", "zero"), ("dp_shard", "tp", "sp", "zero")),
+    4: (*pairs(_MESH), ("dp_replicate", "dp_shard", "ep", "zero"), ("dp_shard", "tp", "sp", "zero"), ("schedule",)),
 }
 
 

@@ -24,7 +24,6 @@ TWO = [
     "tp=2 sp=on recompute=selective",
     "tp=2 recompute=attention",
     "cp=2 cp_mode=ring recompute=full",
-    "cp=2 cp_mode=ulysses accumulation=2",
     "pp=2 microbatches=2 recompute=full",
 ]
 FOUR = ["tp=2 sp=on cp=2 cp_mode=ring", "dp_shard=2 zero=2 tp=2 recompute=full"]

@@ -15,7 +15,7 @@ from weft.errors import CommError
 from weft.testing import RankPool
 
 #: Random plans on so many ranks: in the gate, with --all-plans.
-NUM_RANDOM = {4: (4, 300), 8: (2, 300)}
+NUM_RANDOM = {4: (2, 300), 8: (2, 300)}
 
 
 @pytest.fixture(scope="module")
