@@ -54,8 +54,8 @@ half of the planner that `weft calibrate` feeds counts on its own and is held to
 |---|---|---|---|---|---|---|---|---|
 """
 TAIL = """
-During a step there is more: activations; at zero=2 the whole gradients of three buckets (16 MiB of masters each), of
-all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three
+During a step there is more: activations; at zero=0 to 2 the whole gradients of three buckets (16 MiB of masters each),
+of all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three
 units.
 """
 

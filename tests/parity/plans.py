@@ -115,9 +115,16 @@ GROUPS = (*pairs((*plan_fields(), "subject")), *THREES)
 LAYOUT_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule")
 _MESH = ("dp_replicate", "dp_shard", "zero", "tp", "sp", "cp", "cp_mode", "ep", "pp")
 _PER_MODEL = tuple((*axes, "subject") for axes in (("zero",), ("tp", "sp"), ("cp",), ("ep",), ("pp",)))
+_PASSES = tuple(("accumulation", axis) for axis in ("zero", "tp", "cp_mode", "ep"))
 BROAD_GROUPS = {
-    2: (*pairs(LAYOUT_AXES), *_PER_MODEL),
-    4: (*pairs(_MESH), ("dp_replicate", "dp_shard", "ep", "zero"), ("dp_shard", "tp", "sp", "zero"), ("schedule",)),
+    2: (*pairs(LAYOUT_AXES), *_PER_MODEL, *_PASSES),
+    4: (
+        *pairs(_MESH),
+        *_PASSES,
+        ("dp_replicate", "dp_shard", "ep", "zero"),
+        ("dp_shard", "tp", "sp", "zero"),
+        ("schedule",),
+    ),
 }
 
 

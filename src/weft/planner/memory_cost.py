@@ -277,7 +277,8 @@ def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
     )
     vocab, h = padded_vocab(job, t) / t, float(job.shape.hidden)
     found = tokens * vocab * each
-    if job.stack.cut_loss and job.shape.vocab:
+    # Of a traced model nobody knows the loss: one of the user's own gets whole logits.
+    if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.precision == PRECISIONS.index("fp32")
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
         found = np.where(is_cut(columns, tokens, vocab), cut_loss_bytes(columns, tokens, vocab, h, width), found)

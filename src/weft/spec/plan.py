@@ -331,11 +331,6 @@ def _remembered(name: str, value: object) -> object:
     return _checked_once(name, value) if isinstance(value, (str, int)) else _checked(name, value)
 
 
-@functools.lru_cache(maxsize=4096, typed=True)
-def _checked_once(name: str, value: object) -> object:
-    return _checked(name, value)
-
-
 def _checked(name: str, value: object) -> object:
     """The value in its normal form, or PlanError."""
     if name in ("sp", "compile"):
@@ -358,3 +353,6 @@ def _checked(name: str, value: object) -> object:
         rule = "ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3." if name == "zero" else size
         raise refused(name, f"{name}={shown(value)}: {rule}")
     return value
+
+
+_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)

@@ -71,17 +71,21 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     ffn = (shape.ffn or shape.top_k * shape.expert_ffn) / t
     working = tokens * (h + (2 if shape.gated else 1) * ffn) - tokens * head * norm
     again = np.where(columns.recompute == RECOMPUTES.index("none"), 0.0, tokens * (whole - h / outside))
-    way_last, way_first = _on_their_way(job, columns, layers, head * vocab * h)
+    inside, table = rank_shares(job, columns, layers, False, False), shape.vocab * h / t
+    inside = inside.dense + inside.experts
+    unit = inside / np.maximum(1.0, layers)
+    both = np.minimum(embedding + head, 1.0) if shape.tied else embedding + head
+    params = inside + table * both
+    way_last, way_first = _on_their_way(columns, layers, unit, head * vocab * h)
     last = again + working + way_last + head * np.where(cut, vocab * h, 0.0)
     first = again + working + way_first - saved * (1 - 1 / np.maximum(1.0, layers))
-    states = _states(job, columns, layers, embedding, head, width)
-    params = states.pop("params")
+    states = _states(columns, params, width)
     gradients, made_late = _gradients(columns, params, width, passes, tokens * layers * kept)
     is_first = first + made_late / width > np.maximum(last, logits)
     is_late = is_first | (last > logits)
     in_backward = np.where(is_first, first, last)
     states["gradients"] = gradients + np.where(is_first, made_late, 0.0)
-    states["buffers"] = _gathered(job, columns, params, layers, head, is_late) * width
+    states["buffers"] = _gathered(columns, params, unit, head * table, is_late) * width
     return {
         **states,
         "activations": (saved + ends + np.where(is_late, in_backward, 0.0)) * width,
@@ -89,14 +93,13 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     }
 
 
-def _on_their_way(job: Job, columns: Columns, layers: Array, head: Array) -> tuple[Array, Array]:
+def _on_their_way(columns: Columns, layers: Array, unit: Array, head: Array) -> tuple[Array, Array]:
     """Values of gradients on their way while backward is in the last layer and in the first.
 
     Those of a single pass travel from where autograd put them, up to three buckets at once. ZeRO 3 has those of a unit,
     and, where it keeps what it gathered until then, that unit's weights.
     """
-    inside = rank_shares(job, columns, np.ones(len(columns)), False, False)
-    unit, one_pass = inside.dense + inside.experts, columns.num_micro == 1
+    one_pass = columns.num_micro == 1
     made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, 3 * _BUCKET)
     is_divided = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     by_bucket = (columns.zero < 3) & one_pass & is_divided & (columns.pp == 1)
@@ -132,12 +135,8 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     return whole, np.minimum(columns.recompute_share * kept + (1 - columns.recompute_share) * whole, budget)
 
 
-def _states(job: Job, columns: Columns, layers: Array, embedding: Array, head: Array, width: Array) -> dict[str, Array]:
-    """Bytes of parameters and optimizer states; `params` is the rank's number of parameters."""
-    inside = rank_shares(job, columns, layers, False, False)
-    table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
-    both = np.minimum(embedding + head, 1.0) if job.shape.tied else embedding + head
-    params = inside.dense + inside.experts + table * both
+def _states(columns: Columns, params: Array, width: Array) -> dict[str, Array]:
+    """Bytes of parameters and optimizer states. params: the rank's, before ZeRO divides them."""
     group = (columns.dp_shard * columns.cp).astype(float)
     master = np.where(width < 4, 4.0, 0.0)
     main = np.maximum(width, 4.0)
@@ -146,22 +145,18 @@ def _states(job: Job, columns: Columns, layers: Array, embedding: Array, head: A
     states = params * (2 * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
     return {
         "parameters": weights * (1 - columns.offload_params),
-        "params": params,
         "optimizer": states * (1 - columns.offload_optimizer),
     }
 
 
-def _gathered(job: Job, columns: Columns, params: Array, layers: Array, head: Array, is_late: Array) -> Array:
+def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late: Array) -> Array:
     """Parameters that ZeRO 3 has gathered.
 
     It has let all units but the head go when the loss is made; in backward two are here. Other ways of `reshard` keep
     all of them.
     """
-    inside = rank_shares(job, columns, layers, False, False)
-    unit = (inside.dense + inside.experts) / np.maximum(1.0, layers)
-    table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
     lets_go = columns.reshard == RESHARDS.index("after_forward")
-    here = np.where(lets_go, np.where(is_late, 2 * unit, head * table), params)
+    here = np.where(lets_go, np.where(is_late, 2 * unit, head), params)
     return np.where(columns.zero == 3, here, 0.0)
 
 
