@@ -3,12 +3,14 @@
     python benchmarks/data_parallel.py --ranks 2 --size 10m                      DDP, FSDP2, ... and Weft's stages
     python benchmarks/data_parallel.py --ranks 4 --size 60m --accumulation 4
     python benchmarks/data_parallel.py --variants ddp,weft-zero0,deepspeed-1     any choice; ratios are to the first
+    python benchmarks/data_parallel.py --variants all --at-once 7                every rival, in groups that fit in RAM
     python benchmarks/data_parallel.py --mode memory                             peak memory, one variant at a time
 
 Every variant does forward, mean cross-entropy, backward, global-norm clipping and fused AdamW on the same shapes. The
-order within a round rotates. Prints each variant's median step and the median of its ratios to the first variant, round
-by round, which drifts of the machine's speed do not touch; and the CPU time of a rank (mean over ranks, median over
-steps), which still tells where a machine is busy with other work. accelerate, deepspeed: pip install "weft[bench]".
+order within a round rotates; with --at-once N the variants run in groups of N, the first one in each. Prints each
+variant's median step and the median of its ratios to the first variant, round by round, which drifts of the machine's
+speed do not touch; and the CPU time of a rank (mean over ranks, median over steps), which still tells where a machine
+is busy with other work. accelerate, deepspeed: pip install "weft[bench]".
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ SIZES = {
 }
 LR, CLIP = 3e-4, 1.0
 DEFAULT_VARIANTS = "ddp,ddp-view,ddp-zero1,fsdp2-keep,fsdp2-reshard,weft-zero0,weft-zero1,weft-zero2,weft-zero3"
+#: In an order that puts each stage of Weft into one group of seven with most of its rivals.
+ALL_VARIANTS = (
+    "ddp,ddp-view,accelerate,ddp-zero1,weft-zero0,weft-zero1,weft-zero2,"
+    "fsdp2-keep,fsdp2-reshard,deepspeed-1,deepspeed-2,deepspeed-3,weft-zero3"
+)
 
 #: One optimizer step on one rank: takes the number of the step.
 StepFn = Callable[[int], None]
@@ -245,7 +252,7 @@ def make(variant: str, options: argparse.Namespace) -> StepFn:
 
 def interleave(options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """Seconds and this rank's CPU seconds of each step of each variant, round by round."""
-    variants = options.variants.split(",")
+    variants = options.variants
     steps = {variant: make(variant, options) for variant in variants}
     seconds: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
     begun = torch.tensor([time.perf_counter()], dtype=torch.float64)
@@ -273,7 +280,7 @@ def peak_memory(options: argparse.Namespace) -> int:
     F.cross_entropy(nn.Linear(8, 8)(torch.randn(4, 8)), torch.zeros(4, dtype=torch.long)).backward()
     dist.all_reduce(torch.zeros(1))
     before = _status("VmRSS")
-    step = make(options.variants, options)
+    step = make(*options.variants, options)
     for index in range(options.warmup + 2):
         step(index)
     return _status("VmHWM") - before
@@ -294,25 +301,39 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so many")
-    parser.add_argument("--variants", default=DEFAULT_VARIANTS)
+    parser.add_argument("--variants", default=DEFAULT_VARIANTS, help="a list with commas, or all")
+    parser.add_argument("--at-once", type=int, default=99, help="variants in memory at the same time")
     parser.add_argument("--mode", default="time", choices=["time", "memory"])
     options = parser.parse_args()
+    variants = (ALL_VARIANTS if options.variants == "all" else options.variants).split(",")
     head = {
         "ranks": options.ranks,
         "params": ModelSpec.of_decoder(SIZES[options.size]).num_params,
         "tokens_per_rank": options.rows * options.seq_len * options.accumulation,
         "accumulation": options.accumulation,
     }
-    print(json.dumps(head))
+    print(json.dumps(head), flush=True)
     if options.mode == "memory":
-        for variant in options.variants.split(","):
-            alone = argparse.Namespace(**{**vars(options), "variants": variant})
-            with RankPool(options.ranks, timeout_s=900) as pool:
-                print(json.dumps({"variant": variant, "peak_mb": round(max(pool.run(peak_memory, alone)) / 1e6)}))
+        for variant in variants:
+            print(json.dumps({"variant": variant, "peak_mb": memory_of(variant, options)}), flush=True)
         return
-    with RankPool(options.ranks, timeout_s=3600) as pool:
-        found = pool.run(interleave, options)
-    base = [wall for wall, _ in found[0][options.variants.split(",")[0]]]
+    others, size = variants[1:], options.at_once - 1
+    for start in range(0, max(1, len(others)), size):
+        options.variants = [variants[0], *others[start : start + size]]
+        with RankPool(options.ranks, timeout_s=3600) as pool:
+            print_times(pool.run(interleave, options), options.variants)
+
+
+def memory_of(variant: str, options: argparse.Namespace) -> int:
+    """Peak memory of the rank that has most, MB, in processes of its own."""
+    alone = argparse.Namespace(**{**vars(options), "variants": [variant]})
+    with RankPool(options.ranks, timeout_s=900) as pool:
+        return round(max(pool.run(peak_memory, alone)) / 1e6)
+
+
+def print_times(found: list[dict[str, list[tuple[float, float]]]], variants: list[str]) -> None:
+    """found: of each rank, what interleave returned."""
+    base = [wall for wall, _ in found[0][variants[0]]]
     for variant, values in found[0].items():
         ratios = [ours / theirs for (ours, _), theirs in zip(values, base, strict=True)]
         cpu = [statistics.mean(cpu for _, cpu in ranks) for ranks in zip(*(one[variant] for one in found), strict=True)]
