@@ -1,7 +1,8 @@
 """What collectives add to a step, through the project's own communication and thus over its transports.
 
 Each is measured as training has it, after a product: so what ranks lose by waiting for the slower one, and by being
-woken, is inside.
+woken, is inside. What they lose more where they compute for longer between two meetings is measured by itself: with
+more ranks than cores it grows with the compute.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from weft.calibrate.compute import Place, linear_f
 from weft.comm import all_gather, all_reduce, reduce_scatter
 from weft.comm.peer import all_to_all, shift, start_receive, start_send
 from weft.mesh import Axis
+from weft.planner.measured.laws import BETWEEN
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
-#: The product between two collectives: about a millisecond of a core.
-_BETWEEN = (256, 512, 256)
 
 
 def extra_s(watch: Watch, axis: Axis, op: str, num_bytes: int) -> Timing:
@@ -27,8 +27,24 @@ def extra_s(watch: Watch, axis: Axis, op: str, num_bytes: int) -> Timing:
     num_bytes: of the whole buffer, of which shards are parts; of an all_to_all what each rank sends, its own share
     included; of a shift or a send the message.
     """
-    work = linear_f(Place(watch.device, torch.float32), *_BETWEEN)
+    work = linear_f(Place(watch.device, torch.float32), *BETWEEN)
     return watch.time_after(work, _collective(axis, op, num_bytes, watch.device))
+
+
+def meeting_s(watch: Watch, axis: Axis, num_products: int) -> Timing:
+    """Seconds that ranks take to meet after so many products.
+
+    Not the least, as of others, but what is usual: who waits for whom is chance.
+    """
+    work = linear_f(Place(watch.device, torch.float32), *BETWEEN)
+    meet = _collective(axis, "all_reduce", 64, watch.device)
+
+    def works() -> None:
+        for _ in range(num_products):
+            work()
+
+    found = watch.time_after(works, meet)
+    return Timing(found.seconds * (1 + found.spread), 0.0)
 
 
 def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:

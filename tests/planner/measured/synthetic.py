@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from weft.planner.measured.here import this_host
+from weft.planner.measured.laws import BETWEEN
 from weft.planner.measured.profile import Lesson, Machine, Profile, Sample
 
 #: Operations a second of a core, values a second through memory, bytes a second between ranks, seconds of a call.
@@ -40,8 +43,13 @@ COMPUTE: tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...], Callable[...,
 )
 
 
-def profile(counts: tuple[int, ...] = (1, 2, 4), learned: tuple[Lesson, ...] = ()) -> Profile:
-    """Compute slows down where ranks are more than cores; collectives take as long in any crowd."""
+def profile(
+    counts: tuple[int, ...] = (1, 2, 4), learned: tuple[Lesson, ...] = (), waiting: float | None = None
+) -> Profile:
+    """Compute slows down where ranks are more than cores; collectives take as long in any crowd.
+
+    waiting: of the compute between two meetings, what ranks wait for each other; None where nobody measured it.
+    """
     samples = [
         Sample(op=op, size=size, seconds=max(1.0, ranks / CORES) * (CALL + work(*size)), ranks=ranks)
         for ranks in counts
@@ -57,4 +65,13 @@ def profile(counts: tuple[int, ...] = (1, 2, 4), learned: tuple[Lesson, ...] = (
         for op in COLLECTIVES
         for size in (1 << 8, 1 << 14, 1 << 20)
     ]
+    product = 2 * np.prod(BETWEEN) / FLOPS + CALL
+    samples += [
+        Sample(op="meeting", size=(count,), ranks=ranks, group=group,
+               seconds=CALL + (waiting or 0.0) * count * max(1.0, ranks / CORES) * product)
+        for ranks in counts
+        for group in counts
+        if waiting is not None and 1 < group <= ranks
+        for count in (1, 8, 32)
+    ]  # fmt: skip
     return Profile(machine=machine(), samples=tuple(samples), made="2026-01-31T12:00:00", took_s=1.0, learned=learned)

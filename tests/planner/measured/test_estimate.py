@@ -52,6 +52,18 @@ def test_communication_is_added_never_hidden() -> None:
     assert step("dp_shard=2 zero=3")["dp_exposed"] > step("dp_shard=2 zero=1")["dp_exposed"]
 
 
+@pytest.mark.parametrize(
+    ("plan", "term"),
+    [("dp_replicate=4", ""), ("dp_shard=4 zero=2", ""), ("dp_shard=4 zero=3", "dp_exposed"), ("tp=4", "tp"),
+     ("dp_shard=2 tp=2 zero=3", "tp"), ("cp=4 recompute=full", "cp")],
+)  # fmt: skip
+def test_ranks_that_meet_in_each_layer_wait_for_each_other(plan: str, term: str) -> None:
+    plain, known = step(plan), step(plan, profile(waiting=0.15))
+    compute = sum(plain[name] for name in ("gemm", "attention", "memory_bound", "recompute"))
+    assert known["step"] - plain["step"] == pytest.approx(0.15 * compute if term else 0.0)
+    assert {name for name in TERMS if known[name] != plain[name]} == ({term} if term else set())
+
+
 def test_recompute_costs_time_and_saves_bytes() -> None:
     plain, full = step("dp_replicate=2"), step("dp_replicate=2 recompute=full")
     assert full["recompute"] > 0.2 * plain["gemm"]

@@ -34,6 +34,13 @@ def test_more_ranks_than_cores_share_them() -> None:
     assert eight == pytest.approx(4 * two)  # beyond what was measured, in proportion
 
 
+def test_waiting_is_a_share_of_what_lies_between() -> None:
+    laws = Laws.of(profile(waiting=0.15))
+    assert laws.waiting(group=1, active=4) == 0.0
+    assert [laws.waiting(group=group, active=4) for group in (2, 4)] == pytest.approx([0.15, 0.15])
+    assert Laws.of(profile()).waiting(group=4, active=4) == 0.0  # a profile of an earlier version
+
+
 def test_what_was_not_measured_is_said() -> None:
     with pytest.raises(ConfigError, match="no all_reduce between ranks"):
         Laws.of(profile((1,))).travel("all_reduce", 100.0, group=2, active=2)

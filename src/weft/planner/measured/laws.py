@@ -10,6 +10,7 @@ fitted. Coefficients come from a profile's samples of one operation alone, by re
     optimizer     1, parameters
     transfers     1, bytes
     collectives   1, sqrt(bytes), bytes         a start, a ramp, a rate
+    meeting       1, products between           a start, and what ranks wait for each other after so much work
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from weft.planner.measured.profile import Profile, Sample
 Array = NDArray[np.float64]
 
 _PRODUCTS = ("linear_f", "linear_dx", "linear_dw")
+#: The product between two collectives: about a millisecond of a core.
+BETWEEN = (256, 512, 256)
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
 
 
@@ -40,7 +43,7 @@ def _terms(op: str) -> Callable[..., list[Any]]:
         return lambda b, h, s, c, keys=None: [1.0, b * h * s * c, b * h * s * c * (s if keys is None else keys)]
     if op == "embedding":
         return lambda t, d, v: [1.0, t * d, v * d]
-    if op in ("adamw", "clip", "host_adamw", "to_host", "to_device"):
+    if op in ("adamw", "clip", "host_adamw", "to_host", "to_device", "meeting"):
         return lambda count: [1.0, count]
     if op in _COLLECTIVES:
         return lambda size: [1.0, np.sqrt(size), size]
@@ -126,14 +129,30 @@ class Laws:
         """
         if group <= 1:
             return np.zeros_like(np.asarray(num_bytes, dtype=np.float64))
-        keys = [key for key in self.by_key if key[0] == op and key[1] == "fp32" and key[2] > 1]
-        if not keys:
+        near = self._nearest(op, group, active, stride)
+        if near is None:
             rule = f"it holds no {op} between ranks"
             raise ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. Measure with --ranks 1,2,4")])
-        near = min(
-            keys, key=lambda key: (abs(np.log2(key[2] / group)), abs(np.log2(key[4] / active)), abs(key[3] - stride))
-        )
         return self.by_key[near].seconds(num_bytes) * max(1.0, active / near[4]) * max(1.0, group / near[2])
+
+    def waiting(self, *, group: int, active: int, stride: int = 1) -> float:
+        """Of the compute between two meetings of `group` ranks, what they wait for each other besides; a share.
+
+        0 where that was not measured, as in profiles of earlier versions.
+        """
+        near = self._nearest("meeting", group, active, stride) if group > 1 else None
+        if near is None:
+            return 0.0
+        product = float(self.seconds("linear_f", *BETWEEN, active=near[4]))
+        return self.by_key[near].coefficients[1] / product
+
+    def _nearest(self, op: str, group: int, active: int, stride: int) -> tuple[str, str, int, int, int] | None:
+        keys = [key for key in self.by_key if key[0] == op and key[1] == "fp32" and key[2] > 1]
+        return min(
+            keys,
+            key=lambda key: (abs(np.log2(key[2] / group)), abs(np.log2(key[4] / active)), abs(key[3] - stride)),
+            default=None,
+        )
 
 
 def _between(counts: Sequence[int], each: Sequence[Array], active: Array) -> Array:
