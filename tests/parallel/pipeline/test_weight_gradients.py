@@ -14,6 +14,7 @@ from weft.models import build_decoder
 from weft.parallel.held import HeldGradients
 from weft.parallel.parallelize import cut
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
+from weft.testing.live import LiveBytes
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 
@@ -85,6 +86,31 @@ def test_gradients_are_delivered_as_autograd_delivers_them():
         assert len(waiting) == 1
         deliver(waiting)
     assert seen == [0.0, 4.0, 4.0, 8.0]
+
+
+def test_a_weight_that_is_used_twice_gets_its_gradient_once():
+    layer, plain, held = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), HeldGradients()
+    plain.load_state_dict(layer.state_dict())
+    hold_weight_gradients(nn.Sequential(layer), held)
+    x, seen = torch.randn(2, 3), []
+    waiting = held.during(lambda: layer(layer(x)).sum().backward())
+    layer.weight.register_post_accumulate_grad_hook(seen.append)
+    deliver(waiting)
+    plain(plain(x)).sum().backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+
+
+def test_delivering_never_makes_all_gradients_at_once():
+    model, held = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), HeldGradients()
+    hold_weight_gradients(model, held)
+    x = torch.randn(4, 64)
+    deliver(held.during(lambda: model(x).sum().backward()))
+    waiting = held.during(lambda: model(x).sum().backward())
+    with LiveBytes(layer.weight.grad for layer in model) as live:
+        deliver(waiting)
+    assert live.peak < 2 * model[0].weight.nbytes
+    assert not waiting
 
 
 def test_frozen_weights_hold_nothing():

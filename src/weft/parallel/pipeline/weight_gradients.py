@@ -18,11 +18,19 @@ from weft.parallel.held import HeldGradients, HeldProduct, linear
 
 @torch.no_grad()
 def deliver(held: list[HeldProduct]) -> None:
-    """Multiply what was held, and give it to autograd as if its backward came just now."""
-    if held:
-        grads = [product.multiply() for product in held]
-        torch.autograd.backward([product.weight for product in held], grads)
-        held.clear()
+    """Multiply what was held, and give it to autograd as if its backward came just now.
+
+    One weight after another, and what each was made of is let go: so a stage never has all its gradients beside those
+    that add up. Products of one weight come together, for its gradient arrives once.
+    """
+    by_weight: dict[nn.Parameter, list[HeldProduct]] = {}
+    for product in held:
+        by_weight.setdefault(product.weight, []).append(product)
+    held.clear()
+    for weight in list(by_weight):
+        grads = [product.multiply() for product in by_weight.pop(weight)]
+        torch.autograd.backward([weight] * len(grads), grads)
+        del grads
 
 
 def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:
