@@ -14,9 +14,9 @@ from weft.models import build_decoder
 from weft.parallel.held import HeldGradients
 from weft.parallel.parallelize import cut
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
-from weft.testing.live import LiveBytes
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
+from weft.testing.live import LiveBytes
 
 
 class Conv1D(nn.Module):

@@ -48,7 +48,8 @@ def profile(
 ) -> Profile:
     """Compute slows down where ranks are more than cores; collectives take as long in any crowd.
 
-    waiting: of the compute between two meetings, what ranks wait for each other; None where nobody measured it.
+    waiting: seconds that ranks wait for each other after a second of compute, less after less as its root; None where
+    nobody measured it.
     """
     samples = [
         Sample(op=op, size=size, seconds=max(1.0, ranks / CORES) * (CALL + work(*size)), ranks=ranks)
@@ -68,10 +69,10 @@ def profile(
     product = 2 * np.prod(BETWEEN) / FLOPS + CALL
     samples += [
         Sample(op="meeting", size=(count,), ranks=ranks, group=group,
-               seconds=CALL + (waiting or 0.0) * count * max(1.0, ranks / CORES) * product)
+               seconds=CALL + (waiting or 0.0) * (count * max(1.0, ranks / CORES) * product) ** 0.5)
         for ranks in counts
         for group in counts
         if waiting is not None and 1 < group <= ranks
-        for count in (1, 8, 32)
+        for count in (1, 8, 32, 128)
     ]  # fmt: skip
     return Profile(machine=machine(), samples=tuple(samples), made="2026-01-31T12:00:00", took_s=1.0, learned=learned)

@@ -34,11 +34,14 @@ def test_more_ranks_than_cores_share_them() -> None:
     assert eight == pytest.approx(4 * two)  # beyond what was measured, in proportion
 
 
-def test_waiting_is_a_share_of_what_lies_between() -> None:
-    laws = Laws.of(profile(waiting=0.15))
-    assert laws.waiting(group=1, active=4) == 0.0
-    assert [laws.waiting(group=group, active=4) for group in (2, 4)] == pytest.approx([0.15, 0.15])
-    assert Laws.of(profile()).waiting(group=4, active=4) == 0.0  # a profile of an earlier version
+def test_who_computes_for_longer_waits_for_longer() -> None:
+    laws = Laws.of(profile(waiting=0.03))
+    once, often = laws.waiting(4.0, np.array([1.0, 16.0]), group=4, active=4)
+    assert once == pytest.approx(0.03 * 2.0, rel=0.05)  # less what is waited after one product
+    assert often == pytest.approx(4 * once, rel=0.1)
+    assert laws.waiting(1e-6, 1.0, group=4, active=4) == 0.0
+    assert laws.waiting(4.0, 1.0, group=1, active=4) == 0.0
+    assert Laws.of(profile()).waiting(4.0, 1.0, group=4, active=4) == 0.0  # a profile of an earlier version
 
 
 def test_what_was_not_measured_is_said() -> None:

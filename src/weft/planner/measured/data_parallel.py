@@ -28,7 +28,7 @@ def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> t
     stride = columns.tp
     m = columns.num_micro.astype(float)
     whole = params * VALUE
-    pieces = np.maximum(1.0, np.ceil(params / _BUCKET))
+    pieces = pieces_of(job, columns, crowd)
     reduce = pieces * clock.travel("reduce_scatter", whole / pieces, group, stride)
     reduce = reduce + pieces * clock.travel("all_reduce", whole / pieces / group, replicas, stride * group)
     gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)
@@ -38,6 +38,11 @@ def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> t
     added = np.where(columns.zero == 3, own, params)
     sums = (m - 1) * clock.of("add_to", added / job.shape.hidden, float(job.shape.hidden))
     return travel, sums + clock.of("adamw", own) + clock.of("clip", own)
+
+
+def pieces_of(job: Job, columns: Columns, crowd: Crowd) -> Array:
+    """In how many pieces gradients travel under ZeRO 0 to 2."""
+    return np.maximum(1.0, np.ceil(np.sum(_params(job, columns, crowd), axis=0) / _BUCKET))
 
 
 def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from weft.planner.columns import Columns, Job
 from weft.planner.measured.crowd import Crowd, crowd_of
-from weft.planner.measured.data_parallel import data_parallel_s
+from weft.planner.measured.data_parallel import data_parallel_s, pieces_of
 from weft.planner.measured.laws import Laws
 from weft.planner.measured.layer import VALUE, Clock, dtype_of, layer_costs
+from weft.planner.measured.waiting import waiting_s
 from weft.planner.recompute_cost import budget_s, replay_s
 from weft.spec.plan import RECOMPUTES
 
@@ -69,7 +70,6 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
     m = columns.num_micro.astype(float)
     full = _pass(job, columns, crowd, laws, crowd.steady, dtype)
     terms = {name: m * seconds for name, seconds in full.terms.items()}
-    waited = _waiting(columns, laws)
     terms["bubble"], terms["pp_p2p"] = np.zeros(len(columns)), np.zeros(len(columns))
     piped = columns.pp > 1
     if piped.any():
@@ -77,27 +77,10 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
         terms["bubble"][piped], terms["pp_p2p"][piped] = bubble, sends
     clock = Clock(laws, columns.world_size.astype(float), dtype)
     terms["dp_exposed"], terms["optimizer"] = data_parallel_s(job, columns, clock, crowd)
-    for name, share in waited.items():
-        terms[name] = terms[name] + share * m * full.compute
+    pieces = pieces_of(job, columns, crowd)
+    for name, seconds in waiting_s(columns, laws, crowd.layers, m, full.compute, pieces).items():
+        terms[name] = terms[name] + seconds
     return terms
-
-
-def _waiting(columns: Columns, laws: Laws) -> dict[str, Array]:
-    """By axis what ranks that meet in each layer wait for each other, as a share of their compute.
-
-    That of the widest such group, told under the axis that meets most often.
-    """
-    meets = {"tp": columns.tp, "cp": columns.cp, "dp_exposed": np.where(columns.zero == 3, columns.dp_shard, 1)}
-    group = np.prod(list(meets.values()), axis=0)
-    every = list(zip(group.astype(int).tolist(), columns.world_size.astype(int).tolist(), strict=True))
-    known = {(size, ranks): laws.waiting(group=size, active=ranks) for size, ranks in set(every)}
-    share = np.array([known[key] for key in every])
-    left = np.ones(len(columns), bool)
-    found: dict[str, Array] = {}
-    for name, size in meets.items():
-        found[name] = np.where(left & (size > 1), share, 0.0)
-        left = left & (size <= 1)
-    return found
 
 
 def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, dtype: str) -> Pass:

@@ -10,7 +10,7 @@ fitted. Coefficients come from a profile's samples of one operation alone, by re
     optimizer     1, parameters
     transfers     1, bytes
     collectives   1, sqrt(bytes), bytes         a start, a ramp, a rate
-    meeting       1, products between           a start, and what ranks wait for each other after so much work
+    meeting       1, sqrt(products), products   a start, and what ranks wait for each other after so much work
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def _terms(op: str) -> Callable[..., list[Any]]:
         return lambda b, h, s, c, keys=None: [1.0, b * h * s * c, b * h * s * c * (s if keys is None else keys)]
     if op == "embedding":
         return lambda t, d, v: [1.0, t * d, v * d]
-    if op in ("adamw", "clip", "host_adamw", "to_host", "to_device", "meeting"):
+    if op in ("adamw", "clip", "host_adamw", "to_host", "to_device"):
         return lambda count: [1.0, count]
-    if op in _COLLECTIVES:
+    if op in (*_COLLECTIVES, "meeting"):
         return lambda size: [1.0, np.sqrt(size), size]
     return lambda t, d: [1.0, t, t * d]
 
@@ -135,16 +135,18 @@ class Laws:
             raise ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. Measure with --ranks 1,2,4")])
         return self.by_key[near].seconds(num_bytes) * max(1.0, active / near[4]) * max(1.0, group / near[2])
 
-    def waiting(self, *, group: int, active: int, stride: int = 1) -> float:
-        """Of the compute between two meetings of `group` ranks, what they wait for each other besides; a share.
+    def waiting(self, compute_s: Any, meetings: Any, *, group: int, active: int) -> Array:
+        """Seconds that `group` ranks wait for each other, where they meet so often within so much compute.
 
-        0 where that was not measured, as in profiles of earlier versions.
+        Besides what a collective after one product takes. 0 where that was not measured, as in older profiles.
         """
-        near = self._nearest("meeting", group, active, stride) if group > 1 else None
+        compute_s, meetings = np.broadcast_arrays(np.asarray(compute_s, float), np.asarray(meetings, float))
+        near = self._nearest("meeting", group, active, 1) if group > 1 else None
         if near is None:
-            return 0.0
+            return np.zeros_like(compute_s)
         product = float(self.seconds("linear_f", *BETWEEN, active=near[4]))
-        return self.by_key[near].coefficients[1] / product
+        law, between = self.by_key[near], compute_s / np.maximum(1.0, meetings) / product
+        return meetings * np.maximum(0.0, law.seconds(between) - law.seconds(1.0))
 
     def _nearest(self, op: str, group: int, active: int, stride: int) -> tuple[str, str, int, int, int] | None:
         keys = [key for key in self.by_key if key[0] == op and key[1] == "fp32" and key[2] > 1]
