@@ -51,7 +51,7 @@ SIZES = {
 }
 LR, CLIP = 3e-4, 1.0
 DEFAULT_VARIANTS = "ddp,ddp-view,ddp-zero1,fsdp2-keep,fsdp2-reshard,weft-zero0,weft-zero1,weft-zero2,weft-zero3"
-#: In an order that puts each stage of Weft into one group of seven with most of its rivals.
+#: In an order whose groups of seven hold stages 0 and 1 beside DDP's ways, and stage 3 beside FSDP2 and DeepSpeed.
 ALL_VARIANTS = (
     "ddp,ddp-view,accelerate,ddp-zero1,weft-zero0,weft-zero1,weft-zero2,"
     "fsdp2-keep,fsdp2-reshard,deepspeed-1,deepspeed-2,deepspeed-3,weft-zero3"
@@ -300,11 +300,13 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round of a group after so many")
     parser.add_argument("--variants", default=DEFAULT_VARIANTS, help="a list with commas, or all")
     parser.add_argument("--at-once", type=int, default=99, help="variants in memory at the same time")
     parser.add_argument("--mode", default="time", choices=["time", "memory"])
     options = parser.parse_args()
+    if options.at_once < 2:
+        parser.error(f"--at-once {options.at_once}: the first variant and one beside it at least. Use e.g. 7.")
     variants = (ALL_VARIANTS if options.variants == "all" else options.variants).split(",")
     head = {
         "ranks": options.ranks,

@@ -37,7 +37,7 @@ def test_everything_is_measured(path: Path) -> None:
     assert found.ranks == (1, 2)
     fp32 = {(sample.op, sample.ranks) for sample in found.samples if sample.dtype == "fp32"}
     assert fp32 >= {(op, count) for op in PROBES for count in (1, 2)}
-    assert fp32 >= {(op, 2) for op in COLLECTIVES}
+    assert fp32 >= {(op, 2) for op in (*COLLECTIVES, "meeting")}
     laws = Laws.of(found)
     small, large = (float(laws.seconds("linear_f", n, n, n, active=1)) for n in (64.0, 1024.0))
     assert large > 20 * small  # 4096 times the work
@@ -91,3 +91,5 @@ def test_of_what_is_measured_twice_the_faster_counts() -> None:
         Sample(op="add", size=size, seconds=seconds) for size, seconds in (((1, 2), 3.0), ((1, 2), 2.0), ((4, 4), 9.0))
     )
     assert fastest([slow, other, fast]) == (fast, other)
+    met = [Sample(op="meeting", size=(8,), seconds=seconds, group=2, ranks=2) for seconds in (1.0, 3.0)]
+    assert [each.seconds for each in fastest(met)] == [2.0]  # who waits for whom is chance

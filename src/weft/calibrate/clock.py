@@ -20,7 +20,8 @@ _MOST_CALLS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds: of one call, in the fastest window. spread: how much longer it took in the median one, relative."""
+    """seconds: of one call, in the fastest window, or where chance is what is measured in the median one. spread: how
+    much longer the median one took than the fastest, relative."""
 
     seconds: float
     spread: float

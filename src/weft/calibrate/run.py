@@ -132,14 +132,15 @@ def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
         crowd = f"{count} rank{'s' if count > 1 else ''}"
         chapters += [Chapter(name=f"{name}, {crowd}", points=points, ranks=count) for name, points in compute.items()]
         moved = tuple((op, (size,)) for op in COLLECTIVES for size in messages)
-        moved += tuple(("meeting", (count,)) for count in sizes.MEETINGS)
+        meetings = tuple(("meeting", (count,)) for count in sizes.MEETINGS)
         groups = [group for group in counts if 1 < group <= count]
         for group in groups:
             strides = [1] if group == count or count < max(counts) else [1, count // group]
             chapters += [
-                Chapter(name=f"collectives of {group}, {crowd}", points=moved, ranks=count, group=group, stride=stride)
+                Chapter(name=f"collectives of {group}, {crowd}", points=moved if stride > 1 else moved + meetings,
+                        ranks=count, group=group, stride=stride)
                 for stride in strides
-            ]
+            ]  # fmt: skip
     chapters += [
         Chapter(name=f"{name} in bf16, {count} ranks", points=compute[name], ranks=count, dtype="bf16")
         for count in counts

@@ -30,7 +30,7 @@ TRANSFERS, HOST_PARAMS = (1 << 20, 1 << 23), (1 << 20,)
 #: Bytes of a collective: the whole buffer, of which shards are parts.
 MESSAGES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 #: Products between two meetings of ranks.
-MEETINGS = (1, 8, 32, 128)
+MEETINGS = (1, 8, 64)
 #: What decides how long a GPU takes is larger: these fill it.
 LARGE_PRODUCTS = tuple((m, n, k) for m in (1024, 4096, 8192) for n, k in ((4096, 4096), (8192, 1024), (1024, 8192)))
 LARGE_ATTENTION = ((1, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128), (2, 16, 2048, 64))

@@ -34,7 +34,7 @@ def extra_s(watch: Watch, axis: Axis, op: str, num_bytes: int) -> Timing:
 def meeting_s(watch: Watch, axis: Axis, num_products: int) -> Timing:
     """Seconds that ranks take to meet after so many products.
 
-    Not the least, as of others, but what is usual: who waits for whom is chance.
+    Of the median window, not of the fastest as for others: who waits for whom is chance.
     """
     work = linear_f(Place(watch.device, torch.float32), *BETWEEN)
     meet = _collective(axis, "all_reduce", 64, watch.device)
@@ -44,7 +44,7 @@ def meeting_s(watch: Watch, axis: Axis, num_products: int) -> Timing:
             work()
 
     found = watch.time_after(works, meet)
-    return Timing(found.seconds * (1 + found.spread), 0.0)
+    return Timing(found.seconds * (1 + found.spread), found.spread)
 
 
 def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:

@@ -55,7 +55,8 @@ def test_communication_is_added_never_hidden() -> None:
 @pytest.mark.parametrize(
     ("plan", "term"),
     [("dp_replicate=4", {"dp_exposed"}), ("dp_shard=4 zero=3", {"dp_exposed"}), ("tp=4", {"tp"}), ("pp=4", set()),
-     ("dp_shard=2 tp=2 zero=1", {"tp", "dp_exposed"}), ("dp_shard=2 tp=2 zero=3", {"tp"}), ("cp=4", {"cp"})],
+     ("dp_shard=2 tp=2 zero=1", {"tp", "dp_exposed"}), ("cp=4 zero=1", {"cp", "dp_exposed"}),
+     ("cp=4 zero=3", {"cp", "dp_exposed"})],
 )  # fmt: skip
 def test_ranks_that_meet_wait_for_each_other(plan: str, term: set[str]) -> None:
     plain, known = step(plan), step(plan, profile(waiting=0.03))
@@ -63,12 +64,18 @@ def test_ranks_that_meet_wait_for_each_other(plan: str, term: set[str]) -> None:
     assert {name for name in TERMS if known[name] < plain[name]} == set()
 
 
-def test_who_meets_in_each_layer_waits_more_than_who_meets_once() -> None:
-    waited = {
-        plan: step(plan, profile(waiting=0.03))["step"] - step(plan)["step"]
-        for plan in ("dp_shard=4 zero=1", "dp_shard=4 zero=3", "tp=4", "tp=4 recompute=full")
-    }
-    assert waited["dp_shard=4 zero=1"] < waited["dp_shard=4 zero=3"] < waited["tp=4"] < waited["tp=4 recompute=full"]
+def test_who_meets_more_often_waits_more() -> None:
+    def waited(plan: str) -> float:
+        return step(plan, profile(waiting=0.03))["step"] - step(plan)["step"]
+
+    rising = ("dp_shard=4 zero=1", "dp_shard=4 zero=3 reshard=after_backward", "dp_shard=4 zero=3", "tp=4",
+              "tp=4 recompute=full")  # fmt: skip
+    found = [waited(plan) for plan in rising]
+    assert found == sorted(found)
+    assert len({*found}) == len(found)
+    kept, let_go = (waited(f"dp_shard=4 zero=3 accumulation=2 reshard=after_{when}") for when in ("step", "forward"))
+    assert kept < let_go
+    assert waited("tp=4 recompute=attention") == pytest.approx(waited("tp=4"), rel=0.1)
 
 
 def test_recompute_costs_time_and_saves_bytes() -> None:

@@ -36,12 +36,13 @@ def test_more_ranks_than_cores_share_them() -> None:
 
 def test_who_computes_for_longer_waits_for_longer() -> None:
     laws = Laws.of(profile(waiting=0.03))
-    once, often = laws.waiting(4.0, np.array([1.0, 16.0]), group=4, active=4)
-    assert once == pytest.approx(0.03 * 2.0, rel=0.05)  # less what is waited after one product
-    assert often == pytest.approx(4 * once, rel=0.1)
-    assert laws.waiting(1e-6, 1.0, group=4, active=4) == 0.0
-    assert laws.waiting(4.0, 1.0, group=1, active=4) == 0.0
-    assert Laws.of(profile()).waiting(4.0, 1.0, group=4, active=4) == 0.0  # a profile of an earlier version
+    short, long = laws.waiting(np.array([1.0, 4.0]), group=4, active=4)
+    assert long == pytest.approx(0.03 * 2.0, rel=0.1)  # less what is waited after one product
+    assert long == pytest.approx(2 * short, rel=0.1)
+    assert laws.waiting(4.0, group=4, active=8) == pytest.approx(2 * long)
+    assert laws.waiting(1e-6, group=4, active=4) == 0.0
+    assert laws.waiting(4.0, group=1, active=4) == 0.0
+    assert Laws.of(profile()).waiting(4.0, group=4, active=4) == 0.0  # a profile of an earlier version
 
 
 def test_what_was_not_measured_is_said() -> None:

@@ -23,14 +23,19 @@ def deliver(held: list[HeldProduct]) -> None:
     One weight after another, and what each was made of is let go: so a stage never has all its gradients beside those
     that add up. Products of one weight come together, for its gradient arrives once.
     """
-    by_weight: dict[nn.Parameter, list[HeldProduct]] = {}
-    for product in held:
-        by_weight.setdefault(product.weight, []).append(product)
+    by_weight = _by_weight(held)
     held.clear()
     for weight in list(by_weight):
         grads = [product.multiply() for product in by_weight.pop(weight)]
         torch.autograd.backward([weight] * len(grads), grads)
         del grads
+
+
+def _by_weight(held: list[HeldProduct]) -> dict[nn.Parameter, list[HeldProduct]]:
+    found: dict[nn.Parameter, list[HeldProduct]] = {}
+    for product in held:
+        found.setdefault(product.weight, []).append(product)
+    return found
 
 
 def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:

@@ -62,7 +62,7 @@ class Pass:
 
     @property
     def compute(self) -> Array:
-        """Without what travels."""
+        """Without what travels, but for that of what is made again."""
         return np.sum([self.terms[name] for name in ("gemm", "attention", "memory_bound", "recompute")], axis=0)
 
 
@@ -78,7 +78,7 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
     clock = Clock(laws, columns.world_size.astype(float), dtype)
     terms["dp_exposed"], terms["optimizer"] = data_parallel_s(job, columns, clock, crowd)
     pieces = pieces_of(job, columns, crowd)
-    for name, seconds in waiting_s(columns, laws, crowd.layers, m, full.compute, pieces).items():
+    for name, seconds in waiting_s(job, columns, laws, crowd.layers, m * full.compute, pieces).items():
         terms[name] = terms[name] + seconds
     return terms
 

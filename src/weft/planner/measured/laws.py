@@ -135,18 +135,19 @@ class Laws:
             raise ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. Measure with --ranks 1,2,4")])
         return self.by_key[near].seconds(num_bytes) * max(1.0, active / near[4]) * max(1.0, group / near[2])
 
-    def waiting(self, compute_s: Any, meetings: Any, *, group: int, active: int) -> Array:
-        """Seconds that `group` ranks wait for each other, where they meet so often within so much compute.
+    def waiting(self, compute_s: Any, *, group: int, active: int) -> Array:
+        """Seconds that `group` ranks wait for each other at a meeting after so much compute.
 
-        Besides what a collective after one product takes. 0 where that was not measured, as in older profiles.
+        Besides what a collective after one product takes. 0 where that was not measured, as in older profiles. A group
+        or crowd that was not measured is taken as in `travel`: too little, where ranks begin to share cores.
         """
-        compute_s, meetings = np.broadcast_arrays(np.asarray(compute_s, float), np.asarray(meetings, float))
+        compute_s = np.asarray(compute_s, dtype=np.float64)
         near = self._nearest("meeting", group, active, 1) if group > 1 else None
         if near is None:
             return np.zeros_like(compute_s)
-        product = float(self.seconds("linear_f", *BETWEEN, active=near[4]))
-        law, between = self.by_key[near], compute_s / np.maximum(1.0, meetings) / product
-        return meetings * np.maximum(0.0, law.seconds(between) - law.seconds(1.0))
+        law, product = self.by_key[near], float(self.seconds("linear_f", *BETWEEN, active=near[4]))
+        waited = np.maximum(0.0, law.seconds(compute_s / product) - law.seconds(1.0))
+        return waited * max(1.0, active / near[4]) * max(1.0, group / near[2])
 
     def _nearest(self, op: str, group: int, active: int, stride: int) -> tuple[str, str, int, int, int] | None:
         keys = [key for key in self.by_key if key[0] == op and key[1] == "fp32" and key[2] > 1]

@@ -1,7 +1,8 @@
 """What ranks of a host wait for each other, besides what a collective takes.
 
 Who comes to a meeting late is chance: the longer ranks compute before it, the longer the others wait, and the more so
-where they share cores. Measured as `meeting` (calibrate/traffic.py).
+where they share cores. Measured as `meeting` (calibrate/traffic.py). Not counted: meetings of a pipeline's stages, and
+those in layers that a memory budget makes again.
 """
 
 from __future__ import annotations
@@ -9,48 +10,59 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import Columns
+from weft.planner.columns import Columns, Job
 from weft.planner.measured.laws import Laws
-from weft.spec.plan import RECOMPUTES
+from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]
 
+#: How often the ranks of ZeRO 3 meet for one layer's parameters and gradients, by `reshard`.
+_GATHERS = {"after_forward": 3, "after_backward": 2, "after_step": 2}
+
 
 def waiting_s(
-    columns: Columns, laws: Laws, layers: Array, passes: Array, compute_s: Array, pieces: Array
+    job: Job, columns: Columns, laws: Laws, layers: Array, compute_s: Array, pieces: Array
 ) -> dict[str, Array]:
     """Seconds of a step by the term that they lengthen.
 
-    layers: of the busiest rank. passes: of a step. compute_s: of one pass. pieces: in which gradients travel.
+    layers: of the busiest rank. compute_s: of a whole step. pieces: in which gradients travel below ZeRO 3. Between two
+    meetings of whatever axis lies as much compute as between any other two: an approximation.
     """
-    again = np.where(columns.recompute == RECOMPUTES.index("none"), 0, 1)
-    data = columns.dp_replicate * columns.dp_shard
+    often = _meetings(job, columns, layers, pieces)
+    between = np.sum([np.where(size > 1, times, 0.0) for size, times in often.values()], axis=0)
+    between = compute_s / np.maximum(1.0, between)
+    return {name: times * _of_groups(laws, between, size, columns) for name, (size, times) in often.items()}
+
+
+def _meetings(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[str, tuple[Array, Array]]:
+    """By term: the ranks that meet, and how often in a step."""
+    full = columns.recompute == RECOMPUTES.index("full")
+    selective = columns.recompute == RECOMPUTES.index("selective")
+    passes = columns.num_micro.astype(float)
+    every = layers * passes
+    shard = columns.dp_shard * columns.cp
     by_unit = columns.zero == 3
-    # How often a layer meets: over tp for attention and feed-forward, forward, backward and in what is made again; over
-    # cp once in each; of ZeRO 3 for forward, for backward and with its gradients.
-    often = {
-        "tp": (columns.tp, 4 + 2 * again),
-        "cp": (columns.cp, 2 + again),
-        "dp_exposed": (np.where(by_unit, data, 1), np.full(len(columns), 3)),
+    gathers = np.select([columns.reshard == RESHARDS.index(name) for name in _GATHERS], list(_GATHERS.values()))
+    once = columns.reshard == RESHARDS.index("after_step")
+    # Attention and feed-forward, each forward and backward; of what is made again the first of two sums.
+    tp = every * (4 + columns.recompute_share * (full | selective))
+    cp = every * (2 + columns.recompute_share * full)
+    ep = every * 4 * job.shape.moe_layers / job.shape.layers
+    units = gathers * np.where(once, layers, every)
+    # And once for the norm of all gradients.
+    data = 1 + np.where(by_unit, units, pieces)
+    return {
+        "tp": (columns.tp, tp),
+        "cp": (columns.cp, cp),
+        "ep": (columns.ep, ep),
+        "dp_exposed": (np.where(by_unit, shard, columns.dp_replicate * shard), data),
     }
-    group = np.prod([size for size, _ in often.values()], axis=0)
-    meetings = layers * np.sum([np.where(size > 1, times, 0) for size, times in often.values()], axis=0)
-    inside = passes * _of_groups(laws, compute_s, meetings, group, columns)
-    # Below ZeRO 3 with the pieces of its gradients, and once for their norm.
-    once = _of_groups(laws, passes * compute_s, pieces + 1, np.where(by_unit, 1, data), columns)
-    found: dict[str, Array] = {}
-    left = np.ones(len(columns), bool)
-    for name, (size, _) in often.items():
-        found[name] = np.where(left & (size > 1), inside, 0.0)
-        left = left & (size <= 1)
-    found["dp_exposed"] = found["dp_exposed"] + once
-    return found
 
 
-def _of_groups(laws: Laws, compute_s: Array, meetings: Array, group: Array, columns: Columns) -> Array:
-    """What groups of so many ranks wait, by row."""
+def _of_groups(laws: Laws, compute_s: Array, group: Array, columns: Columns) -> Array:
+    """What groups of so many ranks wait at one meeting, by row."""
     result = np.zeros(len(columns))
-    for size, ranks in {*zip(group.astype(int).tolist(), columns.world_size.astype(int).tolist(), strict=True)}:
+    for size, ranks in {*zip(group.tolist(), columns.world_size.tolist(), strict=True)}:
         here = (group == size) & (columns.world_size == ranks)
-        result[here] = laws.waiting(compute_s[here], meetings[here], group=size, active=ranks)
+        result[here] = laws.waiting(compute_s[here], group=int(size), active=int(ranks))
     return result
