@@ -132,7 +132,7 @@ def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
         crowd = f"{count} rank{'s' if count > 1 else ''}"
         chapters += [Chapter(name=f"{name}, {crowd}", points=points, ranks=count) for name, points in compute.items()]
         moved = tuple((op, (size,)) for op in COLLECTIVES for size in messages)
-        meetings = tuple(("meeting", (count,)) for count in sizes.MEETINGS)
+        meetings = tuple(("meeting", (count,)) for count in (() if large else sizes.MEETINGS))
         groups = [group for group in counts if 1 < group <= count]
         for group in groups:
             strides = [1] if group == count or count < max(counts) else [1, count // group]

@@ -9,7 +9,7 @@ import torch
 
 from weft.calibrate.clock import Timing, Watch
 from weft.calibrate.compute import Place, calls_of
-from weft.calibrate.traffic import extra_s, meeting_s
+from weft.calibrate.traffic import extra_s
 from weft.mesh import Axis, build_mesh
 from weft.planner.measured.profile import Sample
 from weft.spec.plan import Plan
@@ -43,9 +43,7 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
     watch = Watch(crowd, here, window_s)
     found: list[Sample] = []
     for op, size in chapter.points:
-        if op == "meeting":
-            timing = meeting_s(watch, meeting, *size)
-        elif chapter.group > 1:
+        if chapter.group > 1:
             timing = extra_s(watch, meeting, op, *size)
         else:
             timing = watch.time(calls_of(op, size, Place(here, DTYPES[chapter.dtype])))

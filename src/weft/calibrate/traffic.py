@@ -21,22 +21,20 @@ from weft.planner.measured.laws import BETWEEN
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
 
 
-def extra_s(watch: Watch, axis: Axis, op: str, num_bytes: int) -> Timing:
-    """Seconds that the collective adds where it follows a product.
+def extra_s(watch: Watch, axis: Axis, op: str, size: int) -> Timing:
+    """Seconds that the collective adds where it follows a product; of a meeting, where it follows `size` products.
 
-    num_bytes: of the whole buffer, of which shards are parts; of an all_to_all what each rank sends, its own share
+    size: bytes of the whole buffer, of which shards are parts; of an all_to_all what each rank sends, its own share
     included; of a shift or a send the message.
     """
     work = linear_f(Place(watch.device, torch.float32), *BETWEEN)
-    return watch.time_after(work, _collective(axis, op, num_bytes, watch.device))
+    if op == "meeting":
+        return _meeting_s(watch, axis, work, size)
+    return watch.time_after(work, _collective(axis, op, size, watch.device))
 
 
-def meeting_s(watch: Watch, axis: Axis, num_products: int) -> Timing:
-    """Seconds that ranks take to meet after so many products.
-
-    Of the median window, not of the fastest as for others: who waits for whom is chance.
-    """
-    work = linear_f(Place(watch.device, torch.float32), *BETWEEN)
+def _meeting_s(watch: Watch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
+    """Of the median window, not of the fastest as for others: who waits for whom is chance."""
     meet = _collective(axis, "all_reduce", 64, watch.device)
 
     def works() -> None:

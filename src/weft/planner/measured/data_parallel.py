@@ -17,8 +17,11 @@ Array = NDArray[np.float64]
 _BUCKET = 4 * 2**20
 
 
-def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> tuple[Array, Array]:
-    """Of a step: what travels over the data-parallel axes, with its copies; and sums, norm, scaling and update."""
+def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> tuple[Array, Array, Array]:
+    """Of a step: what travels over the data-parallel axes, with its copies; and sums, norm, scaling and update.
+
+    Last, in how many pieces gradients travel under ZeRO 0 to 2.
+    """
     dense, ends = _params(job, columns, crowd)
     params = dense + ends
     shard = (columns.dp_shard * columns.cp).astype(float)
@@ -28,7 +31,7 @@ def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> t
     stride = columns.tp
     m = columns.num_micro.astype(float)
     whole = params * VALUE
-    pieces = pieces_of(job, columns, crowd)
+    pieces = np.maximum(1.0, np.ceil(params / _BUCKET))
     reduce = pieces * clock.travel("reduce_scatter", whole / pieces, group, stride)
     reduce = reduce + pieces * clock.travel("all_reduce", whole / pieces / group, replicas, stride * group)
     gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)
@@ -37,12 +40,7 @@ def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> t
     own = params / group
     added = np.where(columns.zero == 3, own, params)
     sums = (m - 1) * clock.of("add_to", added / job.shape.hidden, float(job.shape.hidden))
-    return travel, sums + clock.of("adamw", own) + clock.of("clip", own)
-
-
-def pieces_of(job: Job, columns: Columns, crowd: Crowd) -> Array:
-    """In how many pieces gradients travel under ZeRO 0 to 2."""
-    return np.maximum(1.0, np.ceil(np.sum(_params(job, columns, crowd), axis=0) / _BUCKET))
+    return travel, sums + clock.of("adamw", own) + clock.of("clip", own), pieces
 
 
 def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:

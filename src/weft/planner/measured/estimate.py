@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from weft.planner.columns import Columns, Job
 from weft.planner.measured.crowd import Crowd, crowd_of
-from weft.planner.measured.data_parallel import data_parallel_s, pieces_of
+from weft.planner.measured.data_parallel import data_parallel_s
 from weft.planner.measured.laws import Laws
 from weft.planner.measured.layer import VALUE, Clock, dtype_of, layer_costs
 from weft.planner.measured.waiting import waiting_s
@@ -76,9 +76,8 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
         bubble, sends = _pipeline(job, columns[piped], laws, dtype, crowd.rows(piped), full.total[piped])
         terms["bubble"][piped], terms["pp_p2p"][piped] = bubble, sends
     clock = Clock(laws, columns.world_size.astype(float), dtype)
-    terms["dp_exposed"], terms["optimizer"] = data_parallel_s(job, columns, clock, crowd)
-    pieces = pieces_of(job, columns, crowd)
-    for name, seconds in waiting_s(job, columns, laws, crowd.layers, m * full.compute, pieces).items():
+    terms["dp_exposed"], terms["optimizer"], pieces = data_parallel_s(job, columns, clock, crowd)
+    for name, seconds in waiting_s(job, columns, clock, crowd.layers, m * full.compute, pieces).items():
         terms[name] = terms[name] + seconds
     return terms
 

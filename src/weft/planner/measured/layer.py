@@ -9,6 +9,7 @@ a rank, V vocabulary on a rank, t tensor-parallel size, c context-parallel size,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +52,26 @@ class Clock:
 
     def travel(self, op: str, num_bytes: Any, group: Any, stride: Any = 1) -> Array:
         """Seconds of a collective over groups of so many ranks, by row."""
-        rows = np.broadcast_arrays(np.asarray(num_bytes, float), np.asarray(group), np.asarray(stride), self.active)
-        num_bytes, group, stride, active = rows
-        result = np.zeros(num_bytes.shape)
+        return self._by_group(
+            lambda part, size, step, crowd: self.laws.travel(op, part, group=size, active=crowd, stride=step),
+            num_bytes, group, stride,
+        )  # fmt: skip
+
+    def waiting(self, compute_s: Any, group: Any) -> Array:
+        """Seconds that groups of so many ranks wait for each other at a meeting after so much compute, by row."""
+        return self._by_group(
+            lambda part, size, _, crowd: self.laws.waiting(part, group=size, active=crowd), compute_s, group, 1
+        )
+
+    def _by_group(self, ask: Callable[[Array, int, int, int], Array], amount: Any, group: Any, stride: Any) -> Array:
+        """What `ask` says of the amounts of each kind of group: (amounts, ranks, stride, ranks at work)."""
+        rows = np.broadcast_arrays(np.asarray(amount, float), np.asarray(group), np.asarray(stride), self.active)
+        amount, group, stride, active = rows
+        result = np.zeros(amount.shape)
         for size, step, crowd in {*zip(group.tolist(), stride.tolist(), active.tolist(), strict=True)}:
             if size > 1:
                 here = (group == size) & (stride == step) & (active == crowd)
-                found = self.laws.travel(
-                    op, num_bytes[here], group=int(size), active=int(max(size, crowd)), stride=int(step)
-                )
-                result[here] = found
+                result[here] = ask(amount[here], int(size), int(step), int(max(size, crowd)))
         return result
 
 

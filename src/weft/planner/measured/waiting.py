@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import Columns, Job
-from weft.planner.measured.laws import Laws
+from weft.planner.measured.layer import Clock
 from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]
@@ -21,7 +21,7 @@ _GATHERS = {"after_forward": 3, "after_backward": 2, "after_step": 2}
 
 
 def waiting_s(
-    job: Job, columns: Columns, laws: Laws, layers: Array, compute_s: Array, pieces: Array
+    job: Job, columns: Columns, clock: Clock, layers: Array, compute_s: Array, pieces: Array
 ) -> dict[str, Array]:
     """Seconds of a step by the term that they lengthen.
 
@@ -31,7 +31,7 @@ def waiting_s(
     often = _meetings(job, columns, layers, pieces)
     between = np.sum([np.where(size > 1, times, 0.0) for size, times in often.values()], axis=0)
     between = compute_s / np.maximum(1.0, between)
-    return {name: times * _of_groups(laws, between, size, columns) for name, (size, times) in often.items()}
+    return {name: times * clock.waiting(between, size) for name, (size, times) in often.items()}
 
 
 def _meetings(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[str, tuple[Array, Array]]:
@@ -57,12 +57,3 @@ def _meetings(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[
         "ep": (columns.ep, ep),
         "dp_exposed": (np.where(by_unit, shard, columns.dp_replicate * shard), data),
     }
-
-
-def _of_groups(laws: Laws, compute_s: Array, group: Array, columns: Columns) -> Array:
-    """What groups of so many ranks wait at one meeting, by row."""
-    result = np.zeros(len(columns))
-    for size, ranks in {*zip(group.tolist(), columns.world_size.tolist(), strict=True)}:
-        here = (group == size) & (columns.world_size == ranks)
-        result[here] = laws.waiting(compute_s[here], group=int(size), active=int(ranks))
-    return result
