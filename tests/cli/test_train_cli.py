@@ -173,3 +173,16 @@ def test_a_rank_that_only_lost_its_peer_is_brief():
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "rank 1 lost the other ranks; one of them says why."
     assert "Traceback" not in done.stderr
+
+
+def test_what_starts_the_ranks_needs_no_torch_of_its_own(tmp_path):
+    """The agent does; a mistake is told before it, and no model is imported for nothing."""
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft"}}\n' for i in range(400)))
+    settings = ["plan=dp_replicate=2", "launch.device=cpu", "tokenizer.kind=bytes", "train.seq_len=32",
+                "train.global_batch=8", f"data.train={tmp_path / 'text.jsonl'}"]  # fmt: skip
+    code = (
+        "import sys\nfrom weft.cli import train\ntrain.launch_ranks = lambda *words, **more: None\n"
+        f"train.train({settings!r})\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -106,7 +107,9 @@ def run(args: Sequence[str]) -> int:
 
 def main() -> None:
     """Entry point of the `weft` command."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    gc.freeze()  # what torch left behind ends with the process: the interpreter need not look through it for a second
+    sys.exit(code)
 
 
 def show_error(error: WeftError) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -128,6 +129,7 @@ def main() -> None:
         return run_rank(run_dir, place, terminal)
 
     run_as_rank(run_dir / "logs", place, body)
+    gc.freeze()  # as in main.py: ending takes no second
 
 
 if __name__ == "__main__":

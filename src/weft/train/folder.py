@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from weft.checkpoint import list_checkpoints
 from weft.data import PreparedData, prepare_data
 from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, PlanError, Problem
-from weft.models import build_decoder
-from weft.parallel.tensor import check_layout, expect_used
 from weft.spec.config import RunConfig
 from weft.spec.config_file import load_config
 from weft.spec.config_text import format_config
@@ -54,6 +51,8 @@ class RunFolder:
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint of one step; CheckpointError names the steps that were saved."""
+        from weft.checkpoint import list_checkpoints
+
         saved = {
             int(path.name.split(".")[0].removeprefix("step_")): path for path in list_checkpoints(self.checkpoints)
         }
@@ -223,6 +222,9 @@ def _with_own_layout(config: RunConfig, decoder: DecoderSpec, plan: Plan) -> Run
     """
     if not config.layout:
         return config
+    from weft.models import build_decoder
+    from weft.parallel.tensor import check_layout, expect_used
+
     layout = Layout.read(config.layout)
     model = build_decoder(decoder, device="meta")
     expect_used(layout, dict(model.named_modules()))
