@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from weft.planner.columns import PRECISIONS, Columns, Job
 from weft.planner.context_cost import buffer_bytes
-from weft.planner.layer_cost import own_cut, padded_vocab
+from weft.planner.layer_cost import padded_vocab
+from weft.planner.layer_kernels import own_cut
 from weft.planner.loss_memory import cut_loss_bytes, is_cut
 from weft.planner.overlap import Shares
 from weft.planner.pipeline import Stages, in_flight

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.columns import PRECISIONS, Columns, Job
-from weft.planner.layer_cost import LayerCosts, own_cut
+from weft.planner.layer_cost import LayerCosts
+from weft.planner.layer_kernels import own_cut
 from weft.planner.memory_cost import layer_bytes
 from weft.planner.traced import Cut, TracedShape
 from weft.spec.plan import RECOMPUTES
