@@ -83,11 +83,12 @@ _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 class Patience:
     """Waiting that leaves the core to others: ranks may be more than cores.
 
-    Yields the core at first (the next word of the others is microseconds away), then sleeps, longer as time goes by. A
-    rank that slept gets a crowded core sooner than one that yielded: measured, yielding longer is slower.
+    Yields the core at first (the next word of the others is near), then sleeps, longer as time goes by. Measured on 2
+    cores: small steps of 8 ranks take 0.8 of the time when they yield for 2 ms in place of 0.1 ms, since a sleep is
+    longer than what it waits for; steps of a second, and of 4 ranks, take the same.
     """
 
-    YIELD_S, LOOK_S = 0.0001, 0.1
+    YIELD_S, LOOK_S = 0.002, 0.1
 
     def __init__(self) -> None:
         self._start = self._looked = time.perf_counter()
