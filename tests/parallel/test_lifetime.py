@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows
-from tests.parity.cases import ImageCase
+from tests.parity.cases import LLAMA, ImageCase
 from weft.comm.segment import Segment
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
 from weft.parallel.reducer import Reducer
-from weft.testing import train_case
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase, train_case
 from weft.train import TrainStep
 
 PLANS = (
@@ -29,6 +32,7 @@ PLANS = (
 
 def alive() -> dict[str, int]:
     """Meshes that have communicated, and engines, on this rank."""
+    gc.unfreeze()  # ranks freeze what a call leaves behind, and what is frozen is not listed
     gc.collect()
     kinds = [type(found) for found in gc.get_objects()]
     return {kind.__name__: kinds.count(kind) for kind in (Segment, Reducer)}
@@ -38,6 +42,19 @@ def train(plan: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train_case(plan, ImageCase(num_steps=2))
+
+
+def train_decoder(plan: str) -> None:
+    train_case(plan, DecoderCase(LLAMA, num_steps=1))
+
+
+def forward_alone(plan: str) -> None:
+    """Outputs of a loss that nobody sends back."""
+    case = DecoderCase(LLAMA, num_steps=1)
+    mesh = build_mesh(Plan.parse(f"{plan} precision=fp64"))
+    model = case.model()
+    parallelize(model, mesh)
+    case.forward(model, case.batch(0))
 
 
 def own_loop(plan: str) -> None:
@@ -67,11 +84,19 @@ def breaks_off(plan: str) -> None:
             step(rows(index, mesh.rank))
 
 
+#: What looks at a block before it chooses, and what runs inside of hooks on saved tensors.
+WATCHED = [
+    (loop, plan)
+    for loop in (train_decoder, forward_alone)
+    for plan in ("tp=2 recompute=attention", "tp=2 sp=on recompute=selective", "tp=2 recompute=60%",
+                 "cp=2 recompute=selective", "tp=2 offload=activations:0.5")
+]  # fmt: skip
+
 #: The loops of users are in float64, whatever the plan says.
 LOOPS = [(loop, f"{plan} precision=fp64") for loop in (train, own_loop, breaks_off) for plan in PLANS]
 
 
-@pytest.mark.parametrize("loop, plan", [*LOOPS, (train, "dp_shard=2 zero=2 recompute=full precision=bf16")])
+@pytest.mark.parametrize("loop, plan", [*LOOPS, *WATCHED, (train, "dp_shard=2 zero=2 recompute=full precision=bf16")])
 def test_a_mesh_goes_with_its_model(loop, plan, ranks2):
     before = ranks2.run(alive)
     ranks2.run(loop, plan)

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.errors import ModelError
 from weft.memory.link import Copy
 from weft.memory.offload import Host
+from weft.memory.policy import without_graph
 
 #: Smaller tensors cost more in copies than they hold.
 LEAST_BYTES = 1 << 20
@@ -134,7 +135,7 @@ class _Pass:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         if not self._moves(tensor) or (self._compiled is not None and not self._moves_compiled(tensor)):
-            return tensor
+            return without_graph(tensor)
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         saved = self._known.get(key)
         if saved is None:

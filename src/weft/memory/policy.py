@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from weft.comm.link import unobserved
 from weft.errors import ModelError
 
 Forward = Callable[..., Any]
@@ -122,6 +123,16 @@ def without_cache(value: Any) -> Any:
             f"add to it twice. Use recompute=none, or train without a cache."
         )
     return None
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """What a hook on saved tensors returns to keep a tensor as it is.
+
+    The tensor itself would not do: the output of an operation that saves it holds that operation, which would hold it.
+    Backward breaks the ring; where none comes, block and mesh would stay for ever, and no garbage collector sees it.
+    """
+    with unobserved():
+        return tensor.detach()
 
 
 @contextlib.contextmanager

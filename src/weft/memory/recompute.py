@@ -28,7 +28,7 @@ from weft.comm import all_reduce
 from weft.errors import ModelError, PlanError, Problem
 from weft.memory.blocks import repeated_blocks
 from weft.memory.budget import cheapest_choice
-from weft.memory.policy import Forward, Policy, run_block, spare_buffers
+from weft.memory.policy import Forward, Policy, run_block, spare_buffers, without_graph
 from weft.memory.trace import BlockTrace, Option, Storages, num_bytes, storages_of, trace_block
 from weft.mesh import Axis
 from weft.spec.plan import RECOMPUTES, Plan
@@ -184,7 +184,7 @@ class Recompute:
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             self._fixed.update(storages_of(tensor))
-            return tensor
+            return without_graph(tensor)
 
         self._calls, self._fixed, self._watched = [], {}, True
         try:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.memory.policy import Forward, Policy, is_attention, is_heavy, spare_buffers, without_cache
+from weft.memory.policy import Forward, Policy, is_attention, is_heavy, spare_buffers, without_cache, without_graph
 
 #: Storages by identity. Holding the storage keeps its identity from being given to another one.
 Storages = dict[int, torch.UntypedStorage]
@@ -205,7 +205,7 @@ class _Recording:
         if not self.in_core:
             self._kept_around_cores[storage._cdata] = storage
         self._needed = len(self.operations)
-        return tensor
+        return without_graph(tensor)
 
 
 class _Calls(TorchFunctionMode):

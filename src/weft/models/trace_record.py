@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
             else:
                 known.place = len(self.rows) if known.part == self.part else known.place
                 known.in_attention &= self._attending
-        return tensor
+        return tensor.detach()  # itself it would hold the graph that holds it
 
 
 class _Calls(TorchFunctionMode):
