@@ -33,6 +33,17 @@ def sleep_on(rank: int) -> None:
         time.sleep(30)
 
 
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_ranks_have_the_environment_of_the_moment_and_not_of_the_first_pool(monkeypatch):
+    for word in ("warp", "weft"):
+        monkeypatch.setenv("WEFT_TEST_WORD", word)
+        with RankPool(1) as pool:
+            assert pool.run(variable, "WEFT_TEST_WORD") == [word]
+
+
 def test_results_come_in_order_of_rank_from_processes_that_stay(ranks2):
     first, second = ranks2.run(who), ranks2.run(who)
     assert [row[:2] for row in first] == [(0, 2), (1, 2)]

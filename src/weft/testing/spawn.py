@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -18,6 +18,8 @@ from weft.errors import CommError
 
 #: Failures, those first that say most: a rank that raised, one that is gone, one that waits in vain for these.
 _TELLING = ("error", "dead", "late")
+#: What every rank imports: one process does, and ranks are forked off it. It takes seconds, times ranks over cores.
+_IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train.loop", "weft.testing.parity"]
 #: How long (s) the other ranks may take once one has failed.
 _AFTER_FAILURE_S = 5.0
 
@@ -25,7 +27,7 @@ _AFTER_FAILURE_S = 5.0
 class RankPool:
     """`num_ranks` processes joined in one gloo group; `run` calls a function on all of them.
 
-    Starting a rank costs seconds (it imports torch), so keep one pool for many cases:
+    The first pool of a process costs seconds (torch is imported once for all ranks), so keep one pool for many cases:
 
         with RankPool(2) as pool:
             losses = pool.run(train_one_case, "dp_replicate=2")
@@ -42,14 +44,17 @@ class RankPool:
     def _start(self) -> None:
         self._is_broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         store = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.num_ranks, str(store), theirs, self._backend), daemon=True
+                target=_serve,
+                args=(rank, self.num_ranks, str(store), theirs, self._backend, dict(os.environ)),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -121,8 +126,12 @@ class RankPool:
         self.close()
 
 
-def _serve(rank: int, num_ranks: int, store: str, pipe: Connection, backend: str) -> None:
+def _serve(
+    rank: int, num_ranks: int, store: str, pipe: Connection, backend: str, environment: Mapping[str, str]
+) -> None:
     """One rank's life: join, answer calls until None comes, part."""
+    os.environ.clear()  # that of the process which imported is older than the pool
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
