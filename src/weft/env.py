@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +157,12 @@ def export_rank(place: RankEnv) -> None:
 def child_env(**extra: str) -> dict[str, str]:
     """A copy of the environment for a child process, with `extra` on top."""
     return {**os.environ, **extra}
+
+
+def take_over(environment: Mapping[str, str]) -> None:
+    """Have the environment that another process gave (`child_env`), and nothing of one's own."""
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def set_for_children(**extra: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+from weft import env
 from weft.errors import CommError
 
 #: Failures, those first that say most: a rank that raised, one that is gone, one that waits in vain for these.
@@ -53,7 +54,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.num_ranks, str(store), theirs, self._backend, dict(os.environ)),
+                args=(rank, self.num_ranks, str(store), theirs, self._backend, env.child_env()),
                 daemon=True,
             )
             process.start()
@@ -130,8 +131,7 @@ def _serve(
     rank: int, num_ranks: int, store: str, pipe: Connection, backend: str, environment: Mapping[str, str]
 ) -> None:
     """One rank's life: join, answer calls until None comes, part."""
-    os.environ.clear()  # that of the process which imported is older than the pool
-    os.environ.update(environment)
+    env.take_over(environment)  # that of the process which imported is older than the pool
     import torch
     import torch.distributed as dist
 
