@@ -15,12 +15,12 @@ from weft.errors import CommError
 from weft.testing import RankPool
 
 #: Random plans on so many ranks: in the gate, with --all-plans.
-NUM_RANDOM = {4: (2, 300), 8: (2, 300)}
+NUM_RANDOM = {4: (2, 300), 8: (1, 300)}
 
 
 @pytest.fixture(scope="module")
 def ranks8():
-    with RankPool(8, timeout_s=900) as pool:  # eight imports on few cores come first
+    with RankPool(8, timeout_s=900) as pool:  # eight ranks take turns on few cores
         yield pool
 
 
