@@ -19,7 +19,7 @@ from weft.errors import CommError
 
 #: Failures, those first that say most: a rank that raised, one that is gone, one that waits in vain for these.
 _TELLING = ("error", "dead", "late")
-#: What every rank imports: one process does, and ranks are forked off it. It takes seconds, times ranks over cores.
+#: What every rank imports: one process does, and ranks of gloo are forked off it. Imports by each take seconds.
 _IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train.loop", "weft.testing.parity"]
 #: How long (s) the other ranks may take once one has failed.
 _AFTER_FAILURE_S = 5.0
@@ -45,7 +45,8 @@ class RankPool:
     def _start(self) -> None:
         self._is_broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
-        context = multiprocessing.get_context("forkserver")
+        # Where an import has asked CUDA anything, no child can use it: ranks with devices import for themselves.
+        context = multiprocessing.get_context("forkserver" if self._backend == "gloo" else "spawn")
         context.set_forkserver_preload(_IMPORTED)
         store = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
