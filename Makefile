@@ -27,7 +27,8 @@ train: $(VENV)/.ready-to-train
 
 test: check
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@# One worker has the tests that run ranks, the other the rest: see tests/conftest.py.
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
 
 check: $(VENV)/.ready-to-develop
 	@echo "==> ruff check";  $(BIN)/ruff check --quiet .

@@ -5,28 +5,11 @@ Names are loaded at first use, so that `import weft` stays fast and free of torc
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
 
 __version__ = "0.1.0"
-
-#: Public name -> module that holds it.
-_HOMES = {
-    "Plan": "weft.spec.plan",
-    "ModelSpec": "weft.spec.model",
-    "ClusterSpec": "weft.spec.cluster",
-    "Layout": "weft.spec.layout",
-    "RunConfig": "weft.spec.config",
-    "WeftError": "weft.errors",
-    "describe": "weft.models",
-    "search": "weft.planner.search",
-    "trace": "weft.parallel.traced",
-    "build_mesh": "weft.mesh",
-    "Mesh": "weft.mesh",
-    "init": "weft.api",
-    "Run": "weft.api",
-    "TrainStep": "weft.train",
-}
 
 __all__ = [
     "ClusterSpec",
@@ -59,13 +42,25 @@ if TYPE_CHECKING:
     from weft.spec.plan import Plan
     from weft.train import TrainStep
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads(
+    __name__,
+    {
+        "Plan": ".spec.plan",
+        "ModelSpec": ".spec.model",
+        "ClusterSpec": ".spec.cluster",
+        "Layout": ".spec.layout",
+        "RunConfig": ".spec.config",
+        "WeftError": ".errors",
+        "describe": ".models",
+        "search": ".planner.search",
+        "trace": ".parallel.traced",
+        "build_mesh": ".mesh",
+        "Mesh": ".mesh",
+        "init": ".api",
+        "Run": ".api",
+        "TrainStep": ".train",
+    },
+)
 
 
 def __dir__() -> list[str]:

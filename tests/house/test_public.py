@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import weft
 
@@ -38,3 +41,13 @@ def test_every_public_name_is_there_and_documented():
     for name in weft.__all__:
         assert getattr(weft, name) is not None
         assert f"`{name}" in text, f"{name} is not in docs/reference/api.md"
+
+
+@pytest.mark.parametrize("package", ["weft", "weft.data", "weft.train", "weft.testing"])
+def test_names_loaded_at_first_use_are_all_there(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert vars(module)[name] is value, f"{package}.{name} is looked up anew at each use"
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Plam'"):
+        getattr(module, "Plam")  # noqa: B009 (a plain attribute would be a useless expression)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from weft.spec.model import DecoderSpec
-from weft.testing import Case, DecoderCase, ParityResult, train_case
+from weft.testing import Case, DecoderCase
 
 LLAMA = DecoderSpec(
     vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True
@@ -224,11 +224,6 @@ def cases() -> dict[str, Case]:
         "hf-gpt2": HuggingFaceCase(**settings, kind="gpt2"),
         "cnn": ImageCase(),
     }
-
-
-def train_cases(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
-    """Many cases under one plan in one call: the ranks are there already."""
-    return {name: train_case(plan, case) for name, case in chosen.items()}
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parity.cases import train_cases
 from tests.parity.families import FAMILIES, Family, FamilyCase
-from weft.testing import Case, ParityResult
+from weft.testing import Case, ParityResult, train_cases
 from weft.testing.float64 import Float64Throughout
 
 #: Settings of the families that drop. In eager attention the weights are dropped by F.dropout, else inside of torch's.

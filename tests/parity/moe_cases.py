@@ -12,7 +12,7 @@ from torch import nn
 from weft.models.moe import routers
 from weft.parallel.foreign_router import balance_routers
 from weft.spec.model import DecoderSpec
-from weft.testing import Case, DecoderCase, ParityResult, train_case
+from weft.testing import Case, DecoderCase
 from weft.testing.float64 import Float64Throughout
 
 #: A dense layer and two with experts; the loss of balancing weighs so much that a wrong one is seen.
@@ -95,8 +95,3 @@ def hugging_face_moe_cases() -> dict[str, Case]:
         kind: HuggingFaceMoECase(MOE, global_batch=8, num_steps=2, kind=kind, balance_rate=rate)
         for kind, rate in (("mixtral", 0.0), ("qwen2_moe", 0.5), ("qwen3_moe", 0.5))
     }
-
-
-def train_moe_cases(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
-    """Many cases under one plan in one call: the ranks are there already."""
-    return {name: train_case(plan, case) for name, case in chosen.items()}

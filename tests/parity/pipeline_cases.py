@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.parity.moe_cases import MoECase, moe_cases
 from weft.spec.model import DecoderSpec
-from weft.testing import Case, DecoderCase, ParityResult, train_case
+from weft.testing import Case, DecoderCase
 from weft.testing.float64 import Float64Throughout
 
 ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
@@ -146,9 +146,3 @@ def expert_cases() -> dict[str, Case]:
         for name, case in moe_cases().items()
         if isinstance(case, MoECase) and name != "plain"
     }
-
-
-def train_cases(plan: str, chosen: dict[str, Case]) -> dict[str, ParityResult]:
-    """Many cases under one plan in one call: the ranks are there already."""
-    torch.set_num_threads(1)
-    return {name: train_case(plan, case) for name, case in chosen.items()}

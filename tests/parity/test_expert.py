@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from tests.parity.moe_cases import moe_cases, train_moe_cases
-from weft.testing import ParityResult, train_case
+from tests.parity.moe_cases import moe_cases
+from weft.testing import ParityResult, train_case, train_cases
 
 RTOL = 1e-10
 
@@ -24,12 +24,12 @@ PLANS = [
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, ParityResult]:
-    return train_moe_cases("precision=fp64", moe_cases())
+    return train_cases("precision=fp64", moe_cases())
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_experts_over_ranks_equal_one_process(plan, references, ranks2):
-    for results in ranks2.run(train_moe_cases, f"{plan} precision=fp64", moe_cases()):
+    for results in ranks2.run(train_cases, f"{plan} precision=fp64", moe_cases()):
         for name, result in results.items():
             assert result.largest_difference(references[name]) < RTOL, name
 
@@ -52,7 +52,7 @@ def test_what_balances_and_drops_is_seen_in_the_numbers(references):
 def test_half_precision_stays_near_one_process_of_the_same_precision(plan, ranks2):
     """Sums are made in another order; a token near a border between experts may go to another one."""
     cases = moe_cases()
-    one = train_moe_cases("precision=bf16", cases)
-    for name, result in ranks2.run(train_moe_cases, f"{plan} precision=bf16", cases)[1].items():
+    one = train_cases("precision=bf16", cases)
+    for name, result in ranks2.run(train_cases, f"{plan} precision=bf16", cases)[1].items():
         assert result.losses == pytest.approx(one[name].losses, rel=2**-5), name
         assert result.grad_norms[0] == pytest.approx(one[name].grad_norms[0], rel=2**-3), name

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.parity.cases import LLAMA, train_cases
+from tests.parity.cases import LLAMA
 from tests.parity.moe_cases import MOE, MoECase
-from weft.testing import Case, DecoderCase
+from weft.testing import Case, DecoderCase, train_cases
 from weft.train.loss import IGNORE
 
 

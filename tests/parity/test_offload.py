@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.memory.links import LateLink
-from tests.parity.cases import ImageCase, TreeCase, cases, train_cases
+from tests.parity.cases import ImageCase, TreeCase, cases
 from tests.parity.plans import train_quietly
 from weft.memory import offload
 from weft.memory.pool import HostPool
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.testing import Case
+from weft.testing import Case, train_cases
 from weft.testing.parity import local_microbatches
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep

@@ -6,13 +6,8 @@ import dataclasses
 
 import pytest
 
-from tests.parity.pipeline_cases import (
-    SCHEDULES,
-    cases,
-    expert_cases,
-    families,
-    train_cases,
-)
+from tests.parity.pipeline_cases import SCHEDULES, cases, expert_cases, families
+from weft.testing import train_cases
 
 RTOL = 1e-10
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.parity.cases import GPT2, LLAMA, HuggingFaceCase, cases, train_cases
+from tests.parity.cases import GPT2, LLAMA, HuggingFaceCase, cases
 from weft.errors import CommError
 from weft.spec.layout import Layout
-from weft.testing import DecoderCase
+from weft.testing import DecoderCase, train_cases
 
 DECODERS = {
     "decoder": cases()["decoder"],

@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.parity.cases import ImageCase, LoopedCase, TreeCase, cases, train_cases
+from tests.parity.cases import ImageCase, LoopedCase, TreeCase, cases
 from tests.parity.plans import ONLY_DATA
-from weft.testing import legal, train_case, train_plain
+from weft.testing import legal, train_case, train_cases, train_plain
 
 RTOL = 1e-10
 

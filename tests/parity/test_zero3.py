@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parity.cases import cases, train_cases
+from tests.parity.cases import cases
 from weft.spec.model import DecoderSpec
-from weft.testing import DecoderCase, train_case
+from weft.testing import DecoderCase, train_case, train_cases
 
 RTOL = 1e-10
 LAYOUTS = {2: ["dp_shard=2"], 4: ["dp_shard=4", "dp_replicate=2 dp_shard=2"]}

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "Batch": "loader",
-    "EvalBatches": "loader",
-    "Loader": "loader",
-    "Prefetch": "loader",
-    "PreparedData": "prepare",
-    "PreparedSource": "prepare",
-    "Sample": "stream",
-    "SampleStream": "stream",
-    "ShardedLoader": "sharded",
-    "Tokenizer": "tokenizer",
-    "prepare_data": "prepare",
-    "verify_data": "prepare",
-}
+from weft.lazy import loads
 
 __all__ = [
     "Batch",
@@ -42,10 +28,20 @@ if TYPE_CHECKING:
     from weft.data.stream import Sample, SampleStream
     from weft.data.tokenizer import Tokenizer
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'weft.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"weft.data.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads(
+    __name__,
+    {
+        "Batch": ".loader",
+        "EvalBatches": ".loader",
+        "Loader": ".loader",
+        "Prefetch": ".loader",
+        "PreparedData": ".prepare",
+        "PreparedSource": ".prepare",
+        "Sample": ".stream",
+        "SampleStream": ".stream",
+        "ShardedLoader": ".sharded",
+        "Tokenizer": ".tokenizer",
+        "prepare_data": ".prepare",
+        "verify_data": ".prepare",
+    },
+)

@@ -5,21 +5,9 @@ Names are loaded at first use: listing plans needs no torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-#: Public name -> module that holds it.
-_HOMES = {
-    "Case": "weft.testing.parity",
-    "DecoderCase": "weft.testing.parity",
-    "ParityResult": "weft.testing.parity",
-    "RankPool": "weft.testing.spawn",
-    "covering": "weft.testing.matrix",
-    "legal": "weft.testing.matrix",
-    "train_case": "weft.testing.parity",
-    "train_decoder": "weft.testing.parity",
-    "train_plain": "weft.testing.parity",
-}
+from weft.lazy import loads
 
 __all__ = [
     "Case",
@@ -29,17 +17,28 @@ __all__ = [
     "covering",
     "legal",
     "train_case",
+    "train_cases",
     "train_decoder",
     "train_plain",
 ]
 
 if TYPE_CHECKING:
     from weft.testing.matrix import covering, legal
-    from weft.testing.parity import Case, DecoderCase, ParityResult, train_case, train_decoder, train_plain
+    from weft.testing.parity import Case, DecoderCase, ParityResult, train_case, train_cases, train_decoder, train_plain
     from weft.testing.spawn import RankPool
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'weft.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = loads(
+    __name__,
+    {
+        "Case": ".parity",
+        "DecoderCase": ".parity",
+        "ParityResult": ".parity",
+        "RankPool": ".spawn",
+        "covering": ".matrix",
+        "legal": ".matrix",
+        "train_case": ".parity",
+        "train_cases": ".parity",
+        "train_decoder": ".parity",
+        "train_plain": ".parity",
+    },
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -140,6 +140,11 @@ class ParityResult:
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float:
     return float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), least, 1e-300)
+
+
+def train_cases(plan_text: str, cases: Mapping[str, Case]) -> dict[str, ParityResult]:
+    """`train_case` of each, by name: many cases in one call of ranks that are there already."""
+    return {name: train_case(plan_text, case) for name, case in cases.items()}
 
 
 def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:

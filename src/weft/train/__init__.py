@@ -5,21 +5,9 @@ Names are loaded at first use: what prepares a run and starts its ranks needs no
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "Hook": "hooks",
-    "Progress": "loop",
-    "RunFolder": "folder",
-    "RunResult": "run",
-    "StepMetrics": "step",
-    "TrainStep": "step",
-    "Trainer": "loop",
-    "generate_text": "sample",
-    "prepare_run": "folder",
-    "run_rank": "run",
-}
+from weft.lazy import loads
 
 __all__ = [
     "Hook",
@@ -42,10 +30,18 @@ if TYPE_CHECKING:
     from weft.train.sample import generate_text
     from weft.train.step import StepMetrics, TrainStep
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'weft.train' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"weft.train.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads(
+    __name__,
+    {
+        "Hook": ".hooks",
+        "Progress": ".loop",
+        "RunFolder": ".folder",
+        "RunResult": ".run",
+        "StepMetrics": ".step",
+        "TrainStep": ".step",
+        "Trainer": ".loop",
+        "generate_text": ".sample",
+        "prepare_run": ".folder",
+        "run_rank": ".run",
+    },
+)
