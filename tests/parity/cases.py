@@ -25,7 +25,7 @@ GPT2 = DecoderSpec(
 
 @dataclass(frozen=True)
 class HuggingFaceCase(DecoderCase):
-    """A Hugging Face decoder of a few thousand random parameters. kind: "qwen2" or "gpt2"."""
+    """A Hugging Face decoder of a few thousand random parameters. kind: "llama" (tied), "qwen2" (not) or "gpt2"."""
 
     kind: str = "qwen2"
 
@@ -37,15 +37,20 @@ class HuggingFaceCase(DecoderCase):
         vocab, dim = self.spec.vocab_size, self.spec.dim
         if self.kind == "gpt2":
             config = transformers.GPT2Config(
-                vocab_size=vocab, n_embd=dim, n_layer=2, n_head=2, n_positions=32,
+                vocab_size=vocab, n_embd=dim, n_layer=2, n_head=self.spec.num_heads, n_positions=32,
                 resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
             )  # fmt: skip
             return transformers.GPT2LMHeadModel(config).double()
-        config = transformers.Qwen2Config(
+        of_kind = {
+            "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+            "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        }
+        config_of, model_of = of_kind[self.kind]
+        config = config_of(
             vocab_size=vocab, hidden_size=dim, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=24, max_position_embeddings=32, tie_word_embeddings=False,
+            intermediate_size=24, max_position_embeddings=32, tie_word_embeddings=self.kind == "llama",
         )  # fmt: skip
-        return transformers.Qwen2ForCausalLM(config).double()
+        return model_of(config).double()
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False).logits
@@ -56,24 +61,6 @@ class PackedCase(HuggingFaceCase):
     """A decoder of transformers, with documents that only positions show, or with padding that a mask shows."""
 
     padded: bool = False
-
-    def model(self) -> nn.Module:
-        import transformers
-
-        if self.kind == "qwen2":
-            return super().model()
-        torch.manual_seed(self.seed)
-        if self.kind == "gpt2":
-            config = transformers.GPT2Config(
-                vocab_size=61, n_embd=16, n_layer=2, n_head=4, n_positions=32,
-                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-            )  # fmt: skip
-            return transformers.GPT2LMHeadModel(config).double()
-        config = transformers.LlamaConfig(
-            vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=24, max_position_embeddings=32, tie_word_embeddings=True,
-        )  # fmt: skip
-        return transformers.LlamaForCausalLM(config).double()
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         batch = super().batch(step)
