@@ -27,8 +27,8 @@ train: $(VENV)/.ready-to-train
 
 test: check
 	@echo "==> pytest"
-	@# One worker has the tests that run ranks, the other the rest: see tests/conftest.py.
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
+	@# Ranks wait for each other a good part of their time. By files: what a file sets up is made once.
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(VENV)/.ready-to-develop
 	@echo "==> ruff check";  $(BIN)/ruff check --quiet .
