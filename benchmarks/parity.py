@@ -12,13 +12,14 @@ there is one. Not part of the gate.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -32,23 +33,29 @@ from tests.parity.plans import (
     full_matrix,
     subjects,
 )
-from weft.errors import CommError
+from weft.cli.verify import read_part
+from weft.errors import CommError, ConfigError
 from weft.testing import RankPool
 
 #: The longest (s) that ranks may take for one plan, with every model.
 PATIENCE_S = 900.0
 NEWS_EVERY_S = 60.0
-#: The gate's choice is drawn with the same number.
+#: Of the lot, so that parts run on different days are parts of one whole.
 SEED = 0
 
 
 def main() -> int:
     words = _arguments()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # ranks have the cores
     known = broad_subjects() if words.matrix == "broad" else subjects()
+    if unknown := [name for name in words.models if name not in known]:
+        sys.exit(f"error: models={unknown[0]}: not in the {words.matrix} matrix. Use one of {', '.join(known)}.")
     cells = broad_matrix(words.ranks, is_whole=True) if words.matrix == "broad" else full_matrix(words.ranks)
     plans = drawn(fitting(cells, words.pipelines, words.models), *words.part)
     count = sum(map(len, plans))
+    if not count:
+        sys.exit("error: nothing to train: no plan of this matrix is in the part, with these pipelines and models.")
     print(f"{words.ranks} ranks: {count} of {len(cells)} trainings, {len(plans)} plans", flush=True)
     start = time.perf_counter()
     wrong = compared(plans, known, words.ranks)
@@ -104,14 +111,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _part(text: str) -> tuple[int, int]:
-    part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r}: a part is written 3/10, the third of ten.")
-    return int(part), int(parts)
+    try:
+        return read_part(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":
-    # Models come from configs alone; what ranks share is their two cores.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

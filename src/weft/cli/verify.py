@@ -62,7 +62,7 @@ def verify(
     if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
         fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
         raise ConfigError(f"all={all_ranks}: every legal plan of 1 to 64 ranks is listed from the rules. {fix}.")
-    choice = _Choice(full, sample, _read_part(part))
+    choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
         raise ConfigError(f"{given}=: it chooses among all plans, and one is named. Use it with --all.")
@@ -91,7 +91,8 @@ class _Choice:
     part: tuple[int, int] = (1, 1)
 
 
-def _read_part(text: str | None) -> tuple[int, int]:
+def read_part(text: str | None) -> tuple[int, int]:
+    """`2/10` as (2, 10); all in one part where nothing is said. Raises ConfigError for other texts."""
     if text is None:
         return 1, 1
     number, slash, count = text.partition("/")
