@@ -4,6 +4,7 @@
     python benchmarks/parity.py --ranks 4 --part 3/10           # a tenth of the plans, by lot; the ten together are all
     python benchmarks/parity.py --ranks 4 --pipelines without   # as long as it takes: 10,099 trainings
     python benchmarks/parity.py --ranks 2 --matrix deep         # 4 models, with recompute and offload
+    python benchmarks/parity.py --ranks 8 --pipelines without --once    # each layout once a model, the rest by lot
 
 A line a minute says how far it is; one line for each training that differs by 1e-10 or more, at once. Ends with 1 when
 there is one. Not part of the gate.
@@ -40,6 +41,8 @@ from weft.testing import RankPool
 #: The longest (s) that ranks may take for one plan, with every model.
 PATIENCE_S = 900.0
 NEWS_EVERY_S = 60.0
+#: What `--once` has every value of, with every model.
+LAYOUT = ("tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule", "virtual_stages", "zero")
 #: Of the lot, so that parts run on different days are parts of one whole.
 SEED = 0
 
@@ -52,7 +55,8 @@ def main() -> int:
     if unknown := [name for name in words.models if name not in known]:
         sys.exit(f"error: models={unknown[0]}: not in the {words.matrix} matrix. Use one of {', '.join(known)}.")
     cells = broad_matrix(words.ranks, is_whole=True) if words.matrix == "broad" else full_matrix(words.ranks)
-    plans = drawn(fitting(cells, words.pipelines, words.models), *words.part)
+    chosen = fitting(cells, words.pipelines, words.models)
+    plans = drawn(once_each(chosen) if words.once else chosen, *words.part)
     count = sum(map(len, plans))
     if not count:
         sys.exit("error: nothing to train: no plan of this matrix is in the part, with these pipelines and models.")
@@ -68,6 +72,15 @@ def fitting(cells: Sequence[Cell], pipelines: str, models: Sequence[str]) -> lis
     """The cells that the command line asks for."""
     kinds = {"with": (True,), "without": (False,), "both": (True, False)}[pipelines]
     return [cell for cell in cells if (cell.plan.pp > 1) in kinds and (not models or cell.subject in models)]
+
+
+def once_each(cells: Sequence[Cell]) -> list[Cell]:
+    """One cell for each model and layout: by lot, of those that differ in replicas, accumulation or resharding only."""
+    found: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.subject, *(getattr(cell.plan, name) for name in LAYOUT)), []).append(cell)
+    lot = random.Random(SEED)
+    return [lot.choice(alike) for alike in found.values()]
 
 
 def drawn(cells: Sequence[Cell], part: int, parts: int) -> list[list[Cell]]:
@@ -106,6 +119,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--matrix", choices=["broad", "deep"], default="broad")
     parser.add_argument("--pipelines", choices=["with", "without", "both"], default="both")
     parser.add_argument("--models", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("--once", action="store_true", help="each layout once a model, other settings by lot")
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N")
     return parser.parse_args()
 
