@@ -8,8 +8,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from weft.errors import CommError
+from weft.errors import CommError, ModelError
 from weft.testing import RankPool
+from weft.testing.spawn import RankError
 
 
 def who() -> tuple[int, int, int]:
@@ -70,4 +71,21 @@ def test_a_dead_rank_and_a_late_one_are_told_apart():
     ):
         pool.run(die_on, 1)
     # Rank 0 waits: it is not waited for as long as it may take.
+    assert time.monotonic() - start < 45
+
+
+def refuse_on(rank):
+    """One rank refuses in a step, while the other waits for it."""
+    if dist.get_rank() == rank:
+        raise ModelError("lm_head: not here. Use pp=1.")
+    time.sleep(60)
+
+
+def test_a_refusal_of_one_rank_is_told_while_others_wait():
+    start = time.monotonic()
+    with RankPool(2, timeout_s=60) as pool:
+        with pytest.raises(RankError, match="ModelError: lm_head: not here") as caught:
+            pool.run(refuse_on, 1)
+        assert caught.value.refusal == "lm_head: not here. Use pp=1."
+        assert pool.run(fail_on, 9) == ["fine", "fine"]
     assert time.monotonic() - start < 45

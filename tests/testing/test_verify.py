@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,18 @@ def test_gradients_that_part_are_told_from_outputs(shared_ranks):
     assert "outputs agree" in verdict.parts
 
 
+MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_hugging_face_models_with_experts_pass(dtype, shared_ranks, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    verdict = verdict_of(str(tmp_path), "dp_shard=2 ep=2 zero=1", replace(SMALL, dtype=dtype))
+    assert verdict.passed, verdict
+
+
 def test_experts_of_hugging_face_models_are_seen_by_the_rules(tmp_path):
-    mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
-    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     shape = find_subject(str(tmp_path), SMALL).shape
     assert shape is not None
     assert (shape.num_experts, shape.expert_ffn_dim) == (4, 24)

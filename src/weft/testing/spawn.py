@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from weft import env
-from weft.errors import CommError
+from weft.errors import CommError, WeftError
 
 #: Failures, those first that say most: a rank that raised, one that is gone, one that waits in vain for these.
 _TELLING = ("error", "dead", "late")
@@ -23,6 +23,15 @@ _TELLING = ("error", "dead", "late")
 _IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train.loop", "weft.testing.parity"]
 #: How long (s) the other ranks may take once one has failed.
 _AFTER_FAILURE_S = 5.0
+
+
+class RankError(CommError):
+    """A rank failed, or did not answer. refusal: what it refused with a WeftError of its own, in one sentence; else
+    empty."""
+
+    def __init__(self, message: str, refusal: str = ""):
+        super().__init__(message)
+        self.refusal = refusal
 
 
 class RankPool:
@@ -66,8 +75,8 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; results in order of rank.
 
-        Raises CommError with the traceback of the first rank that failed, or when one does not answer in time; the
-        next call then has new ranks.
+        Raises RankError with the traceback of the first rank that failed, or when one does not answer in time; the
+        next call has new ranks where one is stuck. A rank's refusal comes before what others make of it.
         """
         if self._is_broken:
             # A rank that did not answer is still in the last call, or gone.
@@ -79,12 +88,13 @@ class RankPool:
         failures = [(_TELLING.index(kind), rank, value) for rank, (kind, value) in enumerate(answers) if kind != "done"]
         self._is_broken = any(kind in ("late", "dead") for kind, _ in answers)
         if failures:
-            _, rank, text = min(failures)
-            raise CommError(f"rank {rank} of {self.num_ranks} failed in {function.__name__}:\n{text}")
+            _, rank, (text, refusal) = min(failures, key=lambda one: (one[0], not one[2][1], one[1]))
+            raise RankError(f"rank {rank} of {self.num_ranks} failed in {function.__name__}:\n{text}", refusal)
         return [value for _, value in answers]
 
     def _answers(self) -> list[tuple[str, Any]]:
-        """What each rank says, whoever says it first: ("done", result), or "error", "late", "dead" with a text."""
+        """What each rank says, whoever says it first: ("done", result), or "error", "late", "dead" with a text and what
+        it refused."""
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         limit_s = left_s = self._timeout_s
@@ -98,11 +108,11 @@ class RankPool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = ("dead", "the process ended without an answer")
+                    answers[rank] = ("dead", ("the process ended without an answer", ""))
                 if answers[rank][0] != "done" and limit_s == self._timeout_s:
                     # Once one rank has failed the others may wait for it for ever: give them little time.
                     limit_s = left_s = min(_AFTER_FAILURE_S, self._timeout_s)
-        answers |= dict.fromkeys(waiting.values(), ("late", f"no answer within {limit_s:.0f} s"))
+        answers |= dict.fromkeys(waiting.values(), ("late", (f"no answer within {limit_s:.0f} s", "")))
         return [answers[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
@@ -150,8 +160,9 @@ def _serve(
         try:
             # Results leave before anything else can fail: gloo may abort a process that parts out of order.
             pipe.send(("done", function(*args, **kwargs)))
-        except BaseException:
-            pipe.send(("error", traceback.format_exc()))
+        except BaseException as error:
+            refusal = str(error) if isinstance(error, WeftError) and not isinstance(error, CommError) else ""
+            pipe.send(("error", (traceback.format_exc(), refusal)))
         # What a call left behind goes before the next; what outlives it is imports and caches: not looked at again.
         gc.collect()
         gc.freeze()

@@ -105,6 +105,8 @@ class BuiltCase:
         self._built, self._forward, self._batch_fn, self._loss_fn = model, forward, batch_fn, loss_fn
         self._vocab_size, self._optimizer = vocab_size, subject.optimizer
         self.notes = _quieten(model)
+        if subject.settings.dtype == "float64":
+            _loop_over_experts(model)
         # The project's own loss, as a run has it: whatever hangs on it for plans hangs on it here.
         self.loss = token_cross_entropy if subject.kind == "decoder" else self._loss
 
@@ -218,7 +220,6 @@ def _hf_config(path: Path, settings: Settings) -> Any:
     for name in vars(config):
         if "dropout" in name or name.endswith("pdrop"):
             setattr(config, name, 0.0)
-    config.experts_implementation = "eager"  # the grouped product that it prefers refuses float64
     return _reduce_hf(config, settings)
 
 
@@ -291,6 +292,14 @@ def _quieten(model: nn.Module) -> list[str]:
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
     return notes
+
+
+def _loop_over_experts(model: nn.Module) -> None:
+    """Have transformers' experts multiplied one by one: the grouped product that it prefers refuses float64."""
+    for module in model.modules():
+        if (choose := getattr(module, "set_experts_implementation", None)) is not None:
+            choose("eager")  # of all models within, too
+            return
 
 
 def _image_size(model: nn.Module) -> tuple[int, int, int] | None:

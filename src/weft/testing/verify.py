@@ -30,7 +30,7 @@ from weft.spec.rules import check_plan
 from weft.testing.compare import TOLERANCES, Difference, number_differences, tensor_difference
 from weft.testing.float64 import Float64Throughout
 from weft.testing.parity import ParityResult, train_case, train_plain
-from weft.testing.spawn import RankPool
+from weft.testing.spawn import RankError, RankPool
 from weft.testing.subject import BuiltCase, Subject
 from weft.testing.watch import Recorder, Watcher, watching
 
@@ -112,19 +112,16 @@ class Verifier:
         text = plan.replace(precision=PRECISIONS[dtype]).format()
         try:
             answers = self._pool.run(_compare_on_rank, self.subject, text, self._reference)
-        except CommError as error:
-            verdict.error = str(error)
+        except RankError as error:
+            verdict.refused, verdict.error = error.refusal, "" if error.refusal else str(error)
         else:
             self._judge(verdict, answers)
-            if not verdict.passed and not verdict.refused and explain:
+            if not verdict.passed and explain:
                 verdict.parts = self._explain(text)
         verdict.seconds = time.perf_counter() - start
         return verdict
 
-    def _judge(self, verdict: Verdict, answers: list[Any]) -> None:
-        verdict.refused = next((answer for answer in answers if isinstance(answer, str)), "")
-        if verdict.refused:
-            return
+    def _judge(self, verdict: Verdict, answers: list[_Answer]) -> None:
         verdict.loss, verdict.grad_norm = answers[0].losses, answers[0].grad_norms
         every = [difference for answer in answers for difference in answer.differences]
         for difference in every:
@@ -235,8 +232,8 @@ def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Any = None) -> _Answer | str:
-    """On each rank. A string: why the model cannot be laid out so."""
+def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Any = None) -> _Answer:
+    """On each rank. Raises WeftError where the model cannot be laid out so."""
     tolerance = TOLERANCES[subject.settings.dtype]
     found: list[Difference] = []
     with safe_open(Path(reference.folder) / "reference.safetensors", "pt") as file, _throughout(subject):
@@ -248,24 +245,19 @@ def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: 
             missing.discard(key)
             found.append(tensor_difference(what, name, tensor, other, reference.least[what], tolerance))
 
-        try:
-            case = subject.build()
-            with torch.no_grad():
-                for name, tensor in _state(case.model()) if subject.kind == "function" else ():
-                    tensor.copy_(file.get_tensor(f"start/{name}"))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                result: ParityResult = train_case(plan, case, see, watch)
-        except CommError:
-            raise
-        except WeftError as error:
-            return str(error)
+        case = subject.build()
+        with torch.no_grad():
+            for name, tensor in _state(case.model()) if subject.kind == "function" else ():
+                tensor.copy_(file.get_tensor(f"start/{name}"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result: ParityResult = train_case(plan, case, see, watch)
     found += [Difference(*key.split("/", 1), float("inf"), tolerance.tensor) for key in sorted(missing)]
     found += number_differences(result, reference.losses, reference.grad_norms, tolerance)
     return _Answer(result.losses, result.grad_norms, found)
 
 
-def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answer | str:
+def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answer:
     """As `_compare_on_rank` with one step, watching what modules give."""
     with safe_open(Path(reference.folder) / "outputs.safetensors", "pt") as file:
         names = [name.split("\n") for name in json.loads(file.metadata()["names"])]
@@ -283,6 +275,6 @@ def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answe
         return watching(model, eyes[0])
 
     answer = _compare_on_rank(subject, plan, reference, watch)
-    if isinstance(answer, _Answer) and eyes:
+    if eyes:
         answer.parted, answer.num_compared = eyes[0].parted, eyes[0].num_compared
     return answer
