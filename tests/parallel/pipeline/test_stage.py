@@ -67,6 +67,24 @@ def test_stages_one_after_another_are_the_model(name, cuts):
     assert list(dict(model.named_modules())) == paths
 
 
+class HeadFirst(nn.Module):
+    """Registers its head before the blocks, as some models of transformers do."""
+
+    def __init__(self, says_so: bool):
+        super().__init__()
+        self.lm_head = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 9))
+        self.embed = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+        if says_so:
+            self.get_output_embeddings = lambda: self.lm_head[2]
+
+
+def test_a_head_is_after_the_blocks_where_the_model_names_it():
+    assert [site.path for site in find_chain(HeadFirst(True)).after] == ["lm_head"]
+    assert [site.path for site in find_chain(HeadFirst(True)).before] == ["embed"]
+    assert find_chain(HeadFirst(False)).after == ()
+
+
 def test_the_chain_of_a_decoder():
     chain = find_chain(build_decoder(GPT2, device="meta"))
     assert [site.path for site in chain.before] == ["embed", "pos_embed"]

@@ -3,7 +3,8 @@
     embed, pos_embed -> blocks.0, blocks.1, ... -> norm, head
 
 The chain is the one ModuleList of blocks, or the Sequential that the model is or holds. What holds parameters outside
-of it runs before the first block or after the last one: an embedding before, anything else in order of registration.
+of it runs before the first block or after the last one: an embedding before, what a Hugging Face model says is its head
+after, anything else in order of registration.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def find_chain(model: nn.Module) -> Chain:
     before: list[Site] = []
     after: list[Site] = []
     passed = False
+    head = _head(model)
     for site in _beside(model, path):
         if site is None:
             passed = True
-        elif passed and not _is_embedding(site.module):
+        elif (passed and not _is_embedding(site.module)) or head in site.module.modules():
             after.append(site)
         else:
             before.append(site)
@@ -110,6 +112,12 @@ def _children(module: nn.Module, path: str, inner: str, rest: str) -> Iterator[S
             yield from _children(child, _join(path, key), deeper, remaining)
         else:
             yield None
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """What gives the logits, by a model of transformers: some register it before the blocks."""
+    ask = getattr(model, "get_output_embeddings", None)
+    return ask() if ask else None
 
 
 def _is_embedding(module: nn.Module) -> bool:
