@@ -90,6 +90,13 @@ FAMILIES: dict[str, Family] = {
         {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
         kv_heads=HEADS,
     ),
+    "roberta": Family(
+        "RobertaForMaskedLM",
+        "RobertaConfig",
+        # Padding occurs among the tokens: positions begin after its number, and leave it out.
+        {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 5},
+        kv_heads=HEADS,
+    ),
     "vit": Family(
         "ViTForImageClassification",
         "ViTConfig",
@@ -156,7 +163,7 @@ class FamilyCase:
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        if self.family.kind == "tokens" and self.name != "bert":
+        if self.family.model.endswith("CausalLM") or self.name == "gpt2":
             inputs["use_cache"] = False
         # Gemma's norm adds up its weight's gradient in float32, in which the cut of the batch shows.
         with Float64Throughout():

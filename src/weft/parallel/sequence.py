@@ -25,11 +25,9 @@ from weft.memory import repeated_blocks
 from weft.models import Decoder
 from weft.parallel.cut_linear import TOKENS, Line, token_share
 from weft.parallel.cut_modules import weight_of
+from weft.parallel.mixers import mixes_tokens
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.spec.layout import Layout, Style
-
-#: Parts of class names that say that a module mixes tokens: uncut, it would see only this rank's.
-_MIXERS = ("attention", "attn", "mixer", "mamba", "ssm", "conv1d", "conv2d", "rnn", "lstm", "gru")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,7 @@ def _check_block(path: str, block: nn.Module, styles: Mapping[str, Style]) -> No
     cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
     for name, module in block.named_modules():
         place = f"{path}.{name}" if name else path
-        kind = type(module).__name__.lower()
-        if not name or not any(word in kind for word in _MIXERS) or next(module.parameters(), None) is None:
+        if not name or not mixes_tokens(module):
             continue
         near = any(one.startswith(f"{place}.") or place.startswith(f"{one.rpartition('.')[0]}.") for one in cut)
         if not near and place not in cut:

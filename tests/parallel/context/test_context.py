@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder, generate
 from weft.parallel import parallelize
 from weft.parallel.context import apply_context, context_of, cut_sequence, sequence_in_use
-from weft.parallel.context.hugging_face import PREFIX
+from weft.parallel.context.context import Context
+from weft.parallel.context.hugging_face import PREFIX, refuse_chunks, replace_attention
 from weft.spec.context import choose_cp_mode, sent_bytes
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case
@@ -33,6 +35,16 @@ def hf_llama(**changes):
         intermediate_size=24, max_position_embeddings=64, **changes,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).double()
+
+
+def hf_of(family, **changes):
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, intermediate_size=24, pad_token_id=0, bos_token_id=0,
+        eos_token_id=0, **changes,
+    )  # fmt: skip
+    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
 def outside_of_steps(text):
@@ -180,38 +192,60 @@ class Free(nn.Module):
         return x
 
 
+class WithoutAttention(nn.Module):
+    """A layer's own way to mix tokens, under a name that says nothing."""
+
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states.cumsum(1), None
+
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+#: Models that mix tokens by other ways than attention, or attend as a cut sequence cannot.
+FOREIGN = {
+    "state space": ("Mamba", {"state_size": 4}),
+    "convolution": ("Lfm2", {**_HEADS, "layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False}),
+}
+
+
+def misused_model(kind):
+    """A model that cannot be cut, for those kinds that are about models."""
+    if kind == "free":
+        return Free()
+    if kind in FOREIGN:
+        family, changes = FOREIGN[kind]
+        return hf_of(family, **changes)
+    model = hf_llama(attention_dropout=0.1 if kind == "dropout" else 0.0)
+    if kind == "heads":
+        model.config.num_attention_heads = 3
+    elif kind == "layer":
+        model.model.layers[1].self_attn = WithoutAttention()
+    asked = {"sinks": {"s_aux": torch.zeros(4)}, "own mask": {"attention_mask": torch.zeros(8, 4, 8, 8)}}.get(kind, {})
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, **asked}), with_kwargs=True
+    )
+    return model
+
+
+def misused_batch(kind, batch):
+    """A batch that cannot be cut."""
+    tokens = 15 if kind == "length" else 16
+    changes = {
+        "labels": lambda: {"labels": batch["input_ids"]},
+        "mask": lambda: {"attention_mask": torch.ones(8, 1, 16, 16)},
+        "again": lambda: {"document_ids": torch.tensor([[0, 0, 1, 0, 0, 0, 0, 0] * 2]).repeat(8, 1)},
+    }
+    if kind == "nothing":
+        return {"x": torch.ones(3)}
+    return {name: tensor[:, :tokens] for name, tensor in batch.items()} | changes.get(kind, dict)()
+
+
 def misuse(kind):
     """Do one thing that cannot be; the error's text."""
-    mode = "ulysses" if kind in ("heads", "length") else "auto"
-    mesh = build_mesh(Plan(cp=2, cp_mode=mode))
+    mesh = build_mesh(Plan(cp=2, cp_mode="ulysses" if kind in ("heads", "length") else "auto"))
     case = DecoderCase(LLAMA)
-    batch = case.batch(0)
-    model = case.model()
-    if kind == "free":
-        model = Free()
-    elif kind == "heads":
-        model = hf_llama()
-        model.config.num_attention_heads = 3
-    elif kind == "dropout":
-        model = hf_llama(attention_dropout=0.1)
-    elif kind == "sinks":
-        model = hf_llama()
-        model.model.layers[0].self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "s_aux": torch.zeros(4)}), with_kwargs=True
-        )
+    model = misused_model(kind) if kind in MODELS else case.model()
+    batch = misused_batch(kind, case.batch(0))
     apply_context(model, mesh)
-    if kind == "labels":
-        batch["labels"] = batch["input_ids"]
-    elif kind == "length":
-        batch = {name: tensor[:, :15] for name, tensor in batch.items()}
-    elif kind == "odd":
-        batch = {name: tensor[:, :14] for name, tensor in batch.items()}
-    elif kind == "mask":
-        batch["attention_mask"] = torch.ones(8, 1, 16, 16)
-    elif kind == "nothing":
-        batch = {"x": torch.ones(3)}
-    elif kind == "again":
-        batch["document_ids"] = torch.tensor([[0, 0, 1, 0, 0, 0, 0, 0] * 2]).repeat(8, 1)
     with sequence_in_use(model):
         batch = cut_sequence(model, batch)
         if isinstance(model, type(case.model())):
@@ -221,6 +255,7 @@ def misuse(kind):
             model(input_ids=batch["input_ids"])
 
 
+MODELS = ("free", "heads", "dropout", "sinks", "layer", "own mask", *FOREIGN)
 REFUSALS = {
     "free": "cp=2: Free is neither one of Weft's decoders nor one of transformers, so its attention cannot be "
     "replaced. Use cp=1.",
@@ -229,6 +264,14 @@ REFUSALS = {
     "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, at a rate that it does not "
     "keep under a usual name. Keep it as module.attention_dropout, or set it to 0.",
     "sinks": "cp=2: LlamaAttention asks for s_aux, which attention over a cut sequence has not. Use cp=1.",
+    "state space": "cp: MambaForCausalLM has no attention heads by its config, and what else mixes its tokens cannot "
+    "be cut. Use cp=1 for this model.",
+    "convolution": "cp=2: model.layers.1.conv (Lfm2ShortConv) mixes tokens, and not by attention, so it would see only "
+    "this rank's. Use cp=1 for this model.",
+    "layer": "cp=2: model.layers.1 (LlamaDecoderLayer) called no attention, and what else mixes its tokens cannot be "
+    "cut. Use cp=1 for this model.",
+    "own mask": "cp=2: LlamaAttention makes an attention mask of its own, which a cut sequence has not. Use cp=1 for "
+    "this model.",
     "labels": "labels: they equal input_ids, so the loss would have to shift them, and under cp=2 a token and the "
     "next may be on different ranks. Shift them in the data: labels[t] = input_ids[t + 1].",
     "length": "cp=2: cp_mode=ulysses cuts a sequence into 2 equal chunks, and 15 tokens do not come out even. "
@@ -248,6 +291,18 @@ def test_misuse_is_refused(kind, ranks2):
     assert REFUSALS[kind] in str(caught.value)
 
 
+def test_attention_within_chunks_is_refused_where_the_sequence_is_longer():
+    context = Context(Plan(cp=2), build_mesh(Plan())["cp"], 4, 2)
+    module = nn.Module()
+    module.layer_idx = 0
+    module.config = SimpleNamespace(attention_chunk_size=8, layer_types=["chunked_attention"])
+    refuse_chunks(module, context, 8)
+    with pytest.raises(ModelError, match="Module attends within chunks of 8 tokens, which a cut sequence of 16 has"):
+        refuse_chunks(module, context, 16)
+    module.config.layer_types = ["full_attention"]
+    refuse_chunks(module, context, 16)
+
+
 def test_without_cp_nothing_happens():
     model = build_decoder(LLAMA)
     batch = {"input_ids": torch.zeros(1, 3)}
@@ -260,9 +315,6 @@ def test_without_cp_nothing_happens():
 
 
 def test_a_model_that_never_asks_for_attention_is_refused():
-    from weft.parallel.context.context import Context
-    from weft.parallel.context.hugging_face import replace_attention
-
     model = hf_llama()
     model._supports_attention_backend = False
     with pytest.raises(ModelError, match="cannot be replaced from outside"):

@@ -6,11 +6,11 @@ B sequences, T tokens of this rank, H query heads, K key-value heads, C width of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -35,6 +35,10 @@ class Context:
         self.axis = axis
         self.in_use = False
         self.num_calls = 0  # of attention since the last look
+        self.callers: set[nn.Module] = set()  # of attention, until one forward has been seen whole
+        self.has_looked = False
+        #: How a Hugging Face model counts its positions where it is given none.
+        self.positions: Callable[[Context, Tensor, Tensor | None, Tensor], Tensor] | None = None
         self._plan = plan
         self._heads = (num_heads, num_kv_heads)
         self._labels_checked = False

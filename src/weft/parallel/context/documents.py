@@ -18,15 +18,20 @@ from weft.parallel.context.pieces import Borders
 PADDING = -1
 
 
+def whole_sequence(x_BT: torch.Tensor, axis: Axis, order: Order) -> torch.Tensor:
+    """What all ranks have of a sequence, in its order; (B, S). A collective over the axis."""
+    x_BT = x_BT.contiguous()
+    parts = all_gather(x_BT, axis, out=x_BT.new_empty((axis.size, *x_BT.shape)))
+    return order.join(list(parts.unbind(0)))
+
+
 def find_borders(ids_BT: torch.Tensor, axis: Axis, order: Order) -> tuple[Borders, ...] | None:
     """Borders of the documents in whole sequences, from the ids of each rank's own tokens; the same on all ranks.
 
     None where no sequence has a border inside. A collective over the axis. Raises ModelError where a document goes on
     after another.
     """
-    ids_BT = ids_BT.contiguous()
-    parts = all_gather(ids_BT, axis, out=ids_BT.new_empty((axis.size, *ids_BT.shape)))
-    ids_BS = order.join(list(parts.unbind(0))).cpu().numpy()
+    ids_BS = whole_sequence(ids_BT, axis, order).cpu().numpy()
     changes = np.diff(ids_BS, axis=1)
     if not changes.any():
         return None

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.memory import repeated_blocks
 from weft.parallel.context.context import Context
 from weft.parallel.context.documents import PADDING
 from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.pieces import Sight
+from weft.parallel.context.positions import positions_of
+from weft.parallel.mixers import mixes_beside_attention
 
 #: Our attention functions are registered under this and the name of the one whose place they take.
 PREFIX = "weft_context_parallel_"
@@ -41,7 +44,12 @@ def is_hugging_face(model: nn.Module) -> bool:
 def heads_of(model: Any) -> tuple[int, int]:
     """Numbers of query heads and key-value heads, from the model's config."""
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise ModelError(
+            f"cp: {type(model).__name__} has no attention heads by its config, and what else mixes its tokens cannot "
+            f"be cut. Use cp=1 for this model."
+        )
     return heads, getattr(config, "num_key_value_heads", None) or heads
 
 
@@ -58,6 +66,8 @@ def replace_attention(model: Any, context: Context) -> None:
             f"cp={context.axis.size}: the attention of {type(model).__name__} cannot be replaced from outside "
             f"(_supports_attention_backend is not set). Use cp=1 for this model."
         )
+    _refuse_mixers(model, context)
+    context.positions = positions_of(model)
     copies: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -76,6 +86,18 @@ def replace_attention(model: Any, context: Context) -> None:
         setattr(module, _OWN, own)
     model.register_forward_pre_hook(_before, with_kwargs=True)
     model.register_forward_hook(_after)
+
+
+def _refuse_mixers(model: nn.Module, context: Context) -> None:
+    """ModelError where tokens reach each other by other ways than attention: a rank would see its own only."""
+    for path, block in repeated_blocks(model).items():
+        for name, module in block.named_modules():
+            if mixes_beside_attention(module):
+                place = f"{path}.{name}" if name else path
+                raise ModelError(
+                    f"cp={context.axis.size}: {place} ({type(module).__name__}) mixes tokens, and not by attention, "
+                    f"so it would see only this rank's. Use cp=1 for this model."
+                )
 
 
 def attend_by_name(
@@ -97,6 +119,11 @@ def attend_by_name(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     ids_BT = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
+    if ids_BT is not None and (ids_BT.is_floating_point() or ids_BT.shape[1:3] != (1, 1)):
+        raise ModelError(
+            f"cp={context.axis.size}: {type(module).__name__} makes an attention mask of its own, which a cut sequence "
+            f"has not. Use cp=1 for this model."
+        )
     return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
 
 
@@ -115,6 +142,9 @@ def _attend_cut(
 ) -> Tensor:
     """Read what the layer asks for, and attend; (B, T, H, C)."""
     _refuse(module, context, dropout, asked)
+    refuse_chunks(module, context, key.shape[2] * context.axis.size)
+    if not context.has_looked:
+        context.callers.add(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = asked.get("sliding_window")
     whole = window is None or window >= key.shape[2] * context.axis.size
@@ -149,6 +179,19 @@ def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str
         raise ModelError(f"{where} asks for {unknown[0]}, which attention over a cut sequence has not. Use cp=1.")
 
 
+def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
+    """ModelError for attention within chunks (Llama 4), which only a mask would tell."""
+    config = getattr(module, "config", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    is_chunked = kinds is None or index is None or kinds[index] == "chunked_attention"
+    if chunk and chunk < seq_len and is_chunked:
+        raise ModelError(
+            f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a cut "
+            f"sequence of {seq_len} has not. Use cp=1, or sequences of at most {chunk} tokens."
+        )
+
+
 def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Before each forward of a cut sequence: positions are places in the whole one, and the mask says documents."""
     context: Context | None = getattr(model, _ATTRIBUTE, None)
@@ -170,7 +213,8 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     positions = given.get("position_ids") if looks else None
     ids_BT = _document_ids(context, given.get("attention_mask"), positions, places_T, tokens.shape[0])
     if given.get("position_ids") is None:
-        given["position_ids"] = places_T[None]
+        assert context.positions is not None
+        given["position_ids"] = context.positions(context, tokens, given.get("attention_mask"), places_T)
     none = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=tokens.device)
     given["attention_mask"] = none if ids_BT is None else ids_BT[:, None, None]
     if "use_cache" in signature.parameters:
@@ -216,8 +260,24 @@ def _document_ids(
 
 def _after(model: nn.Module, args: Any, output: Any) -> None:
     context: Context | None = getattr(model, _ATTRIBUTE, None)
-    if context is not None and context.in_use and context.num_calls == 0:
+    if context is None or not context.in_use:
+        return
+    if context.num_calls == 0:
         raise ModelError(
             f"cp={context.axis.size}: {type(model).__name__} computed its attention by other ways than "
             f"transformers' attention functions. Use cp=1 for this model."
         )
+    if not context.has_looked:
+        _check_blocks(model, context)
+
+
+def _check_blocks(model: nn.Module, context: Context) -> None:
+    """ModelError where a layer did not call attention in the first forward: something else mixes its tokens."""
+    callers, context.callers, context.has_looked = context.callers, set(), True
+    for path, block in repeated_blocks(model).items():
+        is_layer = next(block.children(), None) is not None
+        if is_layer and callers.isdisjoint(block.modules()):
+            raise ModelError(
+                f"cp={context.axis.size}: {path} ({type(block).__name__}) called no attention, and what else mixes its "
+                f"tokens cannot be cut. Use cp=1 for this model."
+            )

@@ -1,0 +1,74 @@
+"""Positions that a Hugging Face model counts itself where it is given none, for a sequence that is cut.
+
+Most take a token's place. RoBERTa and its kin begin after the number of their padding token and leave padding out; OPT
+and BioGPT count the tokens that their mask shows. Both need the whole sequence, so its tokens or its mask are gathered:
+a few bytes each.
+
+B sequences, T tokens of this rank, S of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.parallel.context.context import Context
+from weft.parallel.context.documents import whole_sequence
+
+#: What transformers calls the counting of RoBERTa: a method of the embeddings, in earlier versions a function beside.
+_COUNTS = "create_position_ids_from_input_ids"
+
+#: From (tokens or their embeddings, mask, places) of a rank to positions, (B, T) or (1, T).
+Positions = Callable[[Context, Tensor, Tensor | None, Tensor], Tensor]
+
+
+def positions_of(model: nn.Module) -> Positions:
+    """How this model counts."""
+    for module in model.modules():
+        count = getattr(module, _COUNTS, None) or getattr(sys.modules.get(type(module).__module__), _COUNTS, None)
+        if count is not None and isinstance(getattr(module, "padding_idx", None), int) and _has_table(module):
+            return _PastPadding(count, module.padding_idx)  # pyright: ignore[reportArgumentType]
+        if isinstance(module, nn.Embedding) and {"attention_mask", "position_ids"} <= _arguments(module):
+            return _by_mask
+    return _places
+
+
+def _has_table(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
+
+
+def _arguments(module: nn.Module) -> set[str]:
+    return set(inspect.signature(module.forward).parameters)
+
+
+def _places(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
+    del context, tokens, mask
+    return places_T[None]
+
+
+class _PastPadding:
+    """Positions begin at padding_idx + 1; padding has padding_idx."""
+
+    def __init__(self, count: Callable[[Tensor, int], Any], padding_idx: int):
+        self._count, self._padding_idx = count, padding_idx
+
+    def __call__(self, context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
+        del mask
+        if tokens.is_floating_point():  # of embeddings nobody knows which are padding
+            return places_T[None] + self._padding_idx + 1
+        order = context.order(places_T.shape[0] * context.axis.size)
+        return order.cut(self._count(whole_sequence(tokens, context.axis, order), self._padding_idx))
+
+
+def _by_mask(context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
+    del tokens
+    if mask is None:
+        return places_T[None]
+    order = context.order(places_T.shape[0] * context.axis.size)
+    seen_BS = whole_sequence(mask.to(torch.int64), context.axis, order)
+    return order.cut(seen_BS.cumsum(1) * seen_BS - 1)
