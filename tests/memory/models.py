@@ -124,6 +124,35 @@ def _twice() -> tuple[nn.Module, Call]:
     return Twice().double(), lambda model: model(x)
 
 
+class Recurrent(nn.Module):
+    """Blocks that change in place what products gave: torch's own recurrent layers do, and activations may."""
+
+    class Layer(nn.Module):
+        def __init__(self, kind: type[nn.RNNBase]) -> None:
+            super().__init__()
+            self.up, self.states = nn.Linear(6, 6), kind(6, 6, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.up(x)
+            y.add_(x).tanh_()
+            return x + self.states(y)[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(kind) for kind in (nn.GRU, nn.LSTM, nn.RNN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _recurrent() -> tuple[nn.Module, Call]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return Recurrent().double(), lambda model: model(x)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Call]]] = {
     "llama": lambda: _decoder(LLAMA),
     "llama-documents": _documents,
@@ -134,5 +163,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Call]]] = {
     "cnn": _cnn,
     "plain-cnn": _plain_cnn,
     "twice": _twice,
+    "recurrent": _recurrent,
 }
 HAVE_ATTENTION = {"llama", "llama-documents", "gpt2", "hf-gpt2", "hf-qwen2"}

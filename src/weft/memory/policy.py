@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     _VersionWrapper,
@@ -35,6 +35,10 @@ Forward = Callable[..., Any]
 
 #: Calls that hold the core of attention. nn.MultiheadAttention gives no access to its core alone.
 ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
+#: They give parts with versions of their own: torch's recurrent layers change those in place, and nothing tells.
+_SPLITS = (torch.ops.aten.unsafe_chunk, torch.ops.aten.unsafe_split, torch.ops.aten.unsafe_split_with_sizes)
 
 
 def is_attention(func: Any) -> bool:
@@ -69,7 +73,8 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     if torch.compiler.is_compiling():
         return _run_traced(policy, block, forward, args, kwargs)
     selective = policy.name == "selective"
-    keeping, replaying = _selective_contexts(policy.saved) if selective else _no_contexts()
+    split: set[int] = set()
+    keeping, replaying = _selective_contexts(policy.saved, split) if selective else _no_contexts()
     if policy.buffers:
         # Batch statistics and their like count a batch once: the replay writes into copies.
         replaying = _both(spare_buffers(block, policy.buffers), replaying)
@@ -79,7 +84,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     pair = keeping, replaying
     outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **kwargs)
     if selective:
-        _keep_as_autograd_does(keeping.storage)
+        _keep_as_autograd_does(keeping.storage, split)
     return outputs
 
 
@@ -159,10 +164,13 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-def _selective_contexts(saved: frozenset[int]) -> tuple[Any, Any]:
+def _selective_contexts(saved: frozenset[int], split: set[int] | None = None) -> tuple[Any, Any]:
+    """torch's pair. split: takes up the storages that forward has cut into parts which it may change unseen."""
     order = itertools.count()
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if split is not None and getattr(op, "_overloadpacket", None) in _SPLITS:
+            split.add(_storage(args[0]))
         if is_heavy(op, args, context.op_output) and next(order) in saved:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -191,11 +199,39 @@ class _Kept:
         return self._node.saved_tensors[0]
 
 
-def _keep_as_autograd_does(storage: dict[Any, Any]) -> None:
-    """Let what a selective checkpoint has stored, a list or a dict for each operation, be saved tensors of autograd."""
+def _keep_as_autograd_does(storage: dict[Any, Any], split: set[int]) -> None:
+    """Let what a selective checkpoint has stored, a list or a dict for each operation, be saved tensors of autograd.
+
+    What forward changed in place after it was stored is not what the operation gave: that is computed again.
+    """
     for entries in storage.values():
         for key in range(len(entries)) if isinstance(entries, list) else list(entries):
-            entries[key] = tree_map_only(_VersionWrapper, _as_saved, entries[key])
+            kept = [one for one in tree_leaves(entries[key]) if isinstance(one, _VersionWrapper)]
+            if any(_was_changed(one, split) for one in kept):
+                entries[key] = _again()
+            else:
+                entries[key] = tree_map_only(_VersionWrapper, _as_saved, entries[key])
+
+
+def _was_changed(entry: _VersionWrapper, split: set[int]) -> bool:
+    tensor = entry.val
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return tensor._version != entry.version or _storage(tensor) in split
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _again() -> Any:
+    """What tells torch to compute an operation again; ModelError where this torch has no such word."""
+    if (word := getattr(torch.utils.checkpoint, "_RECOMPUTE", None)) is None:
+        raise ModelError(
+            f"recompute=selective: a block changes in place what a matrix product gave, and torch {torch.__version__} "
+            f"cannot compute that again alone. Use recompute=full, or leave out inplace=True."
+        )
+    return word
 
 
 def _as_saved(entry: _VersionWrapper) -> Any:
