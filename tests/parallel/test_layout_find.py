@@ -66,6 +66,7 @@ KEEPS = {
     "pointwise": lambda x: F.gelu(x) * x.sigmoid() + 1.0,
     "heads": lambda x: x.view(2, 8, 4, 3).softmax(-1).reshape(2, 8, 12),
     "transposed": lambda x: (x.view(2, 8, 4, 3).transpose(1, 2) * 2).transpose(1, 2).flatten(2),
+    "turned by attribute": lambda x: (x.mT * 2).mT,
     "norm of each head": lambda x: F.rms_norm(x.view(2, 8, 4, 3), (3,)).view(2, 8, 12),
 }
 MIXES = {
@@ -88,6 +89,54 @@ def test_what_keeps_features_apart(name):
 def test_what_mixes_features_is_not_cut(name):
     with pytest.raises(LayoutError, match="nothing in Pair can be cut"):
         trace_layout(Pair(MIXES[name]))
+
+
+class Encoder(nn.Module):
+    """torch's own layers, which ask whether their mask is causal, and call a fused kernel in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.embed, self.encoder = nn.Embedding(11, 8), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, ids):
+        return self.encoder(self.embed(ids), mask=nn.Transformer.generate_square_subsequent_mask(ids.shape[1]))
+
+
+def test_torchs_own_transformer_layers_are_traced():
+    found = trace_layout(Encoder()).layout.format()
+    assert found == "embed=vocab encoder.layers.*.linear1=colwise encoder.layers.*.linear2=rowwise"
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+class OfImages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patch, self.up, self.down = nn.Conv2d(3, 4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+    def forward(self, x):
+        return self.down(self.up(self.patch(x).flatten(2).mT).relu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_examples_have_the_format_of_the_model(dtype):
+    assert trace_layout(OfImages().to(dtype)).layout.format() == "up=colwise down=rowwise"
+
+
+class Insisting(Pair):
+    """A kernel that takes bfloat16 alone."""
+
+    def forward(self, x):
+        if x.dtype != torch.bfloat16:
+            raise RuntimeError("expected BFloat16")
+        return super().forward(x)
+
+
+def test_a_model_whose_kernels_insist_on_a_format_is_traced_in_it():
+    assert trace_layout(Insisting(F.gelu)).layout.format() == "first=colwise second=rowwise"
 
 
 @settings(max_examples=200, deadline=None)

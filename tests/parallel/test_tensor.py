@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.parallel.tensor_cases import FAMILIES, worst
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.spec.layout import Layout
+from weft.spec.plan import Plan
+from weft.testing.spawn import RankError
 
 DECODERS = ("decoder", "decoder-gpt2")
 TEXT = (*DECODERS, *(name for name in FAMILIES if name != "vit"))
@@ -44,4 +51,20 @@ def test_heads_vocabulary_and_widths_of_every_kind(ranks4, sp):
             (f"tp=4{sp}", "decoder", {**wide, "num_kv_heads": 12, "vocab_size": 62}),
             (f"tp=2 dp_replicate=2{sp}", "llama", {"num_key_value_heads": 1, "attention_bias": True}),
         ],
+    )
+
+
+def cut_computed_weight():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    nn.utils.parametrizations.weight_norm(model[0])
+    parallelize(model, build_mesh(Plan(tp=2)), layout=Layout.parse("0=colwise 2=rowwise"))
+
+
+def test_a_weight_that_is_computed_from_others_is_refused(ranks2):
+    with pytest.raises(RankError) as caught:
+        ranks2.run(cut_computed_weight)
+    assert caught.value.refusal == (
+        "layout: 0.weight is computed from other parameters (a weight norm?), and a part of it cannot be kept. "
+        "Name 0=replicate in a layout, or use tp=1."
     )

@@ -204,6 +204,16 @@ def is_linear(module: nn.Module) -> bool:
     return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
 
 
+def input_embeddings(model: nn.Module) -> nn.Embedding | None:
+    """The table that reads a Hugging Face model's token ids; None where the model does not say which it is."""
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        table = get() if callable(get) else None
+    except (AttributeError, NotImplementedError):
+        return None
+    return table if isinstance(table, nn.Embedding) else None
+
+
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The weight as (outputs, inputs)."""
     return module.weight.t() if is_transposed(module) else module.weight  # pyright: ignore

@@ -72,8 +72,8 @@ class FeatureFlow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__contains__":
-            return False  # "is there padding in these ids?" has no answer without numbers
+        if getattr(func, "__name__", "") in ("__contains__", "__bool__") and args[0].is_meta:
+            return False  # "is there padding in these ids?", "is this mask causal?" have no answer without numbers
         result = func(*args, **kwargs)
         if self.inside:
             return result
@@ -84,21 +84,28 @@ class FeatureFlow(TorchFunctionMode):
         return result
 
     def _pass_on(self, func: Any, args: Any, kwargs: Any, marked: list[Any], outputs: list[torch.Tensor]) -> None:
-        name = getattr(func, "__name__", str(func)).strip("_")
-        name = name[1:] if name[:1] in "ri" and name[1:] in _POINTWISE else name
         marks = [mark for leaf in marked if (mark := self.of(leaf)) is not None]
-        step = _Step(self, name, args, kwargs, marks, outputs)
+        step = Step(self, plain_name(func), args, kwargs, marks, outputs)
         made = list(step.marks(marked))
         if len({mark.sources for mark in marks}) > 1:
             self.together.append(frozenset().union(*(mark.sources for mark in marks)))
         if not made:
             for mark in marks:
-                self.end(mark, step.reason or f"its features meet in `{name}`")
+                self.end(mark, step.reason or f"its features meet in `{step.name}`")
         for tensor, mark in made:
             self.mark(tensor, mark)
 
 
-class _Step:
+def plain_name(func: Any) -> str:
+    """An operation's name, the same in place, reflected, as a method or as an attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = getattr(func.__self__, "__name__", name)  # of an attribute: `x.mT`
+    name = name.strip("_")
+    return name[1:] if name[:1] in "ri" and name[1:] in _POINTWISE else name
+
+
+class Step:
     """One operation on marked tensors."""
 
     def __init__(
@@ -176,6 +183,10 @@ class _Step:
         yield from self._keep({one: other, other: one}.get(self.first.dim, self.first.dim))
 
     _swapaxes = _transpose
+
+    def _mT(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        one, other = self.args[0].dim() - 2, self.args[0].dim() - 1
+        yield from self._keep({one: other, other: one}.get(self.first.dim, self.first.dim))
 
     def _permute(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         dims = self.args[1:] if isinstance(self._argument(1, "dims"), int) else self._argument(1, "dims")

@@ -8,6 +8,7 @@ from torch import nn
 
 from weft.errors import LayoutError
 from weft.models import Decoder
+from weft.parallel.cut_modules import input_embeddings
 from weft.parallel.found import FoundLayout
 from weft.parallel.layout_trace import trace_layout
 from weft.spec.layout import Layout
@@ -95,9 +96,9 @@ def _with_vocab(model: nn.Module, pairs: dict[str, str], reasons: dict[str, str]
     """Add the embedding of the ids and the head."""
     names = {id(module): path for path, module in model.named_modules()}
     head = find_lm_head(model)
-    embed = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # pyright: ignore
+    embed = input_embeddings(model)
     ordered: dict[str, str] = {}
-    if isinstance(embed, nn.Embedding) and id(embed) in names:
+    if embed is not None and id(embed) in names:
         ordered[names[id(embed)]] = "vocab"
         reasons[names[id(embed)]] = "the model's input embeddings"
     ordered |= pairs

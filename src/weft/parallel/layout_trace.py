@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from weft.errors import LayoutError
-from weft.parallel.cut_modules import is_linear, weight_of
+from weft.errors import LayoutError, ModelError
+from weft.parallel.cut_modules import input_embeddings, is_linear, weight_of
 from weft.parallel.feature_flow import FeatureFlow, Mark
 from weft.parallel.found import FoundLayout
+from weft.parallel.numberless import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.spec.layout import Layout
 
 
@@ -28,8 +29,8 @@ def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     example: arguments of the forward; None: token ids, an image or features, by what the model begins with.
     Raises LayoutError where the forward fails without numbers, or nothing is found.
     """
-    trace = _Trace(model)
-    trace.run(example_of(model) if example is None else example)
+    example = example_of(model) if example is None else example
+    trace = in_some_format(lambda dtype: _Trace(model, dtype).run(example))
     styles, reasons = trace.styles()
     if not styles:
         raise LayoutError(
@@ -43,48 +44,39 @@ def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:
 class _Trace:
     """One forward under watch."""
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None):
+        self.model, self.dtype = model, dtype
         self.flow = FeatureFlow()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.order: list[str] = []
         self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
-        get = getattr(model, "get_input_embeddings", None)
-        table = get() if callable(get) else None
-        self.embedding: str | None = self.paths.get(id(table)) if isinstance(table, nn.Embedding) else None
+        table = input_embeddings(model)
+        self.embedding: str | None = None if table is None else self.paths.get(id(table))
         self.ids: list[torch.Tensor] = []
 
-    def run(self, example: Any) -> None:
+    def run(self, example: Any) -> _Trace:
         """Call the model; afterwards `styles` knows."""
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        meta = {name: tensor.detach().to("meta") for name, tensor in named}
-        moved = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, example)
+        moved = without_numbers(example, self.model, self.dtype)
         self.ids = [
             leaf for leaf in tree_leaves(moved) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
         ]
-        args, kwargs = ((), moved) if isinstance(moved, dict) else (moved if isinstance(moved, tuple) else (moved,), {})
         handles = [hook for module in self.model.modules() for hook in self._watch(module)]
-        training = self.model.training
-        self.model.eval()
         try:
-            with torch.no_grad(), torch.device("meta"), self.flow:
-                output = torch.func.functional_call(self.model, meta, args, kwargs, tie_weights=True)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError) as error:
-            first = str(error).strip().partition("\n")[0]
+            output = call_without_numbers(self.model, moved, self.flow, self.dtype)
+        except ModelError as error:
             raise LayoutError(
-                f"layout: {type(self.model).__name__} cannot be traced without numbers: {first}. "
-                f"Give layout=, such as Layout.parse('blocks.*.up=colwise blocks.*.down=rowwise')."
+                f"layout: {error} Give layout=, such as Layout.parse('blocks.*.up=colwise blocks.*.down=rowwise')."
             ) from error
         finally:
-            self.model.train(training)
             for handle in handles:
                 handle.remove()
         self._outputs = {id(leaf) for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(_plain(output)):
             if (mark := self.flow.of(leaf)) is not None:
                 self.flow.end(mark, "its features are the model's output")
+        return self
 
     def _watch(self, module: nn.Module) -> Iterable[Any]:
         if is_linear(module):
@@ -226,25 +218,3 @@ def generalise(
 
 def _plain(output: Any) -> Any:
     return dict(output) if isinstance(output, dict) else output
-
-
-def example_of(model: nn.Module) -> Any:
-    """Arguments that fit what the model begins with."""
-    config = getattr(model, "config", None)
-    name = getattr(model, "main_input_name", None)
-    if name == "pixel_values" and isinstance(size := getattr(config, "image_size", None), int):
-        return {name: torch.zeros(1, getattr(config, "num_channels", 3), size, size)}
-    ids = torch.zeros(2, 8, dtype=torch.int64)
-    if name == "input_ids":
-        return {"input_ids": ids}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            return (ids,)
-        if isinstance(module, nn.Conv2d):
-            return (torch.zeros(1, module.in_channels, 64, 64),)
-        if is_linear(module):
-            return (torch.zeros(2, 8, weight_of(module).shape[1]),)
-    raise LayoutError(
-        f"layout: {type(model).__name__} begins with no embedding, convolution or linear layer, so it is not known "
-        f"what it reads. Give example=, the arguments of a forward."
-    )

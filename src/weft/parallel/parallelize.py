@@ -23,7 +23,7 @@ from weft.parallel.layout_find import find_layout
 from weft.parallel.materialise import move
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, merge_placements
-from weft.parallel.tensor import cut_tensors, expect_used, fuse_whole_head
+from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero3 import FullyShardedModel
 from weft.spec.layout import Layout
 
@@ -72,10 +72,10 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
     tensor_layout = layout
     if plan.pp > 1:
         expect_experts(model, layout, plan.ep)
-    if plan.tp > 1 and plan.pp > 1:
+    if plan.tp > 1 and (plan.pp > 1 or plan.sp):
         # Of the whole model: a stage alone cannot be traced, and lacks modules that the layout names.
         tensor_layout = find_layout(model) if layout is None else layout
-        expect_used(tensor_layout, dict(model.named_modules()))
+        check_whole_model(model, mesh, tensor_layout)
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     experts = spread_experts(model, mesh, layout)
     tensors = cut_tensors(model, mesh, tensor_layout, experts) if plan.tp > 1 else {}

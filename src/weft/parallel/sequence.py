@@ -58,7 +58,10 @@ def plan_sequence(model: nn.Module, layout: Layout, styles: Mapping[str, Style])
         )
     for path, block in blocks.items():
         _check_block(path, block, styles)
-    first = next(path for path in styles if path.startswith(f"{next(iter(blocks))}.") and _is(styles, path, "colwise"))
+    begin = f"{next(iter(blocks))}."
+    first = next((path for path in styles if path.startswith(begin) and _is(styles, path, "colwise")), None)
+    if first is None:
+        raise LayoutError(f"sp=on: the layout cuts no layer of {begin[:-1]} by columns. Use sp=off.")
     width = weight_of(dict(model.named_modules())[first]).shape[1]
     # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))

@@ -35,6 +35,7 @@ from weft.parallel.layout_find import find_layout, find_lm_head, scales_logits
 from weft.parallel.pipeline.absent import StandIn
 from weft.parallel.placement import Placement
 from weft.parallel.sequence import Sequence, cut_sequence, plan_sequence
+from weft.parallel.token_flow import check_tokens
 from weft.spec.layout import Layout, Style
 from weft.spec.rule import alternatives
 
@@ -58,6 +59,31 @@ def fuse_whole_head(model: nn.Module) -> None:
         fuse_head(model, head, scales_logits(model))
 
 
+def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
+    """What can be asked of a whole model only, before a pipeline takes its parts away.
+
+    Raises LayoutError where the layout names what is not there, or sp would cut tokens that meet.
+    """
+    modules = dict(model.named_modules())
+    styles = _read_styles(layout, modules, mesh.plan.tp)
+    if mesh.plan.sp:
+        width = plan_sequence(model, layout, styles).width
+        parents = {_parent(path) for path, style in styles.items() if style.name == "colwise"}
+        check_tokens(model, styles, {parent for parent in parents if not is_wide(parent, modules, styles)}, width)
+
+
+def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
+    """Whether the module around column-cut layers is more than one cut part: then each layer is an entry."""
+    if parent == "":
+        return True
+    module = modules[parent]
+    inside = [name for path in styles if (name := path.removeprefix(f"{parent}.")) != path]
+    nested = any("." in name for name in inside)
+    norms = any("norm" in type(child).__name__.lower() for child in module.children())
+    styled = any(styles[f"{parent}.{n}"].name == "partial" for n in inside)
+    return nested or (norms and not styled)
+
+
 class _Cutter:
     """One call of `cut_tensors`."""
 
@@ -65,6 +91,7 @@ class _Cutter:
         self.model, self.axis, self.layout = model, mesh["tp"], layout
         self.taken = taken
         self.modules = dict(model.named_modules())
+        self.names = {id(module): path for path, module in self.modules.items()}
         self.styles = _read_styles(layout, self.modules, mesh.plan.tp)
         self.sequence: Sequence | None = plan_sequence(model, layout, self.styles) if mesh.plan.sp else None
         self.line = Line(self.axis, cuts_tokens=mesh.plan.sp)
@@ -102,7 +129,7 @@ class _Cutter:
     def _check_partial(self, heads: dict[str, Heads]) -> None:
         """LayoutError where a module inside a cut part has parameters, and nobody says what it sees."""
         for parent in heads:
-            if self._is_wide(parent):
+            if is_wide(parent, self.modules, self.styles):
                 continue
             for name, module in self.modules[parent].named_modules():
                 path = f"{parent}.{name}" if name else parent
@@ -113,22 +140,11 @@ class _Cutter:
                         f"or {path}=replicate where it comes before or after them."
                     )
 
-    def _is_wide(self, parent: str) -> bool:
-        """Whether the module around column-cut layers is more than one cut part: then each layer is an entry."""
-        if parent == "":
-            return True
-        module = self.modules[parent]
-        inside = [name for path in self.styles if (name := path.removeprefix(f"{parent}.")) != path]
-        nested = any("." in name for name in inside)
-        norms = any("norm" in type(child).__name__.lower() for child in module.children())
-        styled = any(self.styles[f"{parent}.{n}"].name == "partial" for n in inside)
-        return nested or (norms and not styled)
-
     def _entry(self, path: str, module: nn.Module) -> Entry:
         """In front of the module around the layer, or of the layer itself."""
         parent = _parent(path)
         around = self.modules[parent]
-        alone = self._is_wide(parent) or bool(getattr(around, "is_cross_attention", False))
+        alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
         place = path if alone else parent
         if place not in self.entries:
             entry = Entry(self.line, weight_of(module).shape[1], self.part)
@@ -186,6 +202,11 @@ class _Cutter:
         whole = getattr(module, name, None)
         if whole is None:
             return
+        if name not in module._parameters:
+            raise LayoutError(
+                f"layout: {self.names[id(module)]}.{name} is computed from other parameters (a weight norm?), and a "
+                f"part of it cannot be kept. Name {self.names[id(module)]}=replicate in a layout, or use tp=1."
+            )
         if id(whole) not in self.locals:
             shape = tuple(whole.shape) if placement.index is not None else ()
             placement = Placement(

@@ -22,7 +22,7 @@ from weft.models.code import call_function
 from weft.models.trace import Structure, trace_model
 from weft.parallel.context.hugging_face import is_hugging_face
 from weft.parallel.layout_find import explain_layout, find_lm_head
-from weft.parallel.layout_trace import example_of
+from weft.parallel.numberless import example_of
 from weft.parallel.pipeline.chain import find_chain
 from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.tensor import check_layout

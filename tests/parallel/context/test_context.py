@@ -264,8 +264,8 @@ REFUSALS = {
     "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, at a rate that it does not "
     "keep under a usual name. Keep it as module.attention_dropout, or set it to 0.",
     "sinks": "cp=2: LlamaAttention asks for s_aux, which attention over a cut sequence has not. Use cp=1.",
-    "state space": "cp: MambaForCausalLM has no attention heads by its config, and what else mixes its tokens cannot "
-    "be cut. Use cp=1 for this model.",
+    "state space": "cp: MambaForCausalLM has no one number of attention heads, and what else mixes its tokens "
+    "cannot be cut. Use cp=1 for this model.",
     "convolution": "cp=2: model.layers.1.conv (Lfm2ShortConv) mixes tokens, and not by attention, so it would see only "
     "this rank's. Use cp=1 for this model.",
     "layer": "cp=2: model.layers.1 (LlamaDecoderLayer) called no attention, and what else mixes its tokens cannot be "

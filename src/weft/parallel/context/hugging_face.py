@@ -45,9 +45,9 @@ def heads_of(model: Any) -> tuple[int, int]:
     """Numbers of query heads and key-value heads, from the model's config."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
-    if not heads:
+    if not isinstance(heads, int) or not heads:
         raise ModelError(
-            f"cp: {type(model).__name__} has no attention heads by its config, and what else mixes its tokens cannot "
+            f"cp: {type(model).__name__} has no one number of attention heads, and what else mixes its tokens cannot "
             f"be cut. Use cp=1 for this model."
         )
     return heads, getattr(config, "num_key_value_heads", None) or heads

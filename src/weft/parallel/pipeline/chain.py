@@ -16,6 +16,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.memory import repeated_blocks
+from weft.parallel.layout_find import find_lm_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def find_chain(model: nn.Module) -> Chain:
     before: list[Site] = []
     after: list[Site] = []
     passed = False
-    head = _head(model)
+    head = find_lm_head(model)
     for site in _beside(model, path):
         if site is None:
             passed = True
@@ -112,12 +113,6 @@ def _children(module: nn.Module, path: str, inner: str, rest: str) -> Iterator[S
             yield from _children(child, _join(path, key), deeper, remaining)
         else:
             yield None
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    """What gives the logits, by a model of transformers: some register it before the blocks."""
-    ask = getattr(model, "get_output_embeddings", None)
-    return ask() if ask else None
 
 
 def _is_embedding(module: nn.Module) -> bool:

@@ -1,0 +1,94 @@
+"""One forward of a model on the meta device: shapes without numbers, whatever its size."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from weft.errors import LayoutError, ModelError
+from weft.parallel.cut_modules import is_linear, weight_of
+
+T = TypeVar("T")
+
+
+def in_some_format(attempt: Callable[[torch.dtype | None], T]) -> T:
+    """What `attempt` gives with the model's own format, or else with bfloat16, which some kernels insist on."""
+    try:
+        return attempt(None)
+    except (LayoutError, ModelError) as error:
+        try:
+            return attempt(torch.bfloat16)
+        except (LayoutError, ModelError):
+            raise error from None
+
+
+def call_without_numbers(
+    model: nn.Module, moved: Any, mode: AbstractContextManager[Any], dtype: torch.dtype | None = None
+) -> Any:
+    """The model's output for what `without_numbers` gave, called under a mode and in evaluation. The model stays.
+
+    dtype: of all floats; None: the model's own. Raises ModelError where forward asks for numbers, or fails.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    meta = {name: _on_meta(tensor.detach(), dtype or tensor.dtype) for name, tensor in named}
+    args, kwargs = ((), moved) if isinstance(moved, dict) else (moved if isinstance(moved, tuple) else (moved,), {})
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.device("meta"), _layer_by_layer(), mode:
+            return torch.func.functional_call(model, meta, args, kwargs, tie_weights=True)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError) as error:
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ModelError(f"{type(model).__name__} cannot be traced without numbers: {first}.") from error
+    finally:
+        model.train(training)
+
+
+@contextlib.contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    """Without the fused kernel that torch's transformer layers call in evaluation: it shows no linear layer."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def without_numbers(example: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """The example on the meta device. dtype: of its floats; None: the model's."""
+    if dtype is None:
+        dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
+    return tree_map(lambda leaf: _on_meta(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf, example)
+
+
+def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to("meta", dtype) if tensor.is_floating_point() else tensor.to("meta")
+
+
+def example_of(model: nn.Module, batch: int = 2) -> Any:
+    """Arguments that fit what the model begins with: token ids, an image or features."""
+    config = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if name == "pixel_values" and isinstance(size := getattr(config, "image_size", None), int):
+        return {name: torch.zeros(1, getattr(config, "num_channels", 3), size, size)}
+    ids = torch.zeros(batch, 8, dtype=torch.int64)
+    if name == "input_ids":
+        return {"input_ids": ids}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return (ids,)
+        if isinstance(module, nn.Conv2d):
+            return (torch.zeros(1, module.in_channels, 64, 64),)
+        if is_linear(module):
+            return (torch.zeros(batch, 8, weight_of(module).shape[1]),)
+    raise LayoutError(
+        f"layout: {type(model).__name__} begins with no embedding, convolution or linear layer, so it is not known "
+        f"what it reads. Give example=, the arguments of a forward."
+    )

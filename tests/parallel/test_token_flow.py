@@ -1,0 +1,119 @@
+"""Blocks that mix tokens where sequence parallelism would give each rank its own: found by operation, not by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from weft.errors import LayoutError
+from weft.parallel.numberless import example_of
+from weft.parallel.token_flow import check_tokens
+from weft.spec.layout import Layout
+
+LAYOUT = Layout.parse("blocks.*.up=colwise blocks.*.down=rowwise")
+DIM = 8
+
+
+class Block(nn.Module):
+    def __init__(self, outside, inside):
+        super().__init__()
+        self.norm, self.side = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+        self.up, self.down = nn.Linear(DIM, 16), nn.Linear(16, DIM)
+        self.outside, self.inside = outside, inside
+
+    def forward(self, x):
+        return x + self.down(self.inside(self.up(self.outside(self, self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, outside, inside=F.gelu):
+        super().__init__()
+        self.embed = nn.Embedding(11, DIM)
+        self.blocks = nn.ModuleList(Block(outside, inside) for _ in range(6))
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, ids):
+        x = self.embed(ids).cumsum(1)  # outside of the blocks all ranks have all tokens
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def check(net):
+    styles = {path: style for path, _ in net.named_modules() if (style := LAYOUT.style(path)) is not None}
+    check_tokens(net, styles, (), DIM)
+
+
+MIXES = {
+    "cumsum": lambda block, x: x.cumsum(1),
+    "mean": lambda block, x: x - x.mean(1, keepdim=True),
+    "max": lambda block, x: x - x.max(-2, keepdim=True)[0],
+    "pad": lambda block, x: F.pad(x, (0, 0, 1, -1)),
+    "roll": lambda block, x: x.roll(1, 1),
+    "flip": lambda block, x: x.flip(1),
+    "getitem": lambda block, x: x * x[:, :1],
+    "cat": lambda block, x: torch.cat((x, x), 1).unflatten(1, (2, 8)).sum(1),
+    "softmax": lambda block, x: x.softmax(1),
+    "layer_norm": lambda block, x: F.layer_norm(x, x.shape[1:]),
+    "linear": lambda block, x: F.linear(x.transpose(1, 2), torch.empty(8, 8)).transpose(1, 2),
+    "conv1d": lambda block, x: F.conv1d(x.mT, torch.empty(DIM, 1, 3), groups=DIM, padding=1).mT,
+    "matmul": lambda block, x: torch.matmul(block.side(x) @ x.transpose(1, 2), x),
+    "scaled_dot_product_attention": lambda block, x: F.scaled_dot_product_attention(x, x, x),
+}
+KEEPS = {
+    "nothing": lambda block, x: x,
+    "a layer of its own": lambda block, x: torch.sigmoid(block.side(x)) * x,
+    "features": lambda block, x: x.softmax(-1) + x.mean(-1, keepdim=True) + x.cumsum(-1) + F.pad(x, (1, -1)),
+    "heads": lambda block, x: F.rms_norm(x.view(1, 8, 2, 4), (4,)).transpose(1, 2).transpose(1, 2).flatten(2),
+    "flat tokens": lambda block, x: block.side(x.view(-1, DIM)).view(x.shape),
+    "parts of features": lambda block, x: torch.cat(x.chunk(2, -1), -1),
+    "convolution of one": lambda block, x: F.conv1d(x.mT, torch.empty(DIM, DIM, 1)).mT,
+    "tokens by index": lambda block, x: x[:, torch.arange(8)],
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_tokens_that_meet_are_found(name):
+    with pytest.raises(LayoutError) as caught:
+        check(Net(MIXES[name]))
+    assert str(caught.value) == (
+        f"sp=on: blocks.0 (Block) mixes tokens by `{name}` outside of cut layers, so it would see only a part of "
+        f"them. Use sp=off."
+    )
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_keeps_tokens_apart_is_fine(name):
+    check(Net(KEEPS[name]))
+
+
+def test_between_cut_layers_tokens_are_whole():
+    check(Net(KEEPS["nothing"], inside=lambda x: x.cumsum(1)))
+
+
+def test_a_later_kind_of_block_is_seen():
+    net = Net(KEEPS["nothing"])
+    net.blocks[5] = Block(MIXES["roll"], F.gelu)
+    net.blocks[5].side = nn.Identity()
+    with pytest.raises(LayoutError, match=r"blocks\.5 \(Block\) mixes tokens by `roll`"):
+        check(net)
+
+
+def test_a_model_that_cannot_be_followed_is_told():
+    with pytest.warns(UserWarning, match="Net cannot be traced without numbers: .*, so it is not known whether"):
+        check(Net(lambda block, x: x * x.sum().item()))
+
+
+def test_an_uncut_attention_beside_cut_layers_is_found():
+    """Its name says attention, and cut layers beside it hide that from the look at names."""
+    net = nn.Module()
+    net.embed = nn.Embedding(11, DIM)
+    net.blocks = nn.ModuleList(nn.TransformerEncoderLayer(DIM, 2, 16, 0.0, batch_first=True) for _ in range(2))
+    net.forward = lambda ids: net.blocks[1](net.blocks[0](net.embed(ids)))
+    layout = Layout.parse("blocks.*.linear1=colwise blocks.*.linear2=rowwise")
+    styles = {path: style for path, _ in net.named_modules() if (style := layout.style(path)) is not None}
+    with pytest.raises(LayoutError, match=r"blocks\.0\.self_attn \(MultiheadAttention\) mixes tokens"):
+        check_tokens(net, styles, (), DIM)
+    assert example_of(net, batch=1)[0].shape == (1, 8)
