@@ -126,6 +126,31 @@ def test_examples_have_the_format_of_the_model(dtype):
     assert trace_layout(OfImages().to(dtype)).layout.format() == "up=colwise down=rowwise"
 
 
+class Remembering(Pair):
+    """Keeps tables from one forward to the next, in each of the usual places."""
+
+    def __init__(self):
+        super().__init__(self.scaled)
+        self.register_buffer("table", None, persistent=False)
+        self.tables, self.plain, self.rows = {}, None, []
+
+    def scaled(self, x):
+        if self.table is None:
+            self.table = torch.ones(8, 1)
+            self.plain = self.tables[8] = torch.ones(8, 1)
+            self.rows.append(self.plain)
+        return x * self.table * self.plain * self.tables[8] * self.rows[0]
+
+
+def test_what_a_model_keeps_for_later_is_not_what_the_trace_made():
+    model = Remembering()
+    model.second.eval()  # as a frozen part is
+    assert trace_layout(model).layout.format() == "first=colwise second=rowwise"
+    assert (model.table, model.tables, model.plain, model.rows) == (None, {}, None, [])
+    assert (model.training, model.first.training, model.second.training) == (True, True, False)
+    assert not model(torch.zeros(2, 8, 6)).is_meta
+
+
 class Insisting(Pair):
     """A kernel that takes bfloat16 alone."""
 

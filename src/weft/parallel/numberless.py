@@ -38,16 +38,33 @@ def call_without_numbers(
     named = (*model.named_parameters(), *model.named_buffers())
     meta = {name: _on_meta(tensor.detach(), dtype or tensor.dtype) for name, tensor in named}
     args, kwargs = ((), moved) if isinstance(moved, dict) else (moved if isinstance(moved, tuple) else (moved,), {})
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), torch.device("meta"), _layer_by_layer(), mode:
+        with _unchanged(model), torch.no_grad(), torch.device("meta"), _layer_by_layer(), mode:
+            model.eval()
             return torch.func.functional_call(model, meta, args, kwargs, tie_weights=True)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError) as error:
+    except Exception as error:  # the model's own code, called with what it may not expect
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(f"{type(model).__name__} cannot be traced without numbers: {first}.") from error
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Afterwards modules have the attributes of before: what a forward keeps for the next one, and who is training."""
+    before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+    try:
+        yield
     finally:
-        model.train(training)
+        for module, attributes, contents in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for held, content in contents:
+                held.clear()
+                held.update(content) if isinstance(held, dict) else held.extend(content)
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """What lists and dicts of a module hold, its buffers among them."""
+    return [(held, held.copy()) for held in module.__dict__.values() if isinstance(held, dict | list)]
 
 
 @contextlib.contextmanager
