@@ -204,13 +204,19 @@ def is_linear(module: nn.Module) -> bool:
     return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
 
 
-def input_embeddings(model: nn.Module) -> nn.Embedding | None:
-    """The table that reads a Hugging Face model's token ids; None where the model does not say which it is."""
-    get = getattr(model, "get_input_embeddings", None)
+def asked(model: nn.Module, name: str) -> nn.Module | None:
+    """What a Hugging Face model answers to `get_input_embeddings` and its like; None where it has no answer."""
+    get = getattr(model, name, None)
     try:
-        table = get() if callable(get) else None
+        found = get() if callable(get) else None
     except (AttributeError, NotImplementedError):
         return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def input_embeddings(model: nn.Module) -> nn.Embedding | None:
+    """The table that reads a model's token ids; None where the model does not say which it is."""
+    table = asked(model, "get_input_embeddings")
     return table if isinstance(table, nn.Embedding) else None
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from weft.errors import LayoutError
 from weft.models import Decoder
-from weft.parallel.cut_modules import input_embeddings
+from weft.parallel.cut_modules import asked, input_embeddings
 from weft.parallel.found import FoundLayout
 from weft.parallel.layout_trace import trace_layout
 from weft.spec.layout import Layout
@@ -48,12 +48,7 @@ def find_lm_head(model: nn.Module) -> nn.Module | None:
     """The linear layer that makes a language model's logits; None where the model does not say which it is."""
     if isinstance(model, Decoder):
         return model.head
-    get = getattr(model, "get_output_embeddings", None)
-    try:
-        head = get() if callable(get) else None
-    except (AttributeError, NotImplementedError):
-        return None
-    return head if isinstance(head, nn.Module) else None
+    return asked(model, "get_output_embeddings")
 
 
 def scales_logits(model: nn.Module) -> bool:
