@@ -1,10 +1,11 @@
-"""Names that a package offers and loads only when they are first asked for (PEP 562)."""
+"""Names that are loaded only when they are first asked for: a package's own (PEP 562), and those of users."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -22,3 +23,14 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return load
+
+
+def named_object(source: str) -> Any:
+    """What `package.module:name` names; the working folder can be imported from.
+
+    Raises whatever importing that module raises, and AttributeError where it has no such name.
+    """
+    module_name, _, name = source.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return getattr(importlib.import_module(module_name), name)

@@ -32,8 +32,14 @@ CASES = [
      "layout=none.layout: this file cannot be read (No such file or directory). Give pattern=style words, or a file "
      "that `weft layout MODEL --save FILE` wrote."),
     ("nesterov-is-of-sgd", ["optimizer.nesterov=true"],
-     "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=adamw with "
-     "optimizer.momentum=0.9. Use false, or optimizer.name=sgd with momentum=0.9."),
+     "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=adamw. "
+     "Use false, or optimizer.name=sgd with momentum=0.9."),
+    ("nesterov-is-of-sgd", ["optimizer.nesterov=true", "optimizer.name=sgd", "optimizer.momentum=0"],
+     "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=sgd with "
+     "optimizer.momentum=0. Use false, or optimizer.name=sgd with momentum=0.9."),
+    ("options-are-of-a-class", ["optimizer.options={rho = 0.9}"],
+     "optimizer.options={rho = 0.9}: they belong to an optimizer named as package.module:Class, and here "
+     "optimizer.name=adamw. Set betas, eps, momentum beside it, or name a class."),
     ("patience-needs-evaluations", ["train.early_stop.patience=3", "eval.every=0"],
      "train.early_stop.patience=3: eval.every=0 evaluates only at the end. Use eval.every=50."),
     ("patience-needs-evaluation-data", ["train.early_stop.patience=3", "data.holdout=0"],

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from weft.errors import ModelError
+from weft.lazy import named_object
 
 
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -17,18 +15,15 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
     Raises ModelError where it cannot be imported or called, or gives no model.
     """
-    module_name, _, name = source.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        function = named_object(source)
     except Exception as error:  # code of the user's may raise anything
         rule = f"it cannot be imported ({error})"
         raise ModelError(
             f"model={source}: {rule}. Write package.module:function, importable from this folder."
         ) from None
     if not callable(function):
-        rule = f"{name} is of type {type(function).__name__} and cannot be called"
+        rule = f"it is of type {type(function).__name__} and cannot be called"
         raise ModelError(f"model={source}: {rule}. Name a function without arguments that returns a model.")
     try:
         made = function()

@@ -2,29 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from weft.spec.config import OptimizerSection
+from weft.errors import ConfigError, Problem
+from weft.lazy import named_object
+from weft.optim.muon import Muon
+from weft.spec.config import OptimizerGroup, OptimizerSection
+
+#: Parts of a decoder that look tokens up or score them: Muon leaves these matrices to AdamW.
+_ENDS = frozenset({"embed", "pos_embed", "head"})
 
 
 def build_optimizer(
     named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD as `section` says, on the trainable parameters.
+    """AdamW, SGD, Muon or the class that `section` names, on the trainable parameters.
 
-    Matrices are decayed, vectors (norms, biases) are not. The fused kernels take one pass over memory per step
+    Matrices are decayed, vectors (norms, biases) are not, and `section.groups` decides otherwise by name. Each group
+    keeps its peak rate as `initial_lr`, as torch's schedulers do. The fused kernels take one pass over memory per step
     where the foreach ones take several; torch has them for CPU and CUDA.
+
+    Raises ConfigError where a class of the user's cannot be imported, is no optimizer, or refuses its options.
     """
-    trainable = [param for _, param in named_params if param.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    groups = _groups(named_params, section)
+    match section.name:
+        case "sgd":
+            momentum = 0.9 if section.momentum is None else section.momentum
+            # torch refuses Nesterov's step without momentum; the config's rule has said so before.
+            return torch.optim.SGD(groups, lr=section.lr, momentum=momentum, nesterov=section.nesterov, fused=True)
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+        case "muon":
+            momentum = 0.95 if section.momentum is None else section.momentum
+            return Muon(groups, lr=section.lr, momentum=momentum, betas=section.betas, eps=section.eps)
+        case _:
+            return _build_foreign(groups, section)
+
+
+def freeze(model: nn.Module, section: OptimizerSection) -> None:
+    """Take the gradients from the parameters whose group has lr=0. Call it before the model is parallelized."""
+    for name, param in model.named_parameters():
+        own = _group_of(name, section)
+        if own is not None and own.lr == 0:
+            param.requires_grad_(False)
+
+
+def check_optimizer(model: nn.Module, section: OptimizerSection) -> None:
+    """Raise ConfigError for a group that fits no parameter, for frozen everything, and what `build_optimizer` raises.
+
+    model: the whole model, of any device; on the meta device nothing is allocated.
+    """
+    params = dict(model.named_parameters())
+    chosen = {name: _group_of(name, section) for name in params}
+    for index, group in enumerate(section.groups):
+        if not any(own is group for own in chosen.values()):
+            fits = any(fnmatchcase(name, group.match) for name in params)
+            why = "earlier groups take all that it fits" if fits else "no parameter of the model has such a name"
+            _refuse(f"groups.{index}.match", f"{group.match}: {why}. Names are such as {_some(params)}.")
+    if all(own is not None and own.lr == 0 for own in chosen.values()):
+        _refuse("groups", "every parameter has lr=0, so nothing is trained. Leave some out of the groups.")
+    if section.is_foreign:
+        build_optimizer(params.items(), section)
+
+
+def _groups(named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> list[dict[str, Any]]:
+    """Parameter groups: one for each combination of rate, decay and (for Muon) kind of update."""
+    found: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    for name, param in named_params:
+        if not param.requires_grad:
+            continue
+        own = _group_of(name, section) or OptimizerGroup(match=name)
+        decay = section.weight_decay if param.ndim >= 2 else 0.0
+        key = (
+            section.lr if own.lr is None else own.lr,
+            decay if own.weight_decay is None else own.weight_decay,
+            section.name == "muon" and param.ndim == 2 and _ENDS.isdisjoint(name.split(".")),
+        )
+        found.setdefault(key, []).append(param)
+    turned = [{"matrices": key[2]} if section.name == "muon" else {} for key in found]
+    return [
+        {"params": params, "lr": lr, "initial_lr": lr, "weight_decay": decay, **more}
+        for ((lr, decay, _), params), more in zip(found.items(), turned, strict=True)
     ]
-    groups = [group for group in groups if group["params"]]
-    if section.name == "sgd":
-        # torch refuses Nesterov's step without momentum; the config's rule has said so before.
-        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, nesterov=section.nesterov, fused=True)
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+def _group_of(name: str, section: OptimizerSection) -> OptimizerGroup | None:
+    return next((group for group in section.groups if fnmatchcase(name, group.match)), None)
+
+
+def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> torch.optim.Optimizer:
+    try:
+        made = named_object(section.name)
+    except Exception as error:  # code of the user's may raise anything
+        _refuse("name", f"{section.name}: it cannot be imported ({error}). Name a class importable from this folder.")
+    if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
+        _refuse("name", f"{section.name}: it is no subclass of torch.optim.Optimizer. Name one that is.")
+    takes = inspect.signature(made).parameters
+    if "weight_decay" not in takes:
+        groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
+    _check_options(section, takes)
+    try:
+        return made(groups, lr=section.lr, **section.options)
+    except Exception as error:
+        _refuse("options", f"{section.name} refuses them: {type(error).__name__}: {error}. Change or leave them out.")
+
+
+def _check_options(section: OptimizerSection, takes: Mapping[str, inspect.Parameter]) -> None:
+    if "lr" not in takes:
+        _refuse("name", f"{section.name}: it takes no lr, which the schedule sets. Wrap it in a class that does.")
+    own = [name for name in ("lr", "weight_decay") if name in section.options]
+    if own:
+        _refuse(f"options.{own[0]}", f"the section has this setting itself. Use optimizer.{own[0]}=.")
+    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    unknown = [name for name in section.options if name not in takes]
+    if unknown and not anything:
+        known = ", ".join(name for name in takes if name not in ("params", "lr", "weight_decay"))
+        _refuse(f"options.{unknown[0]}", f"{section.name} has no such argument. It takes {known}.")
+
+
+def _some(params: Mapping[str, nn.Parameter]) -> str:
+    names = list(params)
+    return ", ".join(names[:: max(1, len(names) // 4)][:4])
+
+
+def _refuse(key: str, rule: str) -> NoReturn:
+    sign = "=" if key.endswith(("match", "name")) else ": "
+    raise ConfigError([Problem(f"optimizer.{key}", f"optimizer.{key}{sign}{rule}")])

@@ -79,7 +79,7 @@ def load_states(adoption: Adoption, tensors: Mapping[str, torch.Tensor]) -> None
         name, _, key = full_name.rpartition("/")
         slot = slots.get(name)
         if slot is None:
-            raise CheckpointError(f"optimizer state {full_name!r}: the optimizer has no parameter {name!r}.")
+            raise untrained(full_name)
         piece = adoption.pieces.get(slot)
         if piece is None:
             continue
@@ -94,6 +94,14 @@ def load_states(adoption: Adoption, tensors: Mapping[str, torch.Tensor]) -> None
         value = slot.cut(saved, slot.bucket.own) if divided and saved.ndim else saved
         target = torch.empty_like(piece) if value.shape == piece.shape and saved.ndim else torch.empty(value.shape)
         adoption.optimizer.state[piece][key] = target.to(dtype=saved.dtype, device=piece.device).copy_(value)
+
+
+def untrained(full_name: str) -> CheckpointError:
+    """What is said of a saved state, such as "head.weight/exp_avg", whose parameter the optimizer does not have."""
+    return CheckpointError(
+        f"optimizer state {full_name!r}: this optimizer does not train that parameter. "
+        f"Resume with the optimizer and the frozen parameters of the run that saved it."
+    )
 
 
 def _local(adoption: Adoption, slot: Slot) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from weft.comm import broadcast
 from weft.errors import CheckpointError, ModelError
 from weft.mesh import Axis
 from weft.parallel.adopt import ELEMENTWISE
-from weft.parallel.states import DTYPES, exchange
+from weft.parallel.states import DTYPES, exchange, untrained
 from weft.parallel.zero3_host import HostedShards
 from weft.parallel.zero3_shards import Shard, local_part
 
@@ -204,7 +204,7 @@ class ShardAdoption:
         name, _, key = full_name.rpartition("/")
         shard = self._shards.get(name)
         if shard is None or (name not in held.local and name not in held.whole):
-            raise CheckpointError(f"optimizer state {full_name!r}: the optimizer has no parameter {name!r}.")
+            raise untrained(full_name)
         param = self._param(name) if name not in held.whole else held.mine.get(name)
         if param is not None:
             # Counters of steps stay where the optimizer wants them: fused kernels read them on the device.

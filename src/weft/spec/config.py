@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, WithJsonSchema
 
 # TOML has 64-bit integers; sizes have limits far above sense, so that a slip of the hand is refused at once.
 PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
@@ -41,6 +41,17 @@ ShareOrSize = Annotated[
             "x-rule": "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
         }
     ),
+]
+
+_CODE = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
+CodeName = Annotated[
+    str,
+    StringConstraints(pattern=_CODE),
+    WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
+]
+OptionValue = Annotated[
+    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
+    WithJsonSchema({"x-rule": "true, false, a number, a text or a list of numbers"}),
 ]
 
 ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
@@ -128,7 +139,7 @@ class TokenizerSection(Section):
 class SourceSection(Section):
     """One source of training data: files, folders or globs of one schema."""
 
-    path: str
+    path: str = Field(examples=["data/*.txt"])
     """A file, a folder, a glob, or "builtin:python-stdlib"."""
     weight: PositiveFloat | None = None
     """Share of the trained tokens; by default in proportion to the source's size."""
@@ -158,20 +169,44 @@ class DataSection(Section):
     """Where tokenised data is kept; by default the user's cache folder (see `weft doctor`)."""
 
 
+class OptimizerGroup(Section):
+    """Parameters with a learning rate or weight decay of their own, chosen by name."""
+
+    match: str = Field(min_length=1, examples=["embed.*"])
+    """Names of parameters, such as "embed.*"; `*` stands for any text. The first group that fits decides."""
+    lr: NonNegative | None = None
+    """Peak learning rate of these parameters; 0 freezes them. By default optimizer.lr."""
+    weight_decay: NonNegative | None = None
+    """Decay of these parameters, vectors too. By default optimizer.weight_decay for matrices and 0 for vectors."""
+
+
 class OptimizerSection(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "muon"] | CodeName = "adamw"
+    """Muon updates the matrices between embedding and head, AdamW all other parameters. A class of your own or of a
+    library is named package.module:Class."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
+    """Decay rates of AdamW's two moments."""
     eps: PositiveFloat = 1e-8
+    """Added to the denominator of AdamW's update."""
     weight_decay: NonNegative = 0.1
     """Decay of matrices; vectors (norms, biases) are not decayed."""
-    momentum: Fraction = 0.9
-    """Of SGD."""
+    momentum: Fraction | None = None
+    """Of SGD (default 0.9) and Muon (default 0.95)."""
     nesterov: bool = False
     """Of SGD."""
+    options: dict[str, OptionValue] = {}
+    """Further arguments of a package.module:Class, such as {rho = 0.9}."""
+    groups: tuple[OptimizerGroup, ...] = Field(default=(), strict=False)
+    """Parameters with settings of their own; the first group whose `match` fits a parameter decides."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this global norm; 0: no clipping."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the optimizer is a class that Weft does not know."""
+        return ":" in self.name
 
 
 class ScheduleSection(Section):

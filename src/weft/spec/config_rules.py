@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
 from weft.spec.config import RunConfig
+from weft.spec.expect import shown
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.origins import origin_of
@@ -119,6 +120,16 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: f"{config.layout}: {_layout_problem(config)}",
     ),
     ConfigRule(
+        name="options-are-of-a-class",
+        keys=("optimizer.options", "optimizer.name"),
+        reason="adamw, sgd and muon have settings of their own.",
+        predicate=lambda config: bool(config.optimizer.options) and not config.optimizer.is_foreign,
+        message=lambda config: (
+            f"{shown(config.optimizer.options)}: they belong to an optimizer named as package.module:Class, and here "
+            f"optimizer.name={config.optimizer.name}. Set betas, eps, momentum beside it, or name a class."
+        ),
+    ),
+    ConfigRule(
         name="nesterov-is-of-sgd",
         keys=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
         reason="Nesterov's step is a variant of SGD with momentum.",
@@ -126,8 +137,9 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
             config.optimizer.nesterov and (config.optimizer.name != "sgd" or config.optimizer.momentum == 0)
         ),
         message=lambda config: (
-            f"true: it is a variant of SGD with momentum, and here optimizer.name={config.optimizer.name} with "
-            f"optimizer.momentum={config.optimizer.momentum:g}. Use false, or optimizer.name=sgd with momentum=0.9."
+            f"true: it is a variant of SGD with momentum, and here optimizer.name={config.optimizer.name}"
+            f"{' with optimizer.momentum=0' if config.optimizer.name == 'sgd' else ''}. "
+            f"Use false, or optimizer.name=sgd with momentum=0.9."
         ),
     ),
     ConfigRule(

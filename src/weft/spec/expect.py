@@ -116,8 +116,7 @@ def wrong_value(path: KeyPath, value: object) -> str:
 
 def missing_key(path: KeyPath) -> str:
     """The message for a key that must be given and is not."""
-    name = path[-1]
-    return f'{dotted(path)}: this key is missing. Add e.g. {name} = "data/*.txt".'
+    return f"{dotted(path)}: this key is missing. Add e.g. {_first_line(path[:-1], str(path[-1]))}."
 
 
 def unknown_key(path: KeyPath) -> str:
@@ -246,14 +245,22 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         return f"Use a finite number, e.g. {key}={_example(path, node)}."
     match node.get("type"):
         case "object" if isinstance(path[-1], int):
-            return f'Write [[{dotted(path[:-1])}]] and below it path = "data/*.txt".'
+            return f"Write [[{dotted(path[:-1])}]] and below it {_first_line(path)}."
         case "object":
             inside = next(iter(keys_of(node)), "key")
             return f"Write its keys below a line [{key}], or {key}.{inside}=..."
         case "array" if "prefixItems" not in node:
-            return f'Write [[{key}]] and below it path = "data/*.txt".'
+            return f"Write [[{key}]] and below it {_first_line((*path, 0))}."
         case _:
             return f"Use e.g. {key}={_example(path, node)}."
+
+
+def _first_line(table: KeyPath, name: str = "") -> str:
+    """A line of TOML for a key that a table cannot do without."""
+    node = node_at(table) or {}
+    name = name or cast(list[str], node.get("required", ["key"]))[0]
+    examples = cast(list[object], keys_of(node).get(name, {}).get("examples", ["..."]))
+    return f"{name} = {as_toml(examples[0])}"
 
 
 def _unquoted(value: str, branches: list[Node]) -> str:

@@ -141,6 +141,7 @@ def prepare_run(config: RunConfig, world_size: int, report: Report | None = None
     expected = resolve_decoder(config.model, expected_vocab)
     _check_plan(plan, config, expected, world_size)
     config = _with_own_layout(config, expected, plan)
+    _check_optimizer(config, expected)
     data = prepare_data(config, report)
     if (folder.path / "data.json").exists() and folder.data().digest != data.digest:
         raise DataError(
@@ -231,6 +232,15 @@ def _with_own_layout(config: RunConfig, decoder: DecoderSpec, plan: Plan) -> Run
     if plan.tp > 1:
         check_layout(model, layout, plan.tp)
     return config.model_copy(update={"layout": layout.format()})
+
+
+def _check_optimizer(config: RunConfig, decoder: DecoderSpec) -> None:
+    """Refuse groups and classes that do not suit the model before data is tokenised. Raises ConfigError."""
+    if config.optimizer.groups or config.optimizer.is_foreign:
+        from weft.models import build_decoder
+        from weft.optim import check_optimizer
+
+        check_optimizer(build_decoder(decoder, device="meta"), config.optimizer)
 
 
 def _write(path: Path, text: str) -> None:

@@ -128,9 +128,9 @@ class Trainer:
     def _train(self, step: int, batches: list[Batch]) -> tuple[StepRecord, StepMetrics]:
         config = self.config
         self.meter.begin_step()
-        lr = config.optimizer.lr * lr_factor(step, config.train.steps, config.schedule)
+        factor = lr_factor(step, config.train.steps, config.schedule)
         for group in self.step.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = group["initial_lr"] * factor
         with self.meter.phase("data"):
             local = [
                 {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
@@ -143,7 +143,7 @@ class Trainer:
         record = StepRecord(
             step=step + 1,
             loss=metrics.loss,
-            lr=lr,
+            lr=config.optimizer.lr * factor,
             grad_norm=metrics.grad_norm,
             tokens=metrics.num_tokens,
             tokens_per_s=speed,

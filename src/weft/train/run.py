@@ -21,7 +21,7 @@ from weft.memory import recompute_of
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models import build_decoder
 from weft.monitor import Meter, flops_per_token, make_display
-from weft.optim import build_optimizer
+from weft.optim import build_optimizer, freeze
 from weft.parallel import parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec.cluster import device_by_torch_name
@@ -89,6 +89,7 @@ class _RankRun:
         # No rank of a pipeline ever holds the whole: it is cut as shapes, and each makes the weights of its stages.
         self.model = build_decoder(spec, device="meta" if mesh.plan.pp > 1 else None, seed=config.seed)
         layout = Layout.read(config.layout) if config.layout else None
+        freeze(self.model, config.optimizer)
         parallelize(self.model, mesh, layout=layout, seed=config.seed, pinned_limit=config.memory.pinned_limit)
         self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.meter = Meter(mesh.device, communication=ledger.seconds_by_axis)
