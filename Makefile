@@ -1,5 +1,6 @@
 # make train    train a small model on this machine (settings: make train ARGS="train.steps=500 run.name=second")
-# make test     everything that must hold before a change lands: linters, types, tests
+# make test     what must hold before a change lands: linters, types, tests
+# make test-all the same with the tests that take long, marked `full`
 # make check    the linters and types alone        make clean    remove what make and the tools have made
 #
 # Each sets up all it needs in .venv, from Python >= 3.11 alone; a second call finds it ready.
@@ -7,7 +8,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint clean
+.PHONY: help train test test-all check lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,20 +16,25 @@ REQUIREMENTS := pyproject.toml constraints.txt
 PYTHON ?=
 ARGS ?=
 PYTEST_ARGS ?=
+# Ranks wait for each other a good part of their time. By files: what a file sets up is made once.
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 # Tests start hundreds of processes: compiling the package anew in each would cost a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
 
 train: $(VENV)/.ready-to-train
 	@$(BIN)/weft train $(ARGS)
 
 test: check
 	@echo "==> pytest"
-	@# Ranks wait for each other a good part of their time. By files: what a file sets up is made once.
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	@$(PYTEST) -m "not full" $(PYTEST_ARGS)
+
+test-all: check
+	@echo "==> pytest, all of it"
+	@$(PYTEST) $(PYTEST_ARGS)
 
 check: $(VENV)/.ready-to-develop
 	@echo "==> ruff check";  $(BIN)/ruff check --quiet .

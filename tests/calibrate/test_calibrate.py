@@ -31,6 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.full
 def test_everything_is_measured(path: Path) -> None:
     found = load_profile(path)
     assert found.machine == this_host()
@@ -43,6 +44,7 @@ def test_everything_is_measured(path: Path) -> None:
     assert large > 20 * small  # 4096 times the work
 
 
+@pytest.mark.full
 def test_the_planner_uses_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "tiny", "2xhere", "--profile", str(path), "--seq-len", "128", "--global-batch", "8", "--top", "1"]
     assert run(words) == 0

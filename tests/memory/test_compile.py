@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.choice import product
 from tests.memory.models import HAVE_ATTENTION, MODELS
 from tests.memory.test_recompute import two_steps
 from weft.memory import apply_recompute, repeated_blocks
@@ -24,8 +25,9 @@ def compiled(name: str, setting: str, backend: str):
     return model, call
 
 
-@pytest.mark.parametrize("setting", ["full", "selective", "attention", "60%"])
-@pytest.mark.parametrize("name", ["llama-documents", "hf-gpt2", "cnn", "twice"])
+@pytest.mark.parametrize(
+    *product("name, setting", ["llama-documents", "hf-gpt2", "cnn", "twice"], ["full", "selective", "attention", "60%"])
+)
 def test_traced_blocks_give_the_same_numbers_in_whole_graphs(name, setting):
     if setting == "attention" and name not in HAVE_ATTENTION:
         pytest.skip("no attention in it")
@@ -38,6 +40,7 @@ def test_traced_blocks_give_the_same_numbers_in_whole_graphs(name, setting):
     assert len(counters["graph_break"]) <= 1, dict(counters["graph_break"])
 
 
+@pytest.mark.full
 def test_generated_code_recomputes_under_a_plan_that_compiles():
     torch._dynamo.reset()
     model, call = MODELS["llama"]()

@@ -96,7 +96,19 @@ WATCHED = [
 LOOPS = [(loop, f"{plan} precision=fp64") for loop in (train, own_loop, breaks_off) for plan in PLANS]
 
 
-@pytest.mark.parametrize("loop, plan", [*LOOPS, *WATCHED, (train, "dp_shard=2 zero=2 recompute=full precision=bf16")])
+ALL = [*LOOPS, *WATCHED, (train, "dp_shard=2 zero=2 recompute=full precision=bf16")]
+
+
+def test_meshes_go_with_their_models(ranks2):
+    """All at once: looking at what is alive takes longer than training. The next test says which plan it was."""
+    before = ranks2.run(alive)
+    for loop, plan in ALL:
+        ranks2.run(loop, plan)
+    assert ranks2.run(alive) == before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loop, plan", ALL)
 def test_a_mesh_goes_with_its_model(loop, plan, ranks2):
     before = ranks2.run(alive)
     ranks2.run(loop, plan)

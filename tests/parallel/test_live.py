@@ -50,6 +50,7 @@ def peaks(ranks2):
     return generator().measure_peaks(ranks2)
 
 
+@pytest.mark.full
 def test_the_fullest_moment_is_what_the_planner_says(peaks):
     """Of the loss, with its logits; and of backward, with what is on its way."""
     for plan, live in peaks.items():
@@ -60,6 +61,7 @@ def test_the_fullest_moment_is_what_the_planner_says(peaks):
         assert planned["logits" if is_loss else "buffers"] > 0.05 * live, plan
 
 
+@pytest.mark.full
 def test_the_page_is_current(measured, saved, peaks):
     written = (ROOT / "docs" / "reference" / "memory.md").read_text()
     page = generator().page(measured, saved, peaks)

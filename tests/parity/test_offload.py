@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from tests.choice import product
 from tests.memory.links import LateLink
 from tests.parity.cases import ImageCase, TreeCase, cases
 from tests.parity.plans import train_quietly
@@ -36,9 +37,7 @@ def references():
     return train_cases("precision=fp64", chosen_cases())
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("offloads", OFFLOADS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(*product("layout, offloads, accumulation", LAYOUTS, OFFLOADS, [1, 4]))
 def test_a_plan_with_offload_equals_one_process(layout, offloads, accumulation, references, request):
     plan = f"{layout} accumulation={accumulation} precision=fp64 offload={offloads}"
     if layout:
@@ -61,6 +60,7 @@ def test_what_a_policy_keeps_is_kept_on_the_host(recompute, references, ranks2):
             assert numbers.largest_difference(references[name]) < RTOL, name
 
 
+@pytest.mark.full
 def test_a_compiled_block_hands_over_what_its_backward_reads(references, ranks2):
     chosen = {"decoder": cases()["decoder"]}
     plan = "precision=fp64 compile=on offload=activations"
@@ -77,20 +77,20 @@ def test_replicas_of_shards(zero, references, ranks4):
             assert numbers.largest_difference(references[name]) < RTOL, name
 
 
-@pytest.mark.parametrize("reshard", ["after_forward", "after_step"])
-@pytest.mark.parametrize("accumulation", [1, 4])
+OFFLOADS_OF_ZERO_3 = [
+    "params",
+    "params:0.5",
+    "activations",
+    "params+activations",
+    "optimizer",
+    "optimizer:0.4",
+    "params:0.4+optimizer:0.8",
+    "params+optimizer",
+]
+
+
 @pytest.mark.parametrize(
-    "offloads",
-    [
-        "params",
-        "params:0.5",
-        "activations",
-        "params+activations",
-        "optimizer",
-        "optimizer:0.4",
-        "params:0.4+optimizer:0.8",
-        "params+optimizer",
-    ],
+    *product("offloads, accumulation, reshard", OFFLOADS_OF_ZERO_3, [1, 4], ["after_forward", "after_step"])
 )
 def test_zero_3(offloads, accumulation, reshard, references, ranks2):
     plan = f"dp_shard=2 zero=3 reshard={reshard} accumulation={accumulation} precision=fp64 offload={offloads}"

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tests.choice import product
 from tests.parity.pipeline_cases import SCHEDULES, cases, expert_cases, families
 from weft.testing import train_cases
 
@@ -38,10 +39,10 @@ def test_four_ranks(schedule, references, ranks4):
     compare(ranks4, f"pp=4 microbatches=8 {schedule}", cases(), references)
 
 
-@pytest.mark.parametrize(
-    "data", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=1 recompute=full"]
-)
-@pytest.mark.parametrize("schedule", ["schedule=zb_h1", "schedule=zb_v virtual_stages=2"])
+DATA = ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=1 recompute=full"]
+
+
+@pytest.mark.parametrize(*product("schedule, data", ["schedule=zb_h1", "schedule=zb_v virtual_stages=2"], DATA))
 def test_with_data_parallel(schedule, data, references, ranks4):
     chosen = {name: case for name, case in cases().items() if name != "sequential" or "recompute" not in data}
     compare(ranks4, f"pp=2 microbatches=4 {data} {schedule}", chosen, references)

@@ -32,6 +32,7 @@ def found_wrong(cell: Cell, references: References, pool: RankPool) -> list[str]
         return [f"{cell.subject} under {cell.plan.format()}: {error}"]
 
 
+@pytest.mark.full
 def test_eight_ranks_in_every_set_of_axes(plain, ranks8, request):
     """The gate tries the sets of three axes, in which every pair occurs."""
     cells = cell_of_each_set_of_axes(8)

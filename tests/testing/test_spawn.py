@@ -60,6 +60,7 @@ def test_a_failure_names_its_rank_and_leaves_the_pool_usable(ranks2):
     assert ranks2.run(fail_on, 9) == ["fine", "fine"]
 
 
+@pytest.mark.full
 def test_a_dead_rank_and_a_late_one_are_told_apart():
     late = pytest.raises(CommError, match=r"rank 0 of 2 failed in sleep_on:\nno answer within 3 s")
     with RankPool(2, timeout_s=3) as pool, late:

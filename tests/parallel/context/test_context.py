@@ -113,11 +113,12 @@ def test_evaluation_counts_each_token_once(ranks4):
         assert found.bits_per_byte == pytest.approx(wanted.bits_per_byte, rel=1e-12)
 
 
-def test_auto_and_compiled_blocks(ranks2):
+@pytest.mark.parametrize("mode", ["", pytest.param("cp_mode=ring compile=on", marks=pytest.mark.full)])
+def test_auto_and_compiled_blocks(mode, ranks2):
     case = DecoderCase(dataclasses.replace(LLAMA, num_layers=1), num_steps=1)
     wanted = train_case("precision=fp64", case)
-    for text in ("cp=2 precision=fp64", "cp=2 cp_mode=ring compile=on precision=fp64"):
-        assert max(found.largest_difference(wanted) for found in ranks2.run(train_case, text, case)) < 1e-10
+    found = ranks2.run(train_case, f"cp=2 precision=fp64 {mode}", case)
+    assert max(each.largest_difference(wanted) for each in found) < 1e-10
 
 
 def test_bf16_is_near(ranks2):

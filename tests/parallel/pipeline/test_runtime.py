@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.choice import product
 from tests.parallel.pipeline import cases
 from tests.parity.pipeline_cases import GPT2, SCHEDULES
 from weft.spec.model import ModelSpec
@@ -18,8 +19,10 @@ def test_sequences_of_other_lengths(schedule, ranks2):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("extra", ["precision=bf16", "precision=fp16", "recompute=selective", "recompute=attention"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+EXTRAS = ["precision=bf16", "precision=fp16", "recompute=selective", "recompute=attention"]
+
+
+@pytest.mark.parametrize(*product("schedule, extra", SCHEDULES, EXTRAS))
 def test_formats_and_recompute(schedule, extra, ranks2):
     bound = {"precision=bf16": 2**-6, "precision=fp16": 2**-9}.get(extra, 1e-6)
     expected = cases.losses(f"accumulation=4 {extra}")
@@ -35,6 +38,7 @@ def test_a_step_that_overflows_is_skipped_by_all_stages(schedule, ranks2):
         assert found == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_compiled_blocks(schedule, ranks2):
     expected = cases.losses("accumulation=4")
