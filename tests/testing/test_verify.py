@@ -17,7 +17,7 @@ from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.testing import legal, verify
 from weft.testing.subject import Settings, find_subject, reduced
-from weft.testing.verify import Verifier
+from weft.testing.verify import Verdict, Verifier
 
 HERE = "tests.testing.subjects"
 SMALL = Settings(num_steps=2, num_layers=2, dim=16, vocab_size=61, seq_len=8)
@@ -104,6 +104,43 @@ def test_hugging_face_models_with_experts_pass(dtype, shared_ranks, tmp_path):
     assert verdict.passed, verdict
 
 
+SMALL_T5 = {
+    "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 61, "d_model": 16, "d_kv": 4,
+    "d_ff": 24, "num_layers": 2, "num_heads": 4,
+}  # fmt: skip
+SMALL_WHISPER = {
+    "architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "vocab_size": 61, "d_model": 16,
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_source_positions": 10, "max_target_positions": 64,
+    "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+SMALL_CLIP = {
+    "architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": 8,
+    "text_config": {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+                    "num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
+    "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+                      "image_size": 16, "patch_size": 8},
+}  # fmt: skip
+LATENT_ATTENTION = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 16,
+    "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "n_shared_experts": 1, "n_routed_experts": 4, "kv_lora_rank": 8, "q_lora_rank": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config, plan", [
+    (SMALL_T5, "dp_shard=2 zero=3"), (SMALL_WHISPER, "dp_shard=2 zero=2"),
+    (SMALL_CLIP, "accumulation=2 dp_replicate=2"),
+    (LATENT_ATTENTION, "cp=2 cp_mode=ring"), (LATENT_ATTENTION, "cp=2 ep=2 cp_mode=ulysses zero=3"),
+])  # fmt: skip
+def test_models_with_inputs_and_widths_of_their_own_pass(config, plan, shared_ranks, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    verdict = verdict_of(str(tmp_path), plan, Settings(num_steps=2, seq_len=8))
+    assert verdict.passed, verdict
+
+
 def test_experts_of_hugging_face_models_are_seen_by_the_rules(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     shape = find_subject(str(tmp_path), SMALL).shape
@@ -187,20 +224,20 @@ def test_all_plans_with_one_start_of_the_ranks(shared_ranks, capsys):
     words = ["--all", "2", "--sample", "4", "--steps", "1", "--json"]
     assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["verified"], told["passed"]) == (4, True)
-    # Two linear layers have no blocks and heads: plans that need them are refused by the model, and said to be.
-    assert told["num_passed"] + told["num_refused"] == 4
+    assert (told["verified"], told["passed"]) == (4 + told["num_refused"], True)
+    # Two linear layers have no heads: plans that need them are refused by the model, said to be, and others drawn.
+    assert told["num_passed"] == 4
     assert told["legal"] > 50
-    assert len({plan["plan"] for plan in told["plans"]}) == 4
+    assert len({plan["plan"] for plan in told["plans"]}) == told["verified"]
 
 
-def test_parts_are_all_plans_together(shared_ranks, capsys):
-    seen = []
-    for part in ("1/2", "2/2"):
-        words = ["--all", "2", "--sample", "3", "--part", part, "--steps", "1", "--json"]
-        assert run(["verify", "--model", f"{HERE}:net", *words]) == 0
-        seen += [plan["plan"] for plan in json.loads(capsys.readouterr().out)["plans"]]
-    assert len(seen) == len(set(seen)) == 3
+def test_a_run_that_proves_nothing_says_so(shared_ranks, capsys, monkeypatch):
+    """Of a model that refuses all plans."""
+    monkeypatch.setattr(Verifier, "verify", lambda self, plan: Verdict(plan.format(), "float64", refused="no place"))
+    assert run(["verify", "--model", f"{HERE}:net", "--all", "2", "--steps", "1"]) == 3
+    told = capsys.readouterr().out
+    assert told.splitlines()[-1] == "nothing was proven: the model refused every plan that was tried"
+    assert "refused  tp: no place" in told
 
 
 def test_the_command_itself_starts_its_ranks():

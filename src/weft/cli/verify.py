@@ -16,8 +16,11 @@ from weft.spec.plan import Plan
 
 if TYPE_CHECKING:
     from weft.testing.subject import Subject
+    from weft.testing.sweep import Sweep
     from weft.testing.verify import Verdict
 
+#: Exit code of a run in which no plan could be tried.
+PROVED_NOTHING = 3
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder, or package.module:function."
 _PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default that of run.toml.'
@@ -55,7 +58,8 @@ def verify(
 ) -> None:
     """Train some steps under a plan and in one process, and compare every number.
 
-    Exit code 0: equal within the tolerance of the dtype; 1: not, or a rank failed; 2: bad input.
+    Exit code 0: equal within the tolerance of the dtype; 1: not, or a rank failed; 2: bad input; 3: nothing was proven,
+    because the model refused every plan.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
@@ -119,8 +123,8 @@ def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
 
 
 def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool) -> int:
-    from weft.testing.matrix import covering, layout_of, legal, row_of
-    from weft.testing.matrix import sample as draw
+    from weft.testing.matrix import layout_of, legal
+    from weft.testing.sweep import Sweep, covering_plans
     from weft.testing.verify import Verifier
 
     settings = subject.settings
@@ -137,46 +141,60 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
             f"all={num_ranks}: no plan of {num_ranks} ranks is legal for this model and "
             f"global_batch={settings.global_batch}. Use another global_batch, such as {4 * num_ranks}."
         )
-    chosen = every if choice.full else [every[index] for index in covering([row_of(plan) for plan in every])]
-    chosen = chosen if choice.sample is None else draw(chosen, choice.sample, settings.seed)
+    sweep = Sweep(every, list if choice.full else covering_plans, choice.sample, settings.seed)
     number, count = choice.part
     layouts = len({layout_of(plan) for plan in every})
-    of = f", part {number} of {count}" if count > 1 else ""
-    say(f"{len(chosen)} of {len(every)} legal plans of {num_ranks} ranks ({layouts} layouts){of}")
-    chosen = chosen[number - 1 :: count]
+    of = f"; part {number} of {count}" if count > 1 else ""
+    say(f"{len(every)} legal plans of {num_ranks} ranks, {layouts} layouts{of}")
     start = time.perf_counter()
     verdicts: list[Verdict] = []
     with Verifier(subject, num_ranks) as verifier:
-        for plan in chosen:
-            verdicts.append(verifier.verify(plan))
+        for plan in sweep.part(number, count) if count > 1 else sweep.plans():
+            verdict = verifier.verify(plan)
+            verdicts.append(verdict)
+            if verdict.refused:
+                sweep.refuse(plan, verdict.refused)
             # At once: who ends a run of hours has what it found.
-            line = f"{len(verdicts):>{len(str(len(chosen)))}}/{len(chosen)}  {_line(verdicts[-1])}"
-            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+            print(f"{len(verdicts):>4}  {_line(verdict)}", file=sys.stderr if as_json else sys.stdout, flush=True)
     seconds = time.perf_counter() - start
-    wrong = [one for one in verdicts if not one.passed and not one.refused]
     if as_json:
-        print(json.dumps(_summary(subject, num_ranks, len(every), verdicts, seconds)))
+        print(json.dumps(_summary(subject, num_ranks, sweep, verdicts, seconds)))
     else:
-        print("\n".join(_line(one) for one in wrong))
-        refused = sum(bool(one.refused) for one in verdicts)
-        print(
-            f"{len(verdicts) - len(wrong) - refused} of {len(verdicts)} plans equal one process, {len(wrong)} do not, "
-            f"{refused} refused by the model, in {seconds:.0f} s"
-        )
-    return 1 if wrong else 0
+        print("\n".join(_closing(sweep, verdicts, seconds)))
+    if any(not one.passed and not one.refused for one in verdicts):
+        return 1
+    return 0 if any(one.passed for one in verdicts) else PROVED_NOTHING
+
+
+def _closing(sweep: Sweep, verdicts: list[Verdict], seconds: float) -> list[str]:
+    wrong = [one for one in verdicts if not one.passed and not one.refused]
+    lines = [_line(one) for one in wrong]
+    for asked, reason in sweep.refused.items():
+        lines.append(f"refused  {' '.join(sorted(asked))}: {reason.splitlines()[0]}")
+    left_out = len(sweep.every) - len(sweep.allowed())
+    num_equal = sum(one.passed for one in verdicts)
+    lines.append(
+        f"{num_equal} plans equal one process, {len(wrong)} do not, in {seconds:.0f} s; "
+        f"the model refuses {left_out} of {len(sweep.every)} legal plans"
+    )
+    if not num_equal and not wrong:
+        lines.append("nothing was proven: the model refused every plan that was tried")
+    return lines
 
 
 def _summary(
-    subject: Subject, num_ranks: int, legal: int, verdicts: list[Verdict], seconds: float
+    subject: Subject, num_ranks: int, sweep: Sweep, verdicts: list[Verdict], seconds: float
 ) -> dict[str, object]:
+    num_passed = sum(one.passed for one in verdicts)
     return {
         "model": subject.source,
         "ranks": num_ranks,
-        "legal": legal,
+        "legal": len(sweep.every),
         "verified": len(verdicts),
-        "passed": all(one.passed or one.refused for one in verdicts),
-        "num_passed": sum(one.passed for one in verdicts),
+        "passed": bool(num_passed) and all(one.passed or one.refused for one in verdicts),
+        "num_passed": num_passed,
         "num_refused": sum(bool(one.refused) for one in verdicts),
+        "refused": {" ".join(sorted(asked)): reason for asked, reason in sweep.refused.items()},
         "seconds": seconds,
         "plans": [replace(one, parameters={}).to_json() for one in verdicts],
     }

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft import env
-from weft.errors import ConfigError, MissingExtra, ModelError
+from weft.errors import ConfigError, ModelError
 from weft.models import build_decoder
 from weft.models.code import call_function
 from weft.optim import build_optimizer
@@ -31,7 +30,8 @@ from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, decoder_spec, resolve_decoder, shape_problems
-from weft.train.loss import IGNORE, model_forward, token_cross_entropy
+from weft.testing.hugging_face import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
+from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.step import call_model
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
@@ -73,13 +73,11 @@ class Subject:
             model = build_decoder(self.shape, dtype=dtype, seed=self.settings.seed)
             return BuiltCase(self, model, forward=model_forward, vocab_size=self.shape.vocab_size)
         if self.kind == "hf":
-            config = _hf_config(Path(self.source), self.settings)
-            return BuiltCase(self, _hf_model(config).to(dtype), vocab_size=getattr(config, "vocab_size", None))
+            return BuiltCase(self, model_of(_config(self.source, self.settings)).to(dtype))
         model, rest = call_function(self.source)
         batch_fn, loss_fn = (*rest, None, None)[:2]
-        config = getattr(model, "config", None)
-        vocab_size = getattr(config, "vocab_size", None) or getattr(getattr(model, "spec", None), "vocab_size", None)
-        if batch_fn is None and vocab_size is None and not _image_size(model):
+        vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
+        if batch_fn is None and vocab_size is None and not has_inputs(model):
             raise ModelError(
                 f"model={self.source}: nothing says what its inputs are. "
                 f"Return (model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
@@ -123,13 +121,10 @@ class BuiltCase:
         if self._batch_fn is not None:
             return _floats(self._batch_fn(step, size), dtype)
         if self._vocab_size is None:
-            channels, side, labels = _image_size(self._built) or (3, 8, 2)
-            images = torch.randn(size, channels, side, side, generator=generator, dtype=torch.float64).to(dtype)
-            return {"pixel_values": images, "labels": torch.randint(labels, (size,), generator=generator)}
+            return inputs_of(self._built, size, self.settings.seq_len, dtype, generator)
         shape = (size, self.settings.seq_len)
-        ids, labels = (torch.randint(self._vocab_size, shape, generator=generator) for _ in range(2))
-        labels[torch.rand(shape, generator=generator) > torch.linspace(1.0, 0.5, size)[:, None]] = IGNORE
-        labels[-1] = IGNORE
+        ids = torch.randint(self._vocab_size, shape, generator=generator)
+        labels = token_labels(self._vocab_size, shape, generator)
         batch = {"input_ids": ids, "labels": labels}
         if self.kind == "decoder":
             batch["positions"] = torch.arange(shape[1]).repeat(size, 1)
@@ -163,8 +158,7 @@ def find_subject(source: str, settings: Settings) -> Subject:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model={source}: the folder has no config.json. Name a Hugging Face model's folder.")
-        config = _hf_config(path, settings)
-        return Subject(source, "hf", settings, _hf_shape(config))
+        return Subject(source, "hf", settings, shape_of(_config(source, settings)))
     if ":" in source:
         _refuse_reduction(source, settings)
         return Subject(source, "function", settings)
@@ -176,6 +170,10 @@ def find_subject(source: str, settings: Settings) -> Subject:
             f"model={source}: no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face folder, "
             f"or package.module:function."
         ) from None
+
+
+def _config(source: str, settings: Settings) -> Any:
+    return read_config(Path(source), settings.num_layers, settings.dim, settings.vocab_size)
 
 
 def _refuse_reduction(source: str, settings: Settings) -> None:
@@ -204,83 +202,6 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
     return found
 
 
-def _hf_config(path: Path, settings: Settings) -> Any:
-    env.set_for_children(HF_HUB_OFFLINE="1")
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what it raises depends on what the file holds
-        raise ModelError(
-            f"model={path}: transformers cannot read its config.json ({_first_line(error)}). "
-            f"Check the file, or use package.module:function."
-        ) from None
-    for name in vars(config):
-        if "dropout" in name or name.endswith("pdrop"):
-            setattr(config, name, 0.0)
-    return _reduce_hf(config, settings)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _reduce_hf(config: Any, settings: Settings) -> Any:
-    if settings.num_layers:
-        config.num_hidden_layers = settings.num_layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = list(config.layer_types)[: settings.num_layers]
-    if settings.vocab_size and hasattr(config, "vocab_size"):
-        config.vocab_size = settings.vocab_size
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(config, name, 0)
-    if settings.dim:
-        share = settings.dim / config.hidden_size
-        if settings.dim % config.num_attention_heads:
-            raise ModelError(
-                f"width={settings.dim}: the model has {config.num_attention_heads} heads, and {settings.dim} is not "
-                f"a multiple of that. Use a multiple of {2 * config.num_attention_heads}."
-            )
-        if getattr(config, "head_dim", None):
-            config.head_dim = settings.dim // config.num_attention_heads
-        for name in ("intermediate_size", "moe_intermediate_size", "ffn_dim"):
-            if getattr(config, name, None):
-                setattr(config, name, max(8, round(getattr(config, name) * share / 8) * 8))
-        config.hidden_size = settings.dim
-    return config
-
-
-def _hf_model(config: Any) -> nn.Module:
-    import transformers
-
-    names = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, names[0], None) if names else None
-    return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
-
-
-def _hf_shape(config: Any) -> DecoderSpec | None:
-    """What the rules may ask of it; None for a model that has no layers and heads by these names."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    if any(getattr(config, name, None) is None for name in names):
-        return None
-    heads = config.num_attention_heads
-    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
-    experts = ("num_local_experts", "num_experts", "n_routed_experts")
-    return DecoderSpec(
-        vocab_size=getattr(config, "vocab_size", None) or 1,
-        dim=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        ffn_dim=ffn_dim,
-        max_seq_len=getattr(config, "max_position_embeddings", None) or 10**9,
-        num_experts=next((number for name in experts if (number := getattr(config, name, None))), 0),
-        expert_ffn_dim=getattr(config, "moe_intermediate_size", None) or ffn_dim,
-    )
-
-
 def _quieten(model: nn.Module) -> list[str]:
     """Take out what draws random numbers, and say so; say what cannot be equal under any plan."""
     notes = []
@@ -302,13 +223,6 @@ def _loop_over_experts(model: nn.Module) -> None:
             return
 
 
-def _image_size(model: nn.Module) -> tuple[int, int, int] | None:
-    config = getattr(model, "config", None)
-    if not hasattr(config, "image_size"):
-        return None
-    return config.num_channels, config.image_size, getattr(config, "num_labels", 2)
-
-
 def _floats(batch: Any, dtype: torch.dtype) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(dtype) if batch.is_floating_point() else batch
@@ -318,9 +232,12 @@ def _floats(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _first_tensor(output: Any) -> torch.Tensor:
-    """The logits, or the first tensor of what a model returns."""
+    """The logits, the agreement of each pair of a two-tower model, or the first tensor of what a model returns."""
     if isinstance(output, torch.Tensor):
         return output
+    if getattr(output, "text_embeds", None) is not None and getattr(output, "image_embeds", None) is not None:
+        # Its logits compare all samples of a batch with each other, so they would depend on how a batch is cut.
+        return (output.text_embeds * output.image_embeds).sum(-1, keepdim=True)
     if getattr(output, "logits", None) is not None:
         return output.logits
     values = output.values() if isinstance(output, dict) else output

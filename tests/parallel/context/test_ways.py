@@ -37,9 +37,11 @@ SCORINGS = {
 }
 
 
-def inputs(heads: int, kv_heads: int, seq_len: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def inputs(heads: int, kv_heads: int, seq_len: int, dtype: torch.dtype, value_width: int = WIDTH) -> list[torch.Tensor]:
+    """Queries, keys, values, gradient of the output."""
     torch.manual_seed(3)
-    shapes = [(BATCH, count, seq_len, WIDTH) for count in (heads, kv_heads, kv_heads, heads)]
+    sizes = ((heads, WIDTH), (kv_heads, WIDTH), (kv_heads, value_width), (heads, value_width))
+    shapes = [(BATCH, count, seq_len, width) for count, width in sizes]
     return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
@@ -61,21 +63,23 @@ def dense(q, k, v, borders, scoring):
     return scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
 
 
-def reference(heads, kv_heads, seq_len, dtype, borders, scoring=PLAIN):
-    *qkv, grad = (x.double() for x in inputs(heads, kv_heads, seq_len, dtype))
+def reference(heads, kv_heads, seq_len, dtype, borders, scoring=PLAIN, value_width=WIDTH):
+    *qkv, grad = (x.double() for x in inputs(heads, kv_heads, seq_len, dtype, value_width))
     qkv = [x.requires_grad_() for x in qkv]
     out = dense(*qkv, borders, scoring)
     out.backward(grad)
     return [out.detach(), *(x.grad for x in qkv)]
 
 
-def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders, scoring=PLAIN):
+def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders, scoring=PLAIN, value_width=WIDTH):
     """This rank's output and gradients, the bytes that were counted in forward and backward, and those kept."""
     ledger = Ledger()
     size = torch.distributed.get_world_size()
     axis = build_mesh(Plan(cp=size), record=ledger.record)["cp"]
     order = Order(mode, size, axis.rank, seq_len)
-    *qkv, grad = (order.cut(x.transpose(1, 2)).transpose(1, 2) for x in inputs(heads, kv_heads, seq_len, dtype))
+    *qkv, grad = (
+        order.cut(x.transpose(1, 2)).transpose(1, 2) for x in inputs(heads, kv_heads, seq_len, dtype, value_width)
+    )
     qkv = [x.clone().requires_grad_() for x in qkv]
     kept: dict[int, int] = {}
 
@@ -115,6 +119,15 @@ def test_equal_to_attention_over_the_whole_sequence(ranks, heads, mode, document
 def test_windows_both_ways_and_soft_caps(kind, mode, documents, ranks4):
     case = (8, 2, 48, torch.float64, DOCUMENTS[documents], SCORINGS[kind])
     for ours, theirs in zip(joined(ranks4.run(attend_on_ranks, mode, *case), mode, 48), reference(*case), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("value_width", [5, 12])
+@pytest.mark.parametrize("mode", MODES)
+def test_values_of_another_width(mode, value_width, ranks2):
+    """As in multi-head latent attention."""
+    case = (4, 2, 48, torch.float64, DOCUMENTS["unlike"], PLAIN, value_width)
+    for ours, theirs in zip(joined(ranks2.run(attend_on_ranks, mode, *case), mode, 48), reference(*case), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 

@@ -65,11 +65,24 @@ class View:
 
 
 def attend_cut(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
-    """Attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C)."""
+    """Attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C).
+
+    Values may have another width than queries and keys (multi-head latent attention); the output has that of values.
+    The narrower ones travel padded with zeros, which change no product: keys and values stay one message.
+    """
+    width = v_BKTC.shape[-1]
+    widest = max(width, q_BHTC.shape[-1])
+    q_BHTC, k_BKTC, v_BKTC = (_padded(x, widest) for x in (q_BHTC, k_BKTC, v_BKTC))
     if view.order.mode == "ulysses":
-        return _ulysses(q_BHTC, k_BKTC, v_BKTC, scoring, view)
-    function = _Gather if view.order.mode == "gather" else _Ring
-    return function.apply(q_BHTC, k_BKTC, v_BKTC, scoring, view)
+        out_BHTC = _ulysses(q_BHTC, k_BKTC, v_BKTC, scoring, view)
+    else:
+        function = _Gather if view.order.mode == "gather" else _Ring
+        out_BHTC = function.apply(q_BHTC, k_BKTC, v_BKTC, scoring, view)
+    return out_BHTC if width == widest else out_BHTC[..., :width]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 class _Gather(torch.autograd.Function):

@@ -1,0 +1,112 @@
+"""Which of a model's legal plans are tried, and in what order, when some of them the model itself refuses.
+
+Rules know shapes, not modules: only laying a model out shows that it has no layers for tensor parallelism or that its
+tokens meet outside of attention. Each technique is tried first in the plan that asks for least besides; what is refused
+there takes all plans that ask for at least as much out of the choice, so that the choice covers what can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weft.spec.plan import Plan
+from weft.testing.matrix import covering, row_of, sample
+
+#: Fields whose presence may be what a model refuses; of the others the value counts.
+_TECHNIQUES = ("pp", "tp", "cp", "ep", "sp")
+#: What is tried by itself before anything else.
+_PROBED = (*_TECHNIQUES, "cp_mode", "zero")
+#: What never decides whether a model can be laid out.
+_NEUTRAL = ("dp_replicate", "dp_shard", "order", "accumulation", "microbatches", "precision", "reduce", "compile")
+
+
+def techniques_of(plan: Plan) -> frozenset[str]:
+    """What a plan asks of a model, as words: "tp", "cp_mode=ring", "zero=3", "recompute=full"."""
+    usual, found = Plan(), set[str]()
+    for name in Plan.__dataclass_fields__:
+        value = getattr(plan, name)
+        if name in _NEUTRAL or value == getattr(usual, name):
+            continue
+        found.add(name if name in _TECHNIQUES else f"{name}={value}")
+    return frozenset(found)
+
+
+def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
+    """Few of the plans, in which each layout and all pairs of settings occur."""
+    return [plans[index] for index in covering([row_of(plan) for plan in plans])]
+
+
+@dataclass
+class Sweep:
+    """Plans to try, one after the other; `refuse` says that the model cannot be laid out as the last one asks.
+
+    every: all legal plans. choose: which of the allowed ones are worth trying. limit: stop when so many were tried and
+    not refused; they are drawn by `seed`. refused: what was refused, each with the reason that was given.
+    """
+
+    every: Sequence[Plan]
+    choose: Callable[[Sequence[Plan]], list[Plan]] = covering_plans
+    limit: int | None = None
+    seed: int = 0
+    refused: dict[frozenset[str], str] = field(default_factory=dict)
+    num_refused: int = 0
+
+    def refuse(self, plan: Plan, reason: str) -> None:
+        """Leave out all plans that ask for at least what this one asks for."""
+        self.num_refused += 1
+        if asked := techniques_of(plan):
+            self.refused.setdefault(asked, reason)
+
+    def is_refused(self, plan: Plan) -> bool:
+        """Whether the plan asks for all of something that was refused."""
+        asked = techniques_of(plan)
+        return any(other <= asked for other in self.refused)
+
+    def allowed(self) -> list[Plan]:
+        """The legal plans that ask for nothing that was refused."""
+        return [plan for plan in self.every if not self.is_refused(plan)]
+
+    def plans(self) -> Iterator[Plan]:
+        """The plans, chosen anew whenever something was refused. Say what was refused before asking for the next."""
+        done: dict[Plan, None] = {}
+        if self.limit is None:
+            for plan in self._probes():
+                done[plan] = None
+                yield plan
+        while rest := self._rest(done):
+            for plan in rest:
+                if not self.is_refused(plan):
+                    done[plan] = None
+                    yield plan
+
+    def part(self, number: int, count: int) -> Iterator[Plan]:
+        """Each technique by itself, then every `count`-th of the plans that are chosen after that.
+
+        A model refuses the same in every part, so all parts together are the whole choice.
+        """
+        done = set[Plan]()
+        for plan in self._probes():
+            done.add(plan)
+            yield plan
+        chosen = [plan for plan in self.choose(self.allowed()) if plan not in done]
+        chosen = chosen if self.limit is None else sample(chosen, self.limit, self.seed)
+        for plan in chosen[number - 1 :: count]:
+            if not self.is_refused(plan):
+                yield plan
+
+    def _rest(self, done: Mapping[Plan, None]) -> list[Plan]:
+        chosen = self.choose(self.allowed())
+        rest = [plan for plan in chosen if plan not in done]
+        missing = len(rest) if self.limit is None else self.limit - (len(done) - self.num_refused)
+        return sample(rest, max(0, missing), self.seed)
+
+    def _probes(self) -> Iterator[Plan]:
+        """For each technique, the plan that asks for least besides."""
+        asked = {plan: techniques_of(plan) for plan in self.every}
+        seen: set[str] = set()
+        for plan in sorted(self.every, key=lambda plan: len(asked[plan])):
+            new = {word for word in asked[plan] if word.partition("=")[0] in _PROBED and word != "zero=1"} - seen
+            if new and not self.is_refused(plan):
+                seen |= new
+                yield plan

@@ -1,0 +1,75 @@
+"""The choice of plans follows what a model refuses."""
+
+from __future__ import annotations
+
+from weft.spec.plan import Plan
+from weft.testing.matrix import layout_of, legal
+from weft.testing.sweep import Sweep, techniques_of
+
+
+def run(sweep: Sweep, refuses: set[str]) -> tuple[list[Plan], list[Plan]]:
+    """What was tried and refused, where a model refuses every plan that asks for one of these words."""
+    passed, refused = [], []
+    for plan in sweep.plans():
+        if techniques_of(plan) & refuses:
+            sweep.refuse(plan, "no place for it")
+            refused.append(plan)
+        else:
+            passed.append(plan)
+    return passed, refused
+
+
+def test_what_a_plan_asks_of_a_model():
+    plan = Plan.parse("dp_replicate=2 tp=2 sp=on cp=2 cp_mode=ring zero=0 accumulation=4 precision=bf16 recompute=full")
+    assert techniques_of(plan) == {"tp", "sp", "cp", "cp_mode=ring", "recompute=full"}
+    assert techniques_of(Plan.parse("dp_replicate=2 accumulation=2")) == frozenset()
+
+
+def test_few_plans_are_spent_on_what_is_refused_and_all_layouts_that_are_left_are_tried():
+    every = legal(4, passes=(1, 2), precision=("fp32",))
+    passed, refused = run(Sweep(every), {"tp", "cp", "pp"})
+    assert {"tp"} in [techniques_of(plan) for plan in refused]
+    assert len(refused) <= 12
+    left = {layout_of(plan) for plan in every if not techniques_of(plan) & {"tp", "cp", "pp"}}
+    assert {layout_of(plan) for plan in passed} == left
+    assert len(set(passed)) == len(passed)
+
+
+def test_without_refusals_every_layout_is_tried_once_at_least():
+    every = legal(2, passes=(1, 2), precision=("fp32",))
+    passed, refused = run(Sweep(every), set())
+    assert not refused
+    assert {layout_of(plan) for plan in passed} == {layout_of(plan) for plan in every}
+    assert len(passed) < len(every) / 3
+
+
+def test_a_sample_is_drawn_again_for_what_was_refused():
+    every = legal(2, passes=(1, 2), precision=("fp32",))
+    for seed in range(5):
+        passed, _ = run(Sweep(every, limit=6, seed=seed), {"tp", "cp", "pp", "zero=3"})
+        assert len(passed) == 6
+
+
+def test_nothing_is_left_of_a_model_that_refuses_everything():
+    every = [plan for plan in legal(2, passes=(1,), precision=("fp32",)) if techniques_of(plan)]
+    sweep = Sweep(every)
+    for tried, plan in enumerate(sweep.plans(), start=1):
+        sweep.refuse(plan, "no place for it")
+        assert tried < 30
+    assert not sweep.allowed()
+
+
+def test_parts_are_the_whole_choice_together():
+    every = legal(2, passes=(1, 2), precision=("fp32",))
+    seen: list[set[Plan]] = []
+    for number in (1, 2, 3):
+        sweep, tried = Sweep(every), set[Plan]()
+        for plan in sweep.part(number, 3):
+            if techniques_of(plan) & {"cp"}:
+                sweep.refuse(plan, "no place for it")
+            tried.add(plan)
+        seen.append(tried)
+    probed = set.intersection(*seen)
+    assert all(one & other == probed for one in seen for other in seen if one is not other)
+    whole = {layout_of(plan) for plan in every if "cp" not in techniques_of(plan)}
+    assert {layout_of(plan) for plan in set.union(*seen) if "cp" not in techniques_of(plan)} == whole
