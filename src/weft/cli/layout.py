@@ -80,9 +80,7 @@ def _from_hugging_face(folder: Path) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise MissingExtra(
-            f'model={folder}: a Hugging Face config needs transformers. Use pip install "weft[hf]".'
-        ) from error
+        raise MissingExtra("transformers", "hf", f"model={folder}, a Hugging Face config,") from error
     config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else folder.parent)
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):

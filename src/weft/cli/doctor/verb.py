@@ -16,6 +16,7 @@ from weft.cli.doctor.smoke import TwoRanks
 
 _CHECKS = (
     ("software", software.versions),
+    ("software", software.namesake),
     ("software", software.torch_build),
     ("machine", machine.system),
     ("machine", machine.processor),
