@@ -13,7 +13,7 @@ import pytest
 from weft.cli.main import run
 from weft.cli.verify import describe
 from weft.errors import WeftError
-from weft.spec.model import decoder_spec
+from weft.spec.model import decoder_spec, size_hides
 from weft.spec.plan import Plan
 from weft.testing import legal, verify
 from weft.testing.subject import Settings, find_subject, reduced
@@ -209,3 +209,18 @@ def test_the_command_itself_starts_its_ranks():
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200, cwd=root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"] is True
+
+
+def test_a_folder_does_not_hide_the_size_of_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    assert find_subject("tiny", SMALL).kind == "decoder"
+    assert find_subject("./tiny", SMALL).kind == "hf"
+    assert size_hides("tiny") == "model=tiny: the size of that name is used. Write ./tiny for the folder."
+    assert not size_hides("./tiny")
+    assert not size_hides("gpt2")
+    assert run(["layout", "tiny"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Decoder: ")
+    assert "Write ./tiny for the folder." in shown.err

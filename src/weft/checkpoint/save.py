@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft import __version__
+from weft import env
 from weft.checkpoint import folders, strict_json
 from weft.checkpoint.load import verify_checkpoint
 from weft.checkpoint.manifest import (
@@ -170,7 +170,7 @@ def _write_files(
             chosen = {name: tensors[group][name] for name, entry in stored.items() if entry.file == file}
             files[file] = write_tensors(place / file, chosen, stored)
     files[STATE_NAME] = write_file(place / STATE_NAME, state_text)
-    written_by = {"weft": __version__, "torch": str(torch.__version__)}
+    written_by = {"weft": env.weft_version(), "torch": str(torch.__version__)}
     manifest = Manifest(step, files, entries, written_by).to_bytes()
     write_file(place / MANIFEST_NAME, manifest)
     folders.sync_folder(place)

@@ -22,9 +22,13 @@ def layout(
     The model is built without numbers, whatever its size. A saved file can be edited and given back: layout="FILE" in
     a config, `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
+    from weft.cli.console import say
     from weft.parallel.layout_find import explain_layout
     from weft.parallel.tensor import check_layout
+    from weft.spec.model import size_hides
 
+    if note := size_hides(model):
+        say(note)
     built, example = build_model(model)
     found = explain_layout(built, example)
     width = max(len(pattern) for pattern, _ in found.layout.pairs)
@@ -46,10 +50,14 @@ def build_model(name: str) -> tuple[Any, Any]:
     """
     import torch
 
+    from weft.spec.model import model_names
+
     with torch.device("meta"):
         if ":" in name:
             return _from_function(name)
         folder = Path(name)
+        if name in model_names():
+            return _from_size(name), None
         if (folder / "config.json").exists() or folder.name == "config.json":
             return _from_hugging_face(folder), None
         return _from_size(name), None

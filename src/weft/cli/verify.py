@@ -67,8 +67,11 @@ def verify(
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
         raise ConfigError(f"{given}=: it chooses among all plans, and one is named. Use it with --all.")
     from weft.spec.layout import Layout
+    from weft.spec.model import size_hides
     from weft.testing.subject import Settings, find_subject
 
+    if note := size_hides(model):
+        say(note)
     batch = global_batch or (4 * all_ranks if all_ranks else 8)
     settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
     subject = find_subject(model, settings)

@@ -64,7 +64,8 @@ class Section(BaseModel):
 
 class RunSection(Section):
     name: Name = "quickstart"
-    """Name of the run; its folder is `<dir>/<name>`. The same name resumes."""
+    """Name of the run; its folder is `<dir>/<name>`. The same name resumes. Without it, a run from a file is called
+    after that file: my.toml runs in runs/my."""
     dir: str = "runs"
     """Folder that holds the run folders."""
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from weft import __version__, env
+from weft import env
 from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
 from weft.comm import Ledger, barrier, broadcast
 from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
@@ -226,7 +226,7 @@ class _RankRun:
             self.terminal, total_steps=config.train.steps, start_step=progress.step, every=config.log.every
         )
         start = {"plan": str(self.mesh.plan), "world_size": self.mesh.world_size, "device": str(self.mesh.device.type)}
-        return Recorder(self.folder, display, {**start, "weft": __version__, "torch": torch.__version__})
+        return Recorder(self.folder, display, {**start, "weft": env.weft_version(), "torch": torch.__version__})
 
 
 @contextlib.contextmanager

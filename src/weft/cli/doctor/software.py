@@ -50,7 +50,7 @@ def versions() -> Iterable[Line]:
         yield Line("software", "missing", ", ".join(needed), "fail", remedy)
     optional = [package for package in missing if package in _OPTIONAL]
     if optional:
-        yield Line("software", "not installed", f'{", ".join(optional)} (optional). {install_extra("hf")}.')
+        yield Line("software", "not installed", f"{', '.join(optional)} (optional). {install_extra('hf')}.")
 
 
 def torch_build() -> Iterator[Line]:
