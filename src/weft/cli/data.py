@@ -10,6 +10,7 @@ import typer
 
 from weft import units
 from weft.cli.console import progress_report
+from weft.monitor.terminal import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,8 +99,7 @@ def _prepare(config: RunConfig) -> PreparedData:
 
     with progress_report(sys.stderr) as report:
         prepared = prepare_data(config, report)
-    for line in prepared.summary:
-        typer.echo(line)
+    tell(sys.stdout, prepared.summary, indent=2)
     return prepared
 
 

@@ -56,7 +56,8 @@ def closing_lines(
     lines.append(f"done    {progress.step} of {config.train.steps} steps: {reason}")
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        lines.append(f"eval    {_evaluation(first)}  ->  {_evaluation(last)}")
+        fall = f"{_evaluation(first)}  ->  " if first["step"] != last["step"] else ""
+        lines.append(f"eval    {fall}{_evaluation(last)}")
     lines += [
         *times,
         f"folder  {folder.path}: events.jsonl, loss.png, samples/, checkpoints/, logs/",
