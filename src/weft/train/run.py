@@ -35,7 +35,7 @@ from weft.train.recorder import Recorder
 from weft.train.sample import write_sample
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
-from weft.train.summary import already_done, closing_lines, opening_lines
+from weft.train.summary import already_done, closing_lines, model_line, opening_lines
 from weft.train.time_report import report_times
 
 
@@ -242,7 +242,12 @@ class _RankRun:
             else None,
             past=tail_events(self.folder.events) if progress.step else (),
         )
-        start = {"plan": str(self.mesh.plan), "world_size": self.mesh.world_size, "device": str(self.mesh.device.type)}
+        start = {
+            "model": model_line(self.folder, config),
+            "plan": str(self.mesh.plan),
+            "world_size": self.mesh.world_size,
+            "device": str(self.mesh.device.type),
+        }
         return Recorder(self.folder, display, {**start, "weft": env.weft_version(), "torch": torch.__version__})
 
 
