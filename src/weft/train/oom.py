@@ -131,7 +131,7 @@ def explain(step: Step, batch: Any, error: BaseException) -> str:
         return "\n".join(
             [*text, "No change of the plan would help here. Use a smaller model or fewer tokens a sequence."]
         )
-    text.append("Use the first of these changes of the plan that you can bear (each alone, saved bytes estimated):")
+    text.append("Try these changes of the plan, best first (each alone; saved bytes are estimates):")
     for number, remedy in enumerate(found, 1):
         note = "" if remedy.enough else ", not enough alone"
         more = f", on {remedy.plan.world_size} ranks" if remedy.plan.world_size != mesh.plan.world_size else ""
