@@ -14,13 +14,13 @@ def layout(
     model: Annotated[
         str, typer.Argument(help="A size such as llama3-8b, a Hugging Face config folder, or package.module:function.")
     ],
-    save: Annotated[Path | None, typer.Option(help="Write the layout to this file, to edit and to give back.")] = None,
-    tp: Annotated[int, typer.Option(help="Check that this many ranks can share it.")] = 0,
+    save: Annotated[Path | None, typer.Option(help="Write the layout to this file, to edit it.")] = None,
+    tp: Annotated[int, typer.Option(help="Check that this many ranks can share the model.")] = 0,
 ) -> None:
-    """Print the layout that was found for a model: patterns of module paths, their styles, and the reasons.
+    """Print the tensor-parallel layout of a model: patterns of module paths, their styles, and the reasons.
 
-    The model is built without numbers, whatever its size. A saved file can be edited and given back: layout="FILE" in
-    a config, `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
+    The model is built on the meta device and needs no memory. Use an edited file with layout="FILE" in a config,
+    `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
     from weft.cli.console import say
     from weft.parallel.layout_find import explain_layout

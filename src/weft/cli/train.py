@@ -39,7 +39,7 @@ def train(
 ) -> None:
     """Train a model. The same command again resumes from the newest checkpoint.
 
-    Started by torchrun or srun, the process is one of the ranks; else it starts the ranks of this machine itself.
+    Under torchrun or srun each process is one rank. Otherwise the command starts the ranks of this machine.
     """
     from weft.spec.config_file import load_config
 
