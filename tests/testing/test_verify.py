@@ -130,7 +130,7 @@ def test_the_model_is_reduced_as_asked():
         ),
         (f"{HERE}:annotations", "and cannot be called. Name a function without arguments that returns a model."),
         (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
-        ("tests", "model=tests: the folder has no config.json. Name a Hugging Face model's folder."),
+        ("tests", "model=tests: the folder has no config.json. Give the folder of a Hugging Face model."),
     ],
 )
 def test_models_that_cannot_be_had(source, text):
@@ -161,7 +161,7 @@ def test_a_function_is_not_reduced_in_silence():
         (["--all", "2", "--part", "3/2"], "part=3/2: a part is written as its number and how many there are. Use 1/10"),
         (["--plan", "dp_shard=2 zero=1", "--part", "1/2"], "part=: it chooses among all plans, and one is named."),
         (["--all", "0"], "all=0: every legal plan of 1 to 64 ranks"),
-        ([], "plan=: nothing says which plan. Give --plan"),
+        ([], "plan=: no plan is given. Give --plan"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(args, text, capsys):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weft.data.preview import SampleView
     from weft.spec.config import RunConfig
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look at, tokenise and check the data of a run.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Inspect, tokenise and check the data of a run.")
 
 Arguments = Annotated[
     list[str] | None,

@@ -61,7 +61,7 @@ def verify(
     choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
-        raise ConfigError(f"{given}=: it chooses among all plans, and one is named. Use it with --all.")
+        raise ConfigError(f"{given}=: it selects among all plans. Use it with --all.")
     from weft.spec.layout import Layout
     from weft.spec.model import size_hides
     from weft.testing.subject import Settings, find_subject
@@ -77,7 +77,7 @@ def verify(
         raise typer.Exit(_verify_all(subject, all_ranks, choice, as_json))
     text = plan if plan is not None else subject.plan
     if not text:
-        raise PlanError("plan=: nothing says which plan. Give --plan, or --all with a number of ranks.")
+        raise PlanError("plan=: no plan is given. Give --plan, or --all with a number of ranks.")
     raise typer.Exit(_verify_one(subject, Plan.parse(text), as_json))
 
 
@@ -96,7 +96,7 @@ def read_part(text: str | None) -> tuple[int, int]:
         return 1, 1
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ConfigError(f"part={text}: a part is written as its number and how many there are. Use 1/10, or 2/10.")
+        raise ConfigError(f"part={text}: a part is written NUMBER/COUNT. Use e.g. 2/10.")
     return int(number), int(count)
 
 

@@ -162,7 +162,7 @@ def find_subject(source: str, settings: Settings) -> Subject:
         return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan, layout)
     if path.is_dir() and source not in model_names():
         if not (path / "config.json").is_file():
-            raise ModelError(f"model={source}: the folder has no config.json. Name a Hugging Face model's folder.")
+            raise ModelError(f"model={source}: the folder has no config.json. Give the folder of a Hugging Face model.")
         config = _hf_config(path, settings)
         return Subject(source, "hf", settings, _hf_shape(config))
     if ":" in source:

@@ -101,7 +101,7 @@ class RunFolder:
         file = self.path / name
         if not file.is_file():
             raise ConfigError(
-                f"run folder {str(self.path)!r}: it has no {name}, so it is no run of Weft. "
+                f"run folder {str(self.path)!r}: it has no {name}, so it is not a run folder of Weft. "
                 f"Give a folder that `weft train` made, such as runs/quickstart."
             )
         return file

@@ -125,7 +125,7 @@ def explain(step: Step, batch: Any, error: BaseException) -> str:
         whole = activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
     found = remedies(mesh.plan, usage, missing, Facts(world_size=mesh.world_size, model=shape), shape)
-    wanted = f"{format_bytes(asked)} more were asked for" if asked else "memory could not be had"
+    wanted = f"{format_bytes(asked)} more were asked for" if asked else "an allocation failed"
     text = [f"plan={mesh.plan}: rank {mesh.rank} ran out of memory on {mesh.device}: {wanted}, with {held}:", *lines]
     if not found:
         return "\n".join(
