@@ -10,7 +10,7 @@ Every variant does forward, mean cross-entropy, backward, global-norm clipping a
 order within a round rotates; with --at-once N the variants run in groups of N, the first one in each. Prints each
 variant's median step and the median of its ratios to the first variant, round by round, which drifts of the machine's
 speed do not touch; and the CPU time of a rank (mean over ranks, median over steps), which still tells where a machine
-is busy with other work. accelerate, deepspeed: pip install "weft[bench]".
+is busy with other work. accelerate, deepspeed: pip install -e ".[bench]".
 """
 
 from __future__ import annotations

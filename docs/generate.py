@@ -27,7 +27,7 @@ def rules_page() -> str:
     lines = [
         NOTE,
         "# Rules",
-        "The same objects refuse a plan or a config, name the fix, and will prune the planner's search.",
+        "These rules refuse a plan or a config and name the nearest fix. The planner prunes with the same rules.",
         "",
         "## Of the plan",
         "| rule | field | why |",
@@ -44,7 +44,7 @@ def rules_page() -> str:
 
 def settings_page() -> str:
     """Every setting with its type, default and meaning."""
-    lines = [NOTE, "# Settings", "Written as `section.name`, in TOML or on the command line."]
+    lines = [NOTE, "# Settings", "Write them as `section.name`, in TOML or on the command line."]
     lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|", *_rows(RunConfig, "")]
     return "\n".join(lines) + "\n"
 

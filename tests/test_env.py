@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import weft
 from weft import env
 from weft.env import RankEnv
 from weft.errors import LaunchError
@@ -185,3 +186,14 @@ def test_a_report_shows_no_secret(monkeypatch):
         "WEFT_TOKEN": "[redacted]",
         "WEFT_URL": "https://[redacted]@example.org/x",
     }
+
+
+def test_the_version_is_that_of_the_distribution(monkeypatch):
+    assert env.weft_version() in (weft.__version__, "not installed")
+
+    def missing(name):
+        assert name == "weft-train"
+        raise env.PackageNotFoundError(name)
+
+    monkeypatch.setattr(env, "version", missing)
+    assert env.weft_version() == "not installed"

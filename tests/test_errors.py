@@ -39,7 +39,7 @@ def test_copies_keep_their_problems(copied):
     error = ConfigError([Problem("a", "one", "f:1"), Problem("b", "two")])
     assert copied(error).problems == error.problems
     missing = copied(MissingExtra("transformers", "hf", "reading a checkpoint"))
-    assert str(missing).endswith('Run: pip install "weft[hf]".')
+    assert str(missing).endswith('In a checkout of Weft, run: pip install -e ".[hf]".')
 
 
 def test_did_you_mean():

@@ -18,6 +18,7 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weft.errors import LaunchError
@@ -39,6 +40,14 @@ class RankEnv:
     master_addr: str
     master_port: int
     starter: str  # "weft", "torchrun" or "slurm"
+
+
+def weft_version() -> str:
+    """Version of the installed distribution; "not installed" where Weft runs from a source tree on the path."""
+    try:
+        return version("weft-train")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def rank_env() -> RankEnv | None:

@@ -107,11 +107,16 @@ class MissingExtra(WeftError, ImportError):
     """An optional dependency is not installed; the text holds the pip command."""
 
     def __init__(self, package: str, extra: str, purpose: str):
-        super().__init__(f'{package} is not installed: {purpose} needs it. Run: pip install "weft[{extra}]".')
+        super().__init__(f"{package} is not installed: {purpose} needs it. {install_extra(extra)}.")
         self._arguments = (package, extra, purpose)
 
     def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
         return type(self), self._arguments
+
+
+def install_extra(extra: str) -> str:
+    """How to install one of Weft's extras, as a sentence without its full stop."""
+    return f'In a checkout of Weft, run: pip install -e ".[{extra}]"'
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

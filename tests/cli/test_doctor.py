@@ -119,6 +119,25 @@ def test_a_missing_package_is_a_fail(monkeypatch):
     assert lines["not installed"].status == "ok"
 
 
+@pytest.mark.parametrize(
+    "summary, whose", [("A substrate for agents", "another project"), ("One plan for training", "an old install")]
+)
+def test_another_distribution_of_this_name_is_told(monkeypatch, summary, whose):
+    monkeypatch.setattr(software.metadata, "metadata", lambda name: {"Summary": summary, "Version": "0.9"})
+    [line] = software.namesake()
+    assert line.status == "warn"
+    assert line.text.startswith(f"weft 0.9 is installed too: {whose}")
+    assert line.remedy.startswith("Run: pip uninstall weft")
+
+
+def test_a_name_of_its_own_is_no_clash(monkeypatch):
+    def missing(name):
+        raise software.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(software.metadata, "metadata", missing)
+    assert not list(software.namesake())
+
+
 class FakeNvml(types.ModuleType):
     """One GPU that answers some questions."""
 

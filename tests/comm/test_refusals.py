@@ -35,7 +35,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
     axis = Axis("dp_shard", 2, 1, (0, 1))
     flat = torch.zeros(8)
     cases = {
-        "reduce_scatter over dp_shard: 7 elements are no multiple of its 2 ranks. Pad the tensor to 8.": (
+        "reduce_scatter over dp_shard: 7 elements are not a multiple of its 2 ranks. Pad the tensor to 8.": (
             lambda: reduce_scatter(torch.zeros(7), axis)
         ),
         "all_reduce over dp_shard: tensor of shape (3, 2) is not contiguous, and it is written to in place. "

@@ -200,7 +200,7 @@ def test_a_tensor_changed_in_place_after_it_was_kept_is_refused_as_autograd_refu
     with pytest.raises(ModelError) as caught:
         model.blocks[0](torch.randn(16, 8))
     assert str(caught.value) == (
-        "offload=activations: 0 changes a tensor in place that backward needs as it was. "
+        "offload=activations: 0 changes in place a tensor that backward needs. "
         "Make that operation one that returns a new tensor, or leave activations out."
     )
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import DataError, TrainingHalted
-from weft.monitor import EventLog, StepRecord, last_per_step, read_events
+from weft.monitor import EventLog, StepRecord, last_per_step, read_events, tail_events
 from weft.monitor.events import number
 
 
@@ -151,3 +151,17 @@ def test_a_line_costs_one_write(tmp_path, monkeypatch):
         for _ in range(100):
             log.write(event.to_event())
     assert called == ["write"] * 100  # the kernel has it; nothing waits for the disk
+
+
+def test_the_tail_of_a_log_has_its_last_events(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        for step in range(100):
+            log.write({"event": "step", "step": step})
+    with open(path, "a") as file:
+        file.write('{"torn')
+    assert [event["step"] for event in tail_events(path)] == list(range(100))
+    last = tail_events(path, num_bytes=300)
+    assert 0 < len(last) < 10
+    assert last[-1]["step"] == 99
+    assert tail_events(tmp_path / "none") == []

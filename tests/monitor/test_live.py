@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import math
 import os
 import pty
@@ -149,8 +150,6 @@ def test_a_terminal_that_is_closed_does_not_end_the_run():
 
 @pytest.mark.parametrize("width", [10, 20, 39, 50, 79, 80, 119, 200])
 def test_every_line_fits_every_width_and_the_loss_is_always_there(width):
-    import io
-
     display = LiveDisplay(io.StringIO(), total_steps=1_000_000, start_step=0)
     assert len(display.lines(width)) == 1
     for step in range(1, 700):
@@ -195,3 +194,67 @@ def test_the_curve_keeps_the_mean_of_all_steps():
     for loss in losses:
         curve.add(loss)
     assert sum(curve._points) / len(curve._points) == pytest.approx(sum(losses) / len(losses))
+
+
+def panel(width: int, **more) -> list[str]:
+    display = LiveDisplay(io.StringIO(), total_steps=300, **{"start_step": 0, **more})
+    try:
+        lines = display.lines(width)
+    finally:
+        display.close()
+    return [line.plain if not isinstance(line, tuple) else line[0].plain + line[2].plain for line in lines]
+
+
+def test_the_first_line_says_which_run_and_where_it_is():
+    title = ("mine", "dp_shard=2 zero=2")
+    assert panel(79, title=title, start_step=50, steps_per_epoch=100.0)[0] == "mine · epoch 1.50 · dp_shard=2 zero=2"
+    assert panel(79, title=title)[0] == "mine · dp_shard=2 zero=2"
+    assert panel(20, title=title, steps_per_epoch=100.0)[0] == "mine · epoch 1.00"
+
+
+def test_a_long_phase_is_named_in_place_of_the_remaining_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("weft.monitor.live.time.monotonic", lambda: now[0])
+    display = LiveDisplay(io.StringIO(), total_steps=4, start_step=0)
+
+    def tail() -> str:
+        return display.lines(79)[0][2].plain
+
+    display.phase("first step")
+    now[0] += 1
+    assert tail().endswith("0:01  first step")
+    display.step(record(4))
+    assert "eta" in tail()
+    display.phase("evaluating")
+    assert "eta" in tail()  # not yet: it may be over in a moment
+    now[0] += 1
+    assert tail().endswith("100%  0:02  evaluating")
+    display.phase("")
+    assert "eta" in tail()
+    display.close()
+
+
+def test_the_curve_goes_on_after_a_resume():
+    past = [{"event": "step", "step": step, "loss": 10.0 - step} for step in range(1, 9)]
+    past += [{"event": "eval", "step": 4, "loss": 3.0}, {"event": "eval", "step": 8, "loss": 2.5}]
+    assert panel(79, start_step=6, past=past)[-1] == "█▇▅▄▂▁   eval 3.000 at step 4"
+    assert len(panel(79, start_step=6)) == 1
+
+
+@pytest.mark.usefixtures("colour")
+def test_a_narrower_terminal_keeps_no_row_of_the_old_panel(monkeypatch):
+    monkeypatch.delenv("XTERM_VERSION", raising=False)
+    terminal = Terminal(120)
+    with make_display(terminal.stream, total_steps=30, title=("mine", "dp_replicate=2")) as display:
+        assert isinstance(display, LiveDisplay)
+        for step in range(1, 31):
+            display.step(record(step, loss=math.sin(step)))
+        time.sleep(0.4)
+        live = display._live
+        assert live._live_render.last_render_height == 4
+        with live._lock:  # its own thread draws no more
+            terminal.resize(80)
+            live.process_renderables([])
+            # The bar's line has become two rows; the other lines fit.
+            assert live._live_render.last_render_height == 5
+    terminal.close()

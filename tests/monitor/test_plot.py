@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from weft.errors import DataError
-from weft.monitor import StepRecord, plot_loss
+from weft.monitor import StepRecord, plot, plot_loss
 from weft.monitor.plot import smoothed
 
 
@@ -71,9 +71,18 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     assert at == [1, 2, 3, 4]
     assert losses[:3] == [9.0, 5.0, 4.0]
     assert math.isnan(losses[3])
-    assert drawn["eval"] == ([4], [4.5])
+    assert drawn["eval, lowest 4.500 at step 4"] == ([4], [4.5])
     assert drawn["skipped (1)"][0] == [4]
     assert drawn["lr"][1] == pytest.approx([1e-3, 5e-4, 1e-3 / 3, 2.5e-4])
+
+
+def test_the_line_under_the_title_says_what_was_trained():
+    start = {"event": "start", "model": "tiny: 6 M parameters", "plan": "dp_shard=2", "world_size": 2, "device": "cpu"}
+    events = [{**start, "plan": "dp_replicate=2"}, start, step(1, 3.0)]
+    assert plot._subtitle(events, {"step": 1200, "time": 1.7e9}) == (
+        "tiny: 6 M parameters · dp_shard=2 on 2 cpu ranks · 1,200 steps · 2023-11-14"
+    )
+    assert plot._subtitle([], {"step": 3}) == "3 steps"
 
 
 def test_nothing_to_draw_and_nowhere_to_write(tmp_path):

@@ -61,8 +61,9 @@ def test_what_no_kind_has_is_the_hosts():
 
 
 def test_the_report_in_words():
-    assert time_lines(RANKS, 5) == [
-        "time    5 steps in 10.0 s on 2 ranks: compute 70%, bubble (waiting for other stages) 12%, "
+    slow = [{kind: 10 * seconds for kind, seconds in one.items()} for one in RANKS]
+    assert time_lines(slow, 5) == [
+        "time    5 steps in 100.0 s on 2 ranks: compute 70%, bubble (waiting for other stages) 12%, "
         "communication over dp_shard 10%, optimizer 4%, host 2%, data 1%",
         "        slowest: rank 1, 14% more compute than the mean",
         "        bubble (waiting for other stages): more microbatches shorten it; so does a zero-bubble schedule "
@@ -71,10 +72,28 @@ def test_the_report_in_words():
     assert time_lines(RANKS[:1], 5)[0].startswith("time    5 steps in 10.0 s: compute 60%")
 
 
+def test_a_short_run_gets_no_advice_and_even_ranks_no_slowest():
+    even = [{"compute": 4.0 + rank / 100, "stages": 1.0, "data": 1.0, "total": 6.0} for rank in (0, 1)]
+    assert len(time_lines(even, 5)) == 1
+
+
+def test_joined_axes_are_told_without_those_of_one_rank():
+    ranks = [{"compute": 1.0, "over dp_replicate*dp_shard": 1.0, "total": 2.0}]
+    sizes = {"dp_replicate": 2, "dp_shard": 1}
+    assert "communication over dp_replicate 50%" in time_lines(ranks, 5, sizes)[0]
+    assert "over dp_replicate*dp_shard 50%" in time_lines(ranks, 5, {"dp_replicate": 2, "dp_shard": 2})[0]
+    assert "communication over dp_replicate 1.0 s" in draw_times(ranks, 5, sizes)
+
+
 def test_the_report_as_a_picture():
     picture = ElementTree.fromstring(draw_times(RANKS * 100, 5))
     titles = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert titles[0] == "rank 0: compute 6.00 s"
+    assert titles[0] == "rank 0: compute 6.00 s, 60.0%"
+    texts = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[2:5] == ["6.0 s · 60%", "2.0 s · 20%", "1.0 s · 10%"]
+    assert "compute 7.0 s, 70%" in texts
+    legend = list(picture.iter("{http://www.w3.org/2000/svg}text"))[-6:]
+    assert all(float(text.get("x")) + 7 * len(text.text) <= 1200 for text in legend)
     assert len({title.split(":")[0] for title in titles}) == 64
 
 

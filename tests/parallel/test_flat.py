@@ -227,7 +227,7 @@ def test_statistics_of_batch_norm_are_the_first_ranks_and_unrounded(precision, r
 def test_a_copy_of_the_model_is_a_plain_model():
     model, mesh = laid_out("precision=bf16", mlp(torch.float32))
     for plain in (copy.deepcopy(model), pickle.loads(pickle.dumps(nn.Sequential(*copy.deepcopy(model))))):
-        with pytest.raises(ModelError, match="was not laid over a mesh, or is a copy"):
+        with pytest.raises(ModelError, match="is not parallelized, or is a copy"):
             data_parallel(plain)
     parallelize(copy.deepcopy(model), mesh)
 

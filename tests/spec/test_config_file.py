@@ -195,3 +195,23 @@ def test_a_printed_config_loads_back_equal(tmp_path_factory, sources, prompt, lr
     path.write_text(format_config(config), encoding="utf-8", newline="")
     assert load_config(path).config == config
     assert isinstance(load_config(path), LoadedConfig)
+
+
+@pytest.mark.parametrize(
+    "file, name", [("mine.toml", "mine"), ("my run (2).toml", "my_run_2"), ("___.toml", "quickstart")]
+)
+def test_a_run_is_called_after_its_file(tmp_path, file, name):
+    path = tmp_path / file
+    path.write_text("seed = 1\n")
+    loaded = load_config(path)
+    assert loaded.config.run.name == name
+    assert load_config(path, ["run.name=other"]).config.run.name == "other"
+    path.write_text('run.name = "typed"\n')
+    assert load_config(path).config.run.name == "typed"
+    assert load_config(None).config.run.name == "quickstart"
+
+
+def test_the_files_name_is_where_a_runs_name_comes_from(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("seed = 1\n")
+    assert load_config(path).origins["run.name"] == str(path)

@@ -194,7 +194,7 @@ def test_rotary_settings_of_a_model_without_rotary_positions_are_refused():
      "width 24/8=3 is odd. Use 6 or 12."),
     ({"dim": 15, "num_heads": 5, "num_kv_heads": 5}, "model.num_heads=5: rotary positions turn pairs, and the head "
      "width 15/5=3 is odd. Use an even model.dim, such as 16."),
-    ({"rope_theta": 1.0}, "model.rope_theta=1.0: the base of the rotary frequencies is above 1. Use e.g. 10000."),
+    ({"rope_theta": 1.0}, "model.rope_theta=1.0: the base of the rotary frequencies must be above 1. Use e.g. 10000."),
     ({"rope_scale": 0.5}, "model.rope_scale=0.5: rotary frequencies are stretched by 1 (not at all) or more. Use 1."),
     ({"norm_eps": 0.0}, "model.norm_eps=0.0: the norms need a small positive number. Use e.g. 1e-5."),
     ({"num_experts": 1}, "model.num_experts=1: a router needs experts to choose from. Use 2 or more, or 0 for a dense "
@@ -210,8 +210,8 @@ def test_rotary_settings_of_a_model_without_rotary_positions_are_refused():
     ({"balance": "loss"}, "model.balance=loss: not one of aux_loss, bias, none. Use aux_loss."),
     ({"balance_rate": 0.0}, "model.balance_rate=0.0: balancing needs a positive rate. Use e.g. 0.001, or "
      "balance=none."),
-    ({"route_scale": 0.0}, "model.route_scale=0.0: what the experts give is multiplied with it, so it is above 0. "
-     "Use 1."),
+    ({"route_scale": 0.0}, "model.route_scale=0.0: the output of the experts is multiplied by it, so it must be "
+     "above 0. Use 1."),
     ({"capacity_factor": -1.0}, "model.capacity_factor=-1.0: an expert takes this many times its even share. "
      "Use e.g. 1.25, or 0 to drop no token."),
 ])  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from weft.cli.main import run
 from weft.cli.verify import describe
 from weft.errors import WeftError
-from weft.spec.model import decoder_spec
+from weft.spec.model import decoder_spec, size_hides
 from weft.spec.plan import Plan
 from weft.testing import legal, verify
 from weft.testing.subject import Settings, find_subject, reduced
@@ -167,7 +167,7 @@ def test_the_model_is_reduced_as_asked():
         ),
         (f"{HERE}:annotations", "and cannot be called. Name a function without arguments that returns a model."),
         (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
-        ("tests", "model=tests: the folder has no config.json. Name a Hugging Face model's folder."),
+        ("tests", "model=tests: the folder has no config.json. Give the folder of a Hugging Face model."),
     ],
 )
 def test_models_that_cannot_be_had(source, text):
@@ -195,10 +195,10 @@ def test_a_function_is_not_reduced_in_silence():
         (["--plan", "zero=1"], "zero=1: ZeRO shards over dp_shard"),
         (["--plan", "dp_shard=2 zero=1", "--dtype", "int8"], "dtype=int8: not one of float64"),
         (["--plan", "dp_shard=2 zero=1", "--all", "2"], "all=2: every legal plan of 1 to 64 ranks is listed"),
-        (["--all", "2", "--part", "3/2"], "part=3/2: a part is written as its number and how many there are. Use 1/10"),
-        (["--plan", "dp_shard=2 zero=1", "--part", "1/2"], "part=: it chooses among all plans, and one is named."),
+        (["--all", "2", "--part", "3/2"], "part=3/2: a part is written NUMBER/COUNT. Use e.g. 2/10"),
+        (["--plan", "dp_shard=2 zero=1", "--part", "1/2"], "part=: it selects among all plans."),
         (["--all", "0"], "all=0: every legal plan of 1 to 64 ranks"),
-        ([], "plan=: nothing says which plan. Give --plan"),
+        ([], "plan=: no plan is given. Give --plan"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(args, text, capsys):
@@ -246,3 +246,18 @@ def test_the_command_itself_starts_its_ranks():
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200, cwd=root)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"] is True
+
+
+def test_a_folder_does_not_hide_the_size_of_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    assert find_subject("tiny", SMALL).kind == "decoder"
+    assert find_subject("./tiny", SMALL).kind == "hf"
+    assert size_hides("tiny") == "model=tiny: the size of that name is used. Write ./tiny for the folder."
+    assert not size_hides("./tiny")
+    assert not size_hides("gpt2")
+    assert run(["layout", "tiny"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Decoder: ")
+    assert "Write ./tiny for the folder." in shown.err

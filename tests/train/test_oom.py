@@ -105,7 +105,7 @@ def test_a_gpu_that_is_full_is_explained(monkeypatch):
     )
     assert re.fullmatch(r"  optimizer states +0 B  \(7\.81 KiB more with the first update\)", lines[3])
     assert lines[6:] == [
-        "Use the first of these changes of the plan that you can bear (each alone, saved bytes estimated):",
+        "Try these changes of the plan, best first (each alone; saved bytes are estimates):",
         "  1. accumulation=2  (about 5.00 GiB less)",
         "  2. precision=bf16  (about 5.00 GiB less)",
         "  3. offload=activations  (about 3.33 GiB less)",

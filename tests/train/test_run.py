@@ -171,6 +171,14 @@ def test_settings_that_make_another_run_are_refused_by_name(start):
     assert (folder.path / "config.toml").read_text() == before
 
 
+def test_a_broken_rule_is_told_before_a_difference_to_the_run_that_is_there(text, tmp_path):
+    settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
+    prepare_run(load_config(None, settings).config, world_size=2)
+    config = load_config(None, [*settings, "train.global_batch=3"]).config
+    with pytest.raises(PlanError, match=r"train.global_batch=3: 2 data-parallel ranks"):
+        prepare_run(config, world_size=2)
+
+
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(text, tmp_path):
     config = load_config(None, [*SMALL, f"data.train={text}", f"run.dir={tmp_path}"]).config
     with pytest.raises(PlanError, match=r"train.global_batch=4: 3 data-parallel ranks"):
@@ -260,7 +268,7 @@ def test_text_comes_out_of_a_run(start):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"it has no model.json, so it is no run of Weft"):
+    with pytest.raises(ConfigError, match=r"it has no model.json, so it is not a run folder of Weft"):
         generate_text(tmp_path, "def ")
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from weft import env
 from weft.checkpoint import folders, strict_json
 from weft.checkpoint.load import verify_checkpoint
 from weft.checkpoint.manifest import (
@@ -170,18 +170,11 @@ def _write_files(
             chosen = {name: tensors[group][name] for name, entry in stored.items() if entry.file == file}
             files[file] = write_tensors(place / file, chosen, stored)
     files[STATE_NAME] = write_file(place / STATE_NAME, state_text)
-    written_by = {"weft": _weft_version(), "torch": str(torch.__version__)}
+    written_by = {"weft": env.weft_version(), "torch": str(torch.__version__)}
     manifest = Manifest(step, files, entries, written_by).to_bytes()
     write_file(place / MANIFEST_NAME, manifest)
     folders.sync_folder(place)
     return manifest
-
-
-def _weft_version() -> str:
-    try:
-        return version("weft")
-    except PackageNotFoundError:
-        return "not installed"  # Run from a source tree on the path: no reason to lose a checkpoint.
 
 
 def _commit(place: Path, manifest: bytes) -> None:

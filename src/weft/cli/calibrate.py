@@ -20,21 +20,24 @@ _BUDGET = re.compile(r"([0-9]*\.?[0-9]+)\s*(s|m|min)?")
 
 def calibrate(
     budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="About how long it may take: 30s, 2m; at most 10m.")
+        str, typer.Option("--budget", metavar="TIME", help="Approximate duration: 30s, 2m; at most 10m.")
     ] = "90s",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE.json", help="Where the profile goes; by default the user's cache."),
+        typer.Option("--out", metavar="FILE.json", help="File of the profile; by default in the user's cache folder."),
     ] = None,
     ranks: Annotated[
-        str, typer.Option("--ranks", metavar="1,2,4", help="How many ranks work at the same time.", show_default=False)
+        str,
+        typer.Option(
+            "--ranks", metavar="1,2,4", help="Numbers of ranks that work at the same time.", show_default=False
+        ),
     ] = "",
     dtypes: Annotated[str, typer.Option("--dtypes", metavar="fp32,bf16", help="Number formats.")] = "fp32,bf16",
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: GPUs where there are any.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: GPUs if there are any.")] = "auto",
 ) -> None:
-    """Measure this machine: products, attention, memory, collectives, calls, the optimizer's step.
+    """Measure this machine: matrix products, attention, memory, collectives, calls, the optimizer's step.
 
-    The profile is written whole at the end; until then an older one stays as it was.
+    The profile is written at the end; Ctrl-C before that keeps the older one.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError([Problem("device", f"device={device}: not one of auto, cpu, cuda. Use auto.")])

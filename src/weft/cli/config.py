@@ -27,7 +27,7 @@ def show(
             show_default=False,
         ),
     ] = None,
-    origin: Annotated[bool, typer.Option("--origin", help="List every value with the place it was typed.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="List every value with the place where it was set.")] = False,
 ) -> None:
     """Check a config and print it in full, as a TOML file."""
     from weft.spec.config_file import format_config, load_config, show_origins
@@ -57,13 +57,13 @@ def schema() -> None:
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed config, such as ds_config.json.")],
     world_size: Annotated[
-        int | None, typer.Option("--world-size", help="Ranks that will be started; without it the plan has a '*'.")
+        int | None, typer.Option("--world-size", help="Number of ranks; without it one axis of the plan is '*'.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the config here, as TOML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 2 where a key is a typo.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 2 if a key is a typo.")] = False,
 ) -> None:
-    """Translate a DeepSpeed config, and say what each of its keys became."""
+    """Translate a DeepSpeed config, and say what became of each key."""
     from weft.cli.config_import import print_import
     from weft.spec.deepspeed import import_deepspeed
 

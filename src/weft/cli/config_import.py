@@ -11,6 +11,7 @@ import typer
 
 from weft.cli.console import say
 from weft.errors import ConfigError
+from weft.spec.config_file import run_name
 from weft.spec.config_rules import config_problems
 from weft.spec.config_text import format_config
 from weft.spec.deepspeed import Imported, Outcome
@@ -23,7 +24,9 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
 
     Off a terminal, standard output is a TOML file whose comments are the report: it may be sent to a file.
     """
-    toml = format_config(imported.config())
+    config = imported.config()
+    run = config.run.model_copy(update={"name": run_name(out or Path(imported.name)) or config.run.name})
+    toml = format_config(config.model_copy(update={"run": run}))
     document = _comments(imported) + toml
     if out is not None:
         _write(out, document)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from weft import env
+from weft.monitor.terminal import columns_of, wrapped
 
 #: report(stage, done, total), as the preparation of data calls it.
 Report = Callable[[str, int, int], None]
@@ -28,12 +29,17 @@ def paint(text: str, style: str, stream: TextIO) -> str:
 
 def say(text: str) -> None:
     """One line of the command's own, on stderr."""
-    print(f"{paint('weft:', 'weft', sys.stderr)} {text}", file=sys.stderr, flush=True)
+    print(f"{paint('weft:', 'weft', sys.stderr)} {_beside('weft: ', text)}", file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
     """One error, on stderr; further lines of it follow as they are."""
-    print(f"{paint('error:', 'error', sys.stderr)} {text}", file=sys.stderr, flush=True)
+    print(f"{paint('error:', 'error', sys.stderr)} {_beside('error: ', text)}", file=sys.stderr, flush=True)
+
+
+def _beside(label: str, text: str) -> str:
+    """`text` wrapped for a place beside a label, where standard error is a terminal."""
+    return wrapped(label + text, columns_of(sys.stderr), indent=2)[len(label) :]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import typer
 
 from weft import units
 from weft.cli.console import progress_report
+from weft.monitor.terminal import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from weft.data.preview import SampleView
     from weft.spec.config import RunConfig
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Look at, tokenise and check the data of a run.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Inspect, tokenise and check the data of a run.")
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A config file, and settings that go before it."),
+    typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A config file, and settings that override it."),
 ]
 
 
@@ -33,7 +34,7 @@ def preview(
     first: Annotated[int, typer.Option(min=0, help="Global index of the first sample.")] = 0,
     split: Annotated[str, typer.Option(help="train or eval.")] = "train",
 ) -> None:
-    """Show decoded samples in training order, with trained and masked tokens told apart."""
+    """Show decoded samples in training order, and which of their tokens are trained."""
     from weft.data.preview import view_sample
     from weft.data.stream import SampleStream
     from weft.errors import DataError
@@ -71,7 +72,7 @@ def prepare(arguments: Arguments = None) -> None:
 
 @app.command()
 def verify(arguments: Arguments = None) -> None:
-    """Read all stored shards and compare their digests."""
+    """Read all tokenised shards and check their digests."""
     from weft.data.prepare import verify_data
     from weft.errors import DataError
 
@@ -98,8 +99,7 @@ def _prepare(config: RunConfig) -> PreparedData:
 
     with progress_report(sys.stderr) as report:
         prepared = prepare_data(config, report)
-    for line in prepared.summary:
-        typer.echo(line)
+    tell(sys.stdout, prepared.summary, indent=2)
     return prepared
 
 

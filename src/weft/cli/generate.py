@@ -13,9 +13,11 @@ from weft.errors import ConfigError, did_you_mean
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/quickstart.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=1, help="Choose among this many likeliest tokens.")] = 50,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 takes the likeliest token each time.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Sample from this many likeliest tokens.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
     step: Annotated[
         int | None, typer.Option(min=0, help="Checkpoint to use.", show_default="the newest valid one")

@@ -14,17 +14,21 @@ def layout(
     model: Annotated[
         str, typer.Argument(help="A size such as llama3-8b, a Hugging Face config folder, or package.module:function.")
     ],
-    save: Annotated[Path | None, typer.Option(help="Write the layout to this file, to edit and to give back.")] = None,
-    tp: Annotated[int, typer.Option(help="Check that this many ranks can share it.")] = 0,
+    save: Annotated[Path | None, typer.Option(help="Write the layout to this file, to edit it.")] = None,
+    tp: Annotated[int, typer.Option(help="Check that this many ranks can share the model.")] = 0,
 ) -> None:
-    """Print the layout that was found for a model: patterns of module paths, their styles, and the reasons.
+    """Print the tensor-parallel layout of a model: patterns of module paths, their styles, and the reasons.
 
-    The model is built without numbers, whatever its size. A saved file can be edited and given back: layout="FILE" in
-    a config, `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
+    The model is built on the meta device and needs no memory. Use an edited file with layout="FILE" in a config,
+    `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
+    from weft.cli.console import say
     from weft.parallel.layout_find import explain_layout
     from weft.parallel.tensor import check_layout
+    from weft.spec.model import size_hides
 
+    if note := size_hides(model):
+        say(note)
     built, example = build_model(model)
     found = explain_layout(built, example)
     width = max(len(pattern) for pattern, _ in found.layout.pairs)
@@ -46,10 +50,14 @@ def build_model(name: str) -> tuple[Any, Any]:
     """
     import torch
 
+    from weft.spec.model import model_names
+
     with torch.device("meta"):
         if ":" in name:
             return _from_function(name)
         folder = Path(name)
+        if name in model_names():
+            return _from_size(name), None
         if (folder / "config.json").exists() or folder.name == "config.json":
             return _from_hugging_face(folder), None
         return _from_size(name), None
@@ -80,9 +88,7 @@ def _from_hugging_face(folder: Path) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise MissingExtra(
-            f'model={folder}: a Hugging Face config needs transformers. Use pip install "weft[hf]".'
-        ) from error
+        raise MissingExtra("transformers", "hf", f"model={folder}, a Hugging Face config,") from error
     config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else folder.parent)
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):

@@ -7,7 +7,7 @@ from weft.units import format_count
 
 
 def list_models() -> None:
-    """List the models that have a name, with their shapes and parameter counts."""
+    """List the model sizes with their shapes and parameter counts."""
     from rich.console import Console
     from rich.table import Table
 
@@ -30,4 +30,6 @@ def list_models() -> None:
         )
     console = Console()
     console.print(table)
-    console.print("heads: query/key-value.  *: the vocabulary is the tokenizer's.", style="dim", highlight=False)
+    console.print(
+        "heads: query/key-value.  *: takes the vocabulary size of the tokenizer.", style="dim", highlight=False
+    )

@@ -100,7 +100,10 @@ def _described(model: str, save: Path | None) -> str | TracedModel:
     """The model's name, or what tracing finds where the name is that of code: that alone needs torch."""
     from weft.cli.console import say
     from weft.planner.model_source import CODE
+    from weft.spec.model import size_hides
 
+    if note := size_hides(model):
+        say(note)
     if not CODE.fullmatch(model):
         if save is not None:
             rule = "only what is traced is saved, and this model is read from a config"

@@ -24,53 +24,65 @@ Cluster = Annotated[
         show_default=False,
     ),
 ]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens of a sequence.", show_default=False)]
-GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Sequences of a step.", show_default=False)]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in a sequence.", show_default=False)]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", help="Sequences in an optimizer step.", show_default=False)
+]
 Fix = Annotated[
-    str, typer.Option("--fix", metavar="WORDS", help="Fields that are decided: 'tp=8 zero=1'.", show_default=False)
+    str, typer.Option("--fix", metavar="WORDS", help="Fix these fields of the plan: 'tp=8 zero=1'.", show_default=False)
 ]
 BuiltOnly = Annotated[
-    bool, typer.Option("--built-only/--all-plans", help="Only plans that the runtime runs today, or all.")
+    bool, typer.Option("--built-only/--all-plans", help="Only plans that the runtime can run today, or all.")
 ]
-Top = Annotated[int, typer.Option("--top", min=1, max=200, help="How many layouts to list.")]
-WhyNotPlan = Annotated[str | None, typer.Option("--why-not", metavar="PLAN", help="Why this plan is not the answer.")]
+Top = Annotated[int, typer.Option("--top", min=1, max=200, help="Number of layouts to list.")]
+WhyNotPlan = Annotated[str | None, typer.Option("--why-not", metavar="PLAN", help="Say why this plan was not chosen.")]
 Compare = Annotated[
-    tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Two plans beside each other.")
+    tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Compare two plans term by term.")
 ]
 WhatIf = Annotated[
     list[str] | None,
-    typer.Option("--what-if", metavar="gpus=16,nic=2x", help="Answer under other conditions; may be repeated."),
+    typer.Option(
+        "--what-if", metavar="gpus=16,nic=2x", help="Find the best plan for other hardware or sizes; may be repeated."
+    ),
 ]
 Reasons = Annotated[bool, typer.Option("--reasons", help="Count the refused plans by reason, with an example each.")]
 Draw = Annotated[
     Path | None, typer.Option("--draw", metavar="FILE.svg", help="Draw the best plan's pipeline schedule.")
 ]
 Pareto = Annotated[Path | None, typer.Option("--pareto", metavar="FILE", help="Draw memory against speed: .svg, .png.")]
-Waterfall = Annotated[Path | None, typer.Option("--waterfall", metavar="FILE.svg", help="Draw the best plan's step.")]
-Memory = Annotated[
-    Path | None, typer.Option("--memory", metavar="FILE.svg", help="Draw the best plan's memory, rank by rank.")
+Waterfall = Annotated[
+    Path | None, typer.Option("--waterfall", metavar="FILE.svg", help="Draw the step time of the best plan by term.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FILE.toml", help="Write a config that `weft train` runs.")]
+Memory = Annotated[
+    Path | None, typer.Option("--memory", metavar="FILE.svg", help="Draw the memory of the best plan by rank.")
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE.toml", help="Write a config for `weft train`.")]
 SaveModel = Annotated[
     Path | None,
-    typer.Option("--save-model", metavar="FILE.json", help="Write what tracing found; plan from it without torch."),
+    typer.Option(
+        "--save-model",
+        metavar="FILE.json",
+        help="Write the traced description of the model; plans from it need no torch.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Price = Annotated[
-    float | None, typer.Option("--price", min=0.0, help="Dollars of one device for one hour.", show_default=False)
+    float | None, typer.Option("--price", min=0.0, help="Dollars per device and hour.", show_default=False)
 ]
-Tier = Annotated[str, typer.Option("--tier", help="datasheet, or tables: constants measured elsewhere too.")]
+Tier = Annotated[str, typer.Option("--tier", help="datasheet: data sheets only; tables: also published measurements.")]
 Score = Annotated[
     Path | None,
-    typer.Option("--score", metavar="RUNS.csv", help="Lay predictions beside measured runs instead of planning."),
+    typer.Option("--score", metavar="RUNS.csv", help="Compare predictions with measured runs instead of planning."),
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE.json", help="What `weft calibrate` measured."),
+    typer.Option("--profile", metavar="FILE.json", help="A profile that `weft calibrate` wrote."),
 ]
 Learn = Annotated[
-    Path | None, typer.Option("--learn", metavar="RUN", help="First teach the profile what a finished run measured.")
+    Path | None,
+    typer.Option("--learn", metavar="RUN", help="First improve the profile with the measurements of a finished run."),
 ]
 Refine = Annotated[
-    float, typer.Option("--refine", min=0.0, max=3600.0, metavar="SECONDS", help="Time for annealing after the search.")
+    float,
+    typer.Option("--refine", min=0.0, max=3600.0, metavar="SECONDS", help="Seconds of annealing after the search."),
 ]

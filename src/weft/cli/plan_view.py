@@ -55,7 +55,7 @@ def _heading(console: Console, answer: Answer) -> None:
         style="dim",
     )
     if answer.left_out:
-        console.print(f"not looked at: {'; '.join(answer.left_out)}", style="dim")
+        console.print(f"skipped: {'; '.join(answer.left_out)}", style="dim")
 
 
 def _ranking(answer: Answer, top: int, hour_price: float | None) -> Table:

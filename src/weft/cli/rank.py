@@ -21,6 +21,7 @@ from typing import TextIO
 from weft import env
 from weft.cli.failure import Failure, error_path, log_path, write_failure
 from weft.env import RankEnv
+from weft.monitor.terminal import busy
 
 _PR_SET_PDEATHSIG = 1
 
@@ -124,7 +125,8 @@ def main() -> None:
 
     def body(terminal: TextIO | None) -> object:
         # torch loads here, behind the redirection, so that its warnings land in the log.
-        from weft.train import run_rank
+        with busy(terminal, "loading torch"):
+            from weft.train import run_rank
 
         return run_rank(run_dir, place, terminal)
 

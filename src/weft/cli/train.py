@@ -16,6 +16,7 @@ from weft.cli.console import progress_report, say
 from weft.cli.launch import launch_ranks
 from weft.cli.world import count_ranks, threads_variables, usable_cores, visible_gpus
 from weft.errors import ConfigError, WeftError
+from weft.monitor.terminal import busy
 
 if TYPE_CHECKING:
     from weft.env import RankEnv
@@ -38,7 +39,7 @@ def train(
 ) -> None:
     """Train a model. The same command again resumes from the newest checkpoint.
 
-    Started by torchrun or srun, the process is one of the ranks; else it starts the ranks of this machine itself.
+    Under torchrun or srun each process is one rank. Otherwise the command starts the ranks of this machine.
     """
     from weft.spec.config_file import load_config
 
@@ -60,9 +61,10 @@ def train(
 def train_here(config: RunConfig) -> None:
     """Prepare the run and start its ranks on this machine; returns when they have ended well."""
     cores = usable_cores()
-    num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
-    from weft.train import prepare_run
-    from weft.train.auto_plan import chosen_line, record_choice, settle_plan
+    with busy(sys.stderr, "starting: loading torch"):
+        num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
+        from weft.train import prepare_run
+        from weft.train.auto_plan import chosen_line, record_choice, settle_plan
 
     asked = config.plan
     config, chosen = settle_plan(config, num_ranks, num_ranks)

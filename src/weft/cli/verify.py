@@ -24,36 +24,32 @@ PROVED_NOTHING = 3
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder, or package.module:function."
 _PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default that of run.toml.'
+_FULL_HELP = "With --all: every combination of settings, instead of each layout once and all pairs of settings."
+_SAMPLE_HELP = "With --all: at most this many plans, drawn with --seed."
+_PART_HELP = 'With --all: only one part of the plans, such as "2/10".'
+_BATCH_HELP = "Samples in a step; by default 8, with --all four per rank."
 
 
 def verify(
     model: Annotated[str, typer.Option("--model", "-m", help=_MODEL_HELP)],
     plan: Annotated[str | None, typer.Option("--plan", "-p", help=_PLAN_HELP, show_default=False)] = None,
-    all_ranks: Annotated[int | None, typer.Option("--all", help="Every legal plan of so many ranks.")] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="With --all: every combination, not every layout once with all pairs.")
-    ] = False,
-    sample: Annotated[
-        int | None, typer.Option("--sample", min=1, help="With --all: at most so many, drawn by --seed.")
-    ] = None,
-    part: Annotated[
-        str | None, typer.Option("--part", help='With --all: a part of them, such as "2/10".', show_default=False)
-    ] = None,
+    all_ranks: Annotated[int | None, typer.Option("--all", help="Verify every legal plan of this many ranks.")] = None,
+    full: Annotated[bool, typer.Option("--full", help=_FULL_HELP)] = False,
+    sample: Annotated[int | None, typer.Option("--sample", min=1, help=_SAMPLE_HELP)] = None,
+    part: Annotated[str | None, typer.Option("--part", help=_PART_HELP, show_default=False)] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")] = 3,
     dtype: Annotated[
-        str, typer.Option("--dtype", help=f"One of {', '.join(_DTYPES)}; in place of precision.")
+        str, typer.Option("--dtype", help=f"One of {', '.join(_DTYPES)}; replaces the plan's precision.")
     ] = "float64",
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Tokens in a sequence.")] = 32,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, help="Samples in a step; 8, or four a rank with --all.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Reduce the depth to this.")] = None,
-    width: Annotated[int | None, typer.Option("--width", min=2, help="Reduce the width to this.")] = None,
-    vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Reduce the vocabulary to this.")] = None,
+    global_batch: Annotated[int | None, typer.Option("--global-batch", min=1, help=_BATCH_HELP)] = None,
+    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Reduce the model to this many layers.")] = None,
+    width: Annotated[int | None, typer.Option("--width", min=2, help="Reduce the model to this width.")] = None,
+    vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Reduce the vocabulary to this size.")] = None,
     layout: Annotated[
-        str, typer.Option("--layout", help="pattern=style words or a file of them; found from the model by default.")
+        str, typer.Option("--layout", help="pattern=style words or a file of them; by default derived from the model.")
     ] = "",
-    seed: Annotated[int, typer.Option("--seed", help="Of weights, data and samples.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of weights, data and samples.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train some steps under a plan and in one process, and compare every number.
@@ -69,10 +65,13 @@ def verify(
     choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
-        raise ConfigError(f"{given}=: it chooses among all plans, and one is named. Use it with --all.")
+        raise ConfigError(f"{given}=: it selects among all plans. Use it with --all.")
     from weft.spec.layout import Layout
+    from weft.spec.model import size_hides
     from weft.testing.subject import Settings, find_subject
 
+    if note := size_hides(model):
+        say(note)
     batch = global_batch or (4 * all_ranks if all_ranks else 8)
     settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
     subject = find_subject(model, settings)
@@ -82,7 +81,7 @@ def verify(
         raise typer.Exit(_verify_all(subject, all_ranks, choice, as_json))
     text = plan if plan is not None else subject.plan
     if not text:
-        raise PlanError("plan=: nothing says which plan. Give --plan, or --all with a number of ranks.")
+        raise PlanError("plan=: no plan is given. Give --plan, or --all with a number of ranks.")
     raise typer.Exit(_verify_one(subject, Plan.parse(text), as_json))
 
 
@@ -101,7 +100,7 @@ def read_part(text: str | None) -> tuple[int, int]:
         return 1, 1
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ConfigError(f"part={text}: a part is written as its number and how many there are. Use 1/10, or 2/10.")
+        raise ConfigError(f"part={text}: a part is written NUMBER/COUNT. Use e.g. 2/10.")
     return int(number), int(count)
 
 

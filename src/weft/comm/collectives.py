@@ -162,7 +162,7 @@ def start_reduce_scatter(
     if rest:
         padded = flat.numel() + axis.size - rest
         raise CommError(
-            f"{name}: {flat.numel()} elements are no multiple of its {axis.size} ranks. Pad the tensor to {padded}."
+            f"{name}: {flat.numel()} elements are not a multiple of its {axis.size} ranks. Pad the tensor to {padded}."
         )
     _check_out(name, flat, out, numel, f"a slice of {numel} elements")
     if axis.size == 1 or numel == 0:

@@ -158,7 +158,7 @@ def _counts(
     if send is None and receive is None:
         if rows % axis.size:
             raise CommError(
-                f"{name}: {rows} rows are no multiple of its {axis.size} ranks. Give send= and receive=, or pad."
+                f"{name}: {rows} rows are not a multiple of its {axis.size} ranks. Give send= and receive=, or pad."
             )
         equal = [rows // axis.size] * axis.size
         return equal, equal, True

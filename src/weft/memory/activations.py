@@ -123,8 +123,8 @@ class _Pass:
             saved.let_go()
         if changed:
             raise ModelError(
-                f"offload=activations: {self._name or 'the model'} changes a tensor in place that backward needs as "
-                f"it was. Make that operation one that returns a new tensor, or leave activations out."
+                f"offload=activations: {self._name or 'the model'} changes in place a tensor that backward "
+                f"needs. Make that operation one that returns a new tensor, or leave activations out."
             )
 
     def bring(self) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Protocol, TextIO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TextIO
 
-from weft import env
 from weft.monitor.record import StepRecord
+from weft.monitor.terminal import is_live
 from weft.units import format_bytes, format_count
 
 #: Steps that the remaining time is estimated from; evaluations and saves between them count.
@@ -23,6 +23,9 @@ class Display(Protocol):
 
     def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None: ...
 
+    def phase(self, name: str) -> None:
+        """What the run does now besides training: "evaluating", "saving", ...; "" when it trains."""
+
     def note(self, text: str) -> None: ...
 
     def close(self) -> None: ...
@@ -33,18 +36,35 @@ class Display(Protocol):
 
 
 def make_display(
-    stream: TextIO, *, total_steps: int, start_step: int = 0, every: int = 10, is_tty: bool | None = None
+    stream: TextIO,
+    *,
+    total_steps: int,
+    start_step: int = 0,
+    every: int = 10,
+    is_tty: bool | None = None,
+    title: Sequence[str] = (),
+    steps_per_epoch: float | None = None,
+    past: Sequence[Mapping[str, Any]] = (),
 ) -> Display:
     """A live panel when `stream` is a terminal (and no CI's), else plain lines, one each `every` steps.
 
-    start_step: steps done before, by the run that this one resumes. is_tty: overrules the detection.
+    start_step: steps done before, by the run that this one resumes; past: its last events, which the panel's curve
+    goes on from. is_tty: overrules the detection. title: what the panel's first line says, such as the run's name and
+    its plan. steps_per_epoch: None where an epoch means nothing.
     """
     if is_tty is None:
-        is_tty = stream.isatty() and not env.is_ci() and env.get("TERM") != "dumb"
+        is_tty = is_live(stream)
     if is_tty:
         from weft.monitor.live import LiveDisplay
 
-        return LiveDisplay(stream, total_steps=total_steps, start_step=start_step)
+        return LiveDisplay(
+            stream,
+            total_steps=total_steps,
+            start_step=start_step,
+            title=title,
+            steps_per_epoch=steps_per_epoch,
+            past=past,
+        )
     return PlainDisplay(stream, total_steps=total_steps, start_step=start_step, every=every)
 
 
@@ -123,6 +143,11 @@ class PlainDisplay:
     def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
         bits = f"  {format_loss(bits_per_byte)} bits/byte" if bits_per_byte is not None else ""
         self._line(f"eval {step:>{len(str(self._total))}}/{self._total}  loss {format_loss(loss)}{bits}")
+
+    def phase(self, name: str) -> None:
+        """Only what may take minutes has a line: the log of a short phase is the line of what it made."""
+        if name == "compiling":
+            self._line("compiling the model: the first step takes longer")
 
     def note(self, text: str) -> None:
         for line in text.splitlines() or [""]:

@@ -79,6 +79,19 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [_decode(line, number) for number, line in enumerate(lines[:-1], start=1)]
 
 
+def tail_events(path: Path, num_bytes: int = 2**20) -> list[dict[str, Any]]:
+    """The events in the last `num_bytes` of a log, oldest first: a long log is not read for what happened last."""
+    try:
+        with open(path, "rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    # The first line is cut where the log is longer, the last is empty or torn.
+    return [_decode(line, 0) for line in lines[bool(start) : -1]]
+
+
 def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[dict[str, Any]]:
     """Events of one kind, one a step and in the order of steps: the later of two events of a step is kept.
 

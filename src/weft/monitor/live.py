@@ -11,19 +11,25 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO, cast
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, ConsoleRenderable, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.text import Text
 
+from weft import env
 from weft.monitor.display import Eta, LastingStream, format_clock, format_loss, numbers
+from weft.monitor.events import last_per_step, number
 from weft.monitor.record import StepRecord
+from weft.monitor.terminal import wrapped
 
 _DRAWS_PER_S = 4
+#: A phase beside training that is over sooner is not named: the line would flicker.
+_PHASE_SHOWS_S = 0.5
 _BARS = "▁▂▃▄▅▆▇█"
 #: Columns that the curve takes at least; a longer text about the evaluation gives way.
 _MIN_CURVE = 16
@@ -69,10 +75,25 @@ class LossCurve:
 
 
 class LiveDisplay:
-    """Three lines that stay at the foot of the terminal; notes and other output scroll by above them."""
+    """A few lines that stay at the foot of the terminal; notes and other output scroll by above them.
 
-    def __init__(self, stream: TextIO, *, total_steps: int, start_step: int):
+    The arguments are those of `make_display`.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        total_steps: int,
+        start_step: int,
+        title: Sequence[str] = (),
+        steps_per_epoch: float | None = None,
+        past: Sequence[Mapping[str, Any]] = (),
+    ):
         self._total = total_steps
+        self._title = title
+        self._steps_per_epoch = steps_per_epoch
+        self._phase, self._phase_began = "", 0.0
         self._start = start_step
         self._record: StepRecord | None = None
         self._curve = LossCurve()
@@ -81,8 +102,9 @@ class LiveDisplay:
         self._evaluations: tuple[str, ...] = ()
         self._best: tuple[float, int] | None = None
         self._lock = threading.Lock()
+        self._recall(past)
         self._console = _TerminalConsole(LastingStream(stream))
-        self._live = Live(
+        self._live = _SteadyLive(
             _Panel(self),
             console=self._console,
             refresh_per_second=_DRAWS_PER_S,
@@ -93,9 +115,24 @@ class LiveDisplay:
         )
         self._live.start()
 
+    def _recall(self, past: Sequence[Mapping[str, Any]]) -> None:
+        """Draw what the run did before it was resumed, as far as `past` reaches."""
+        for event in last_per_step(past):
+            if event["step"] <= self._start:
+                self._curve.add(number(event.get("loss")))
+        for event in last_per_step(past, "eval"):
+            if event["step"] <= self._start:
+                bits = event.get("bits_per_byte")
+                self.evaluation(event["step"], number(event.get("loss")), bits if isinstance(bits, float) else None)
+
+    def phase(self, name: str) -> None:
+        with self._lock:
+            self._phase, self._phase_began = name, time.monotonic()
+
     def step(self, record: StepRecord) -> None:
         with self._lock:
             self._record = record
+            self._phase = ""
             self._curve.add(record.loss)
             self._eta.observe(record.step)
         if record.skipped:
@@ -114,7 +151,7 @@ class LiveDisplay:
             self._evaluations = (f"{brief}{bits} at step {step}{best}", f"{brief}{bits} at step {step}", brief)
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(wrapped(text, max(20, self._console.width - 1))), soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -131,23 +168,52 @@ class LiveDisplay:
             record = self._record
             evaluation = next((text for text in self._evaluations if len(text) + 3 + _MIN_CURVE <= width), "")
             curve = self._curve.draw(width - (len(evaluation) + 3 if evaluation else 0))
-            eta = self._eta.seconds()
+            waits_long = self._phase and time.monotonic() - self._phase_began > _PHASE_SHOWS_S
+            last = self._phase if waits_long else f"eta {format_clock(self._eta.seconds())}"
         done = record.step if record else self._start
         share = min(1.0, done / self._total) if self._total else 1.0
         head = Text.assemble((f"step {done}/{self._total} ", "bold"))
         elapsed = format_clock(time.monotonic() - self._began)
-        tail = Text.assemble(f" {100 * share:3.0f}%", (f"  {elapsed}", "dim"), f"  eta {format_clock(eta)}")
+        tail = Text.assemble(f" {100 * share:3.0f}%", (f"  {elapsed}", "dim"), f"  {last}")
         room = width - cell_len(head.plain) - cell_len(tail.plain)
         if room < 4:
             tail, room = Text(""), max(0, width - cell_len(head.plain))
-        lines: list[Text | tuple[Text, ProgressBar, Text]] = [
-            (head, ProgressBar(total=max(1, self._total), completed=done, width=max(1, room)), tail)
-        ]
+        lines: list[Text | tuple[Text, ProgressBar, Text]] = [self._head(done, width)] if self._title else []
+        lines.append((head, ProgressBar(total=max(1, self._total), completed=done, width=max(1, room)), tail))
         if record is not None:
             lines.append(_number_line(record, width))
         if curve or evaluation:
             lines.append(_fit([(curve, "cyan"), (evaluation, "green")], width, gap="   "))
         return lines
+
+    def _head(self, done: int, width: int) -> Text:
+        """The run and where it is in its data."""
+        epoch = f"epoch {1 + done / self._steps_per_epoch:.2f}" if self._steps_per_epoch else ""
+        name, *rest = self._title
+        return _fit([(name, "bold"), *((part, "dim") for part in [epoch, *rest])], width, gap=" · ")
+
+
+class _SteadyLive(Live):
+    """Takes its old lines away as a whole after a terminal was made narrower, which has broken them into more rows.
+
+    Rich goes up as many rows as it drew. Terminals that cut lines off, in place of breaking them, are left to it.
+    """
+
+    def __init__(self, panel: _Panel, **options: Any):
+        super().__init__(panel, **options)
+        self._panel = panel
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        drawn = self._live_render._shape
+        if drawn is not None and _breaks_lines():
+            width = max(1, self.console.width)
+            rows = sum(max(1, -(-columns // width)) for columns in self._panel.drawn)
+            self._live_render._shape = (drawn[0], max(drawn[1], min(rows, self.console.height)))
+        return super().process_renderables(renderables)
+
+
+def _breaks_lines() -> bool:
+    return not env.get("XTERM_VERSION") and env.get("TERM") != "linux"
 
 
 class _TerminalConsole(Console):
@@ -175,11 +241,15 @@ class _Panel:
 
     def __init__(self, display: LiveDisplay):
         self._display = display
+        #: Columns of each line that was drawn last.
+        self.drawn: list[int] = []
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # The last column stays free: some terminals wrap a line that fills it.
         width = max(10, options.max_width - 1)
-        for position, line in enumerate(self._display.lines(width)):
+        lines = self._display.lines(width)
+        self.drawn = [width if isinstance(line, tuple) else min(width, cell_len(line.plain)) for line in lines]
+        for position, line in enumerate(lines):
             if position:
                 yield Segment.line()
             if isinstance(line, tuple):

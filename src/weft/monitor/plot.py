@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ _LOG_RATIO = 3.0
 
 
 def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "") -> Path:
-    """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG.
+    """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG. Under the
+    title stand model, plan, steps and day. The loss has a logarithmic axis where it spans more than a factor of 3.
 
     events: as `read_events` gives them; steps done twice are drawn once. The file is replaced in one rename. Raises
     DataError when there is no step to draw.
@@ -36,9 +39,8 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     _draw_loss(upper, steps, last_per_step(events, "eval"))
     _draw_lr(lower, steps)
-    figure.suptitle(
-        title or f"Training loss, {steps[-1]['step']:,} steps", x=0.01, ha="left", fontsize=14, weight="bold"
-    )
+    figure.suptitle(title or "Training loss", x=0.01, ha="left", fontsize=14, weight="bold")
+    upper.set_title(_subtitle(events, steps[-1]), loc="left", fontsize=10.5, color="#555555")
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -48,6 +50,23 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
         temporary.unlink(missing_ok=True)
         raise DataError(f"{path}: the plot cannot be written ({error.strerror}).") from error
     return path
+
+
+def _subtitle(events: list[Mapping[str, Any]], last: Mapping[str, Any]) -> str:
+    """Model, plan, steps and day of what is drawn, as far as the events tell."""
+    start = next((event for event in reversed(events) if event.get("event") == "start"), {})
+    ranks = (
+        f"{start['plan']} on {start.get('world_size', '?')} {start.get('device', '')} ranks" if "plan" in start else ""
+    )
+    when = last.get("time")
+    day = time.strftime("%Y-%m-%d", time.localtime(when)) if isinstance(when, int | float) else ""
+    steps = f"{last['step']:,} steps"
+    line = " · ".join(str(part) for part in (start.get("model", ""), ranks, steps, day) if part)
+    return textwrap.fill(line, 120, break_long_words=False)
+
+
+def _short(loss: float) -> str:
+    return f"{loss:.3f}" if 0.01 <= abs(loss) < 1000 else f"{loss:.3g}"
 
 
 def smoothed(values: list[float], reach: int) -> list[float]:
@@ -79,15 +98,16 @@ def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[st
     smooth = smoothed(smoothed(raw, reach), reach)
     axis.plot(at, raw, color=_TRAIN, alpha=0.3, linewidth=1, label="train, each step", zorder=3)
     if len(at) > 2:
-        axis.plot(at, smooth, color=_TRAIN, linewidth=2.2, label="train, smoothed", zorder=4)
+        last = f", last {_short(smooth[-1])}" if math.isfinite(smooth[-1]) else ""
+        axis.plot(at, smooth, color=_TRAIN, linewidth=2.2, label=f"train, smoothed{last}", zorder=4)
     points = [(event["step"], number(event.get("loss"))) for event in evaluations]
     points = [(step, loss) for step, loss in points if math.isfinite(loss)]
     if points:
-        axis.plot(*zip(*points, strict=True), "o-", color=_EVAL, markersize=5, linewidth=1.5, label="eval", zorder=5)
         step, loss = min(points, key=lambda point: point[1])
-        axis.annotate(
-            f"{loss:.3f}", (step, loss), (0, -16), textcoords="offset points", ha="center", color=_EVAL, zorder=6
-        )
+        # Numbers stand in the legend: beside a point they would lie on the curve or outside of the axes.
+        label = f"eval, lowest {_short(loss)} at step {step:,}"
+        axis.plot(*zip(*points, strict=True), "o-", color=_EVAL, markersize=5, linewidth=1.5, label=label, zorder=5)
+        axis.plot([step], [loss], "o", markersize=11, fillstyle="none", color=_EVAL, label="_lowest", zorder=6)
     skipped = [event["step"] for event in steps if event.get("skipped")]
     finite = [value for value in (*smooth, *(loss for _, loss in points)) if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) / min(finite) > _LOG_RATIO:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from weft.monitor.meter import StepTimes
-from weft.planner.drawing import Bar, draw_bars
+from weft.planner.drawing import Bar, draw_bars, fits
 
 #: Steps that `typical` looks back on.
 _TYPICAL = 200
@@ -41,6 +41,10 @@ _ADVICE = {
     "checkpoint": (0.1, "checkpoint.every saves more often than this step time bears"),
     "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),
 }
+#: Seconds that a kind has taken before there is advice about it: nobody tunes a run of a minute.
+_WORTH_ADVICE_S = 10.0
+#: How much more the slowest rank computes than the mean before it is named; less is chance.
+_SLOWER = 0.05
 
 
 class TimeBook:
@@ -109,43 +113,57 @@ class TimeBook:
         return {**self._seconds, "host": max(0.0, total - known), "total": total}
 
 
-def time_lines(ranks: Sequence[Mapping[str, float]], num_steps: int) -> list[str]:
-    """The report in words. ranks: `TimeBook.seconds()` of each rank."""
+def time_lines(
+    ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None
+) -> list[str]:
+    """The report in words. ranks: `TimeBook.seconds()` of each rank. sizes: of the mesh's axes, so that joined axes
+    are told without those of one rank."""
     total = max(one["total"] for one in ranks)
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in _kinds(ranks)}
     shares = sorted(((seconds / total, kind) for kind, seconds in means.items()), reverse=True)
-    told = ", ".join(f"{_word(kind)} {share:.0%}" for share, kind in shares if share >= 0.005)
+    told = ", ".join(f"{_word(kind, sizes)} {share:.0%}" for share, kind in shares if share >= 0.005)
     of = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
     lines = [f"time    {num_steps} steps in {total:.1f} s{of}: {told}"]
     if len(ranks) > 1:
         busy = [one.get("compute", 0.0) for one in ranks]
         slowest = busy.index(max(busy))
         more = busy[slowest] / max(sum(busy) / len(busy), 1e-9) - 1
-        lines.append(f"        slowest: rank {slowest}, {more:.0%} more compute than the mean")
+        if more >= _SLOWER:
+            lines.append(f"        slowest: rank {slowest}, {more:.0%} more compute than the mean")
     for share, kind in shares:
         least, advice = _ADVICE.get(kind, (2.0, ""))
-        if share >= least:
-            lines.append(f"        {_word(kind)}: {advice}")
+        if share >= least and share * total >= _WORTH_ADVICE_S:
+            lines.append(f"        {_word(kind, sizes)}: {advice}")
     return lines
 
 
-def draw_times(ranks: Sequence[Mapping[str, float]], num_steps: int) -> str:
-    """The report as a picture: SVG text, one row for each rank (at most 64, evenly chosen)."""
+def draw_times(ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None) -> str:
+    """The report as a picture: SVG text, one row for each rank (at most 64, evenly chosen). The arguments are those of
+    `time_lines`."""
     kinds = _kinds(ranks)
     axes = [kind for kind in kinds if kind.startswith("over ")]
     colour = _COLOURS | {kind: _COMMUNICATION[place % len(_COMMUNICATION)] for place, kind in enumerate(axes)}
     chosen = [rank * len(ranks) // min(len(ranks), 64) for rank in range(min(len(ranks), 64))]
+    longest = max(one["total"] for one in ranks)
     rows: list[tuple[str, list[Bar]]] = []
     for rank in chosen:
         at, bars = 0.0, list[Bar]()
         for kind in kinds:
             seconds = ranks[rank].get(kind, 0.0)
-            bars.append(Bar(at, at + seconds, colour[kind], title=f"rank {rank}: {_word(kind)} {seconds:.2f} s"))
+            share = seconds / max(ranks[rank]["total"], 1e-9)
+            title = f"rank {rank}: {_word(kind, sizes)} {seconds:.2f} s, {share:.1%}"
+            label = f"{_short(seconds)} · {share:.0%}"
+            label = label if fits(label, seconds / longest) else f"{share:.0%}"
+            bars.append(Bar(at, at + seconds, colour[kind], label, title))
             at += seconds
         rows.append((f"rank {rank}", bars))
-    longest = max(one["total"] for one in ranks)
     title = f"Where the time of {num_steps} steps went: {longest:.1f} s"
-    return draw_bars(rows, title, [(_word(kind), colour[kind]) for kind in kinds])
+    means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
+    # Bars may be too narrow for numbers; the legend has those of all.
+    legend = [
+        (f"{_word(kind, sizes)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()
+    ]
+    return draw_bars(rows, title, legend)
 
 
 def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]]) -> str:
@@ -174,5 +192,13 @@ def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
     return [kind for kind in order if kind in found]
 
 
-def _word(kind: str) -> str:
-    return _WORDS.get(kind, f"communication {kind}" if kind.startswith("over ") else kind)
+def _word(kind: str, sizes: Mapping[str, int] | None = None) -> str:
+    if not kind.startswith("over "):
+        return _WORDS.get(kind, kind)
+    axes = kind.removeprefix("over ").split("*")
+    wide = [axis for axis in axes if (sizes or {}).get(axis.partition("/")[0], 2) > 1]
+    return f"communication over {'*'.join(wide or axes)}"
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -254,8 +254,7 @@ class FlatModel:
             if param.data_ptr() != slot.address or not param.requires_grad:
                 what = "moved to other memory or another format" if param.requires_grad else "frozen"
                 raise ModelError(
-                    f"parameter {slot.name!r}: it was {what} after the model was laid over the mesh. "
-                    f"Do that before parallelize."
+                    f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize."
                 )
             if param._version != slot.version:
                 self._take_master(slot, param.detach())

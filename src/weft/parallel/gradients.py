@@ -157,7 +157,7 @@ def data_parallel(model: nn.Module) -> DataParallel:
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
         raise ModelError(
-            f"model of type {type(model).__name__}: it was not laid over a mesh, or is a copy of one that was. "
+            f"model of type {type(model).__name__}: it is not parallelized, or is a copy of a parallelized model. "
             f"Call parallelize(model, mesh) first."
         )
     return attached.engine

@@ -47,7 +47,7 @@ def parallelize(
     Raises ModelError when the model was laid over a mesh before.
     """
     if is_attached(model):
-        raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
+        raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
     placed = cut(model, mesh, layout) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
     _hold_back(model, mesh)

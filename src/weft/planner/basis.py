@@ -30,9 +30,9 @@ DECIDED_BY = {
 }
 #: Where constants come from: what people read, and the relative error of a step that rests on such alone.
 RUNGS = {
-    "here": ("measured on this machine", 0.05),
-    "table": ("measured on this kind of device", 0.08),
-    "common": ("common to all devices", 0.12),
+    "here": ("measurements of this machine", 0.05),
+    "table": ("measurements of this device type", 0.08),
+    "common": ("constants common to all devices", 0.12),
     "datasheet": ("the data sheet alone", 0.25),
 }
 
@@ -54,6 +54,6 @@ def spread(shares: Mapping[str, float]) -> float:
 
 
 def basis_words(shares: Mapping[str, float]) -> str:
-    """'+- 10 %: 74% measured on this kind of device, 26% common to all devices'."""
+    """'expected error of the step time 9%; its basis: 74% measurements of this device type, 26% ...'."""
     parts = ", ".join(f"{share:.0%} {RUNGS[rung][0]}" for rung, share in shares.items() if share >= 0.005)
-    return f"step time within about {spread(shares):.0%}; of it rest {parts}"
+    return f"expected error of the step time {spread(shares):.0%}; its basis: {parts}"

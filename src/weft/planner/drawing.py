@@ -88,7 +88,8 @@ def draw_bars(rows: Sequence[tuple[str, Sequence[Bar]]], title: str, legend: Seq
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - 10) / length
-    height = _TOP + len(rows) * (_ROW + _GAP) + 30
+    legend_top = _TOP + len(rows) * (_ROW + _GAP)
+    drawn_legend, height = _legend(legend, legend_top + 18)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
@@ -100,8 +101,7 @@ def draw_bars(rows: Sequence[tuple[str, Sequence[Bar]]], title: str, legend: Seq
         lines.append(f'<text x="10" y="{top + 17}" fill="#222222">{escape(name)}</text>')
         lines.append(f'<rect x="{_LEFT}" y="{top}" width="{length * scale:.1f}" height="{_ROW}" fill="#f0f0f0"/>')
         lines += [_drawn(bar, scale, top) for bar in bars]
-    lines += _legend(legend, height - 12)
-    return "\n".join([*lines, "</svg>", ""])
+    return "\n".join([*lines, *drawn_legend, "</svg>", ""])
 
 
 def _drawn(bar: Bar, scale: float, top: int) -> str:
@@ -115,11 +115,19 @@ def _drawn(bar: Bar, scale: float, top: int) -> str:
     return f'<g>{hint}<rect {shape} fill="{bar.fill}" stroke="#ffffff" stroke-width="0.5"/>{text}</g>'
 
 
-def _legend(legend: Sequence[tuple[str, str]], baseline: int) -> list[str]:
+def fits(label: str, share: float) -> bool:
+    """Whether a label has room on a bar that takes this share of the longest row."""
+    return share * (_WIDTH - _LEFT - 10) >= max(_LEAST_LABEL, 7 * len(label) + 2)
+
+
+def _legend(legend: Sequence[tuple[str, str]], baseline: int) -> tuple[list[str], int]:
+    """The words in rows that are no wider than the picture, and the picture's height with them."""
     lines: list[str] = []
     left = _LEFT
     for word, colour in legend:
+        if left > _LEFT and left + 17 + 7 * len(word) > _WIDTH:
+            left, baseline = _LEFT, baseline + 20
         lines.append(f'<rect x="{left}" y="{baseline - 10}" width="12" height="12" fill="{colour}"/>')
         lines.append(f'<text x="{left + 17}" y="{baseline}" fill="#222222">{escape(word)}</text>')
         left += 35 + 7 * len(word)
-    return lines
+    return lines, baseline + 12

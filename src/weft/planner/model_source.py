@@ -165,7 +165,7 @@ def _numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
             continue
         value = table[key]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**9:
-            raise ModelError(f"model={name}: {key}={value!r} in its config.json: a whole number is needed. Mend it.")
+            raise ModelError(f"model={name}: {key}={value!r} in its config.json: a whole number is needed. Correct it.")
         found[field] = value
     missing = [keys[0] for field, keys in _NAMES.items() if field in ("vocab", "hidden", "layers", "heads")
                and not found.get(field)]  # fmt: skip
@@ -174,7 +174,7 @@ def _numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
     if missing:
         raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Give a whole config.json.")
     if found["hidden"] % found["heads"] and "head_dim" not in found:
-        rule = f"heads share hidden_size={found['hidden']} evenly. Mend its config.json, or give head_dim"
+        rule = f"heads share hidden_size={found['hidden']} evenly. Correct its config.json, or give head_dim"
         raise ModelError(f"model={name}: num_attention_heads={found['heads']}: {rule}.")
     return found
 

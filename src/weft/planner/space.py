@@ -106,15 +106,15 @@ def _few_stages(space: Space) -> tuple[tuple[str, int], ...]:
 
 #: What leaves a space that is too large to be looked at whole, in this order; refinement comes back to it.
 _NARROWER = (
-    ("fp32 beside a half precision", lambda space: {"precisions": space.precisions[:1]}),
-    ("sp=off beside sp=on", lambda space: {"sequence_parallel": _without(space.sequence_parallel, False)}),
+    ("fp32 (half precision is faster)", lambda space: {"precisions": space.precisions[:1]}),
+    ("sp=off (sp=on needs less memory)", lambda space: {"sequence_parallel": _without(space.sequence_parallel, False)}),
     ("schedule=gpipe", lambda space: {"schedules": _without(space.schedules, ("gpipe", 1))}),
     ("virtual_stages other than 1, 2, 4 and 8", lambda space: {"schedules": _few_stages(space)}),
     ("splits of data parallelism inside a node", lambda space: {"splits": "few"}),
     ("offloads of activations", lambda space: {
         "offloads": tuple(each for each in space.offloads if "activations" not in each) or space.offloads}),
     ("reshard=after_step", lambda space: {"shardings": _without(space.shardings, (3, "after_step"))}),
-    ("compile=off beside compile=on", lambda space: {"compiles": _without(space.compiles, False)}),
+    ("compile=off (compile=on is faster)", lambda space: {"compiles": _without(space.compiles, False)}),
     ("cp by gather and ulysses", lambda space: {"cp_modes": space.cp_modes[:1]}),
     ("offload of parameters", lambda space: {"offloads": _without(space.offloads, ("params",))}),
     ("zero=2", lambda space: {"shardings": _without(space.shardings, (2, "after_forward"))}),

@@ -75,7 +75,8 @@ class Section(BaseModel):
 
 class RunSection(Section):
     name: Name = "quickstart"
-    """Name of the run; its folder is `<dir>/<name>`. The same name resumes."""
+    """Name of the run; its folder is `<dir>/<name>`. The same name resumes. Without it, a run from a file is called
+    after that file: my.toml runs in runs/my."""
     dir: str = "runs"
     """Folder that holds the run folders."""
 
@@ -86,43 +87,54 @@ class ModelSection(Section):
     name: str = "tiny"
     """A size that Weft knows, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
+    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention; gpt2: LayerNorm, learned positions, GELU,
+    biases. This setting and those below change single fields of the size; by default they are the size's own."""
     vocab_size: Extent | None = None
     """Rows of the embedding; by default the size's own, or the tokenizer's where the size leaves it open."""
     dim: Width | None = None
+    """Width of the hidden state; a multiple of num_heads."""
     num_layers: Width | None = None
+    """Transformer blocks."""
     num_heads: Width | None = None
+    """Query heads of each attention layer."""
     num_kv_heads: Width | None = None
+    """Key-value heads; num_heads must be a multiple of it. Equal to num_heads: no grouping."""
     ffn_dim: Width | None = None
+    """Hidden width of the feed-forward layers."""
     max_seq_len: Extent | None = None
-    """Longest sequence that the model can read, in tokens."""
+    """Longest sequence that the model can read, in tokens; train.seq_len may not exceed it."""
     tied: bool | None = None
-    """Whether the head shares the embedding's weight."""
+    """Whether the output head shares the embedding's weight."""
     rope_theta: PositiveFloat | None = None
+    """Base of the rotary position frequencies (llama)."""
     norm_eps: PositiveFloat | None = None
+    """Epsilon inside the norms."""
     num_experts: Annotated[int, Field(ge=0, le=10**5)] | None = None
-    """Experts of each layer that has them; 0: a dense model."""
+    """Experts in each mixture-of-experts layer; 0: a dense model."""
     top_k: Width | None = None
-    """Experts that each token visits."""
+    """Routed experts per token."""
     expert_ffn_dim: Width | None = None
     """Hidden width of one expert; by default ffn_dim."""
     num_shared_experts: Annotated[int, Field(ge=0, le=10**4)] | None = None
-    """Experts that every token visits besides."""
+    """Experts that every token visits in addition to its top_k."""
     first_moe_layer: Annotated[int, Field(ge=0, le=10**6)] | None = None
-    """Layers before this one are dense."""
+    """Index of the first layer with experts; the layers before it are dense."""
     moe_every: Width | None = None
-    """From there on, every how manyth layer has experts."""
+    """One layer in this many has experts, from first_moe_layer on."""
     router: Literal["softmax", "sigmoid"] | None = None
-    """How scores are made of the router's products."""
+    """Function that turns router logits into scores."""
     normalise_top_k: bool | None = None
-    """Whether the chosen experts' scores are divided by their sum."""
+    """Whether the scores of the chosen experts are normalised to sum to 1."""
     route_scale: PositiveFloat | None = None
-    """What the chosen scores are multiplied with."""
+    """Factor on the scores of the chosen experts."""
     balance: Literal["aux_loss", "bias", "none"] | None = None
-    """How experts get alike many tokens: a loss for each sequence, a bias that moves after each step, or not at all."""
+    """How the load of experts is balanced. aux_loss: an auxiliary loss per sequence; bias: a routing bias that is
+    adjusted after each step; none: no balancing."""
     balance_rate: PositiveFloat | None = None
-    """Weight of the auxiliary loss, or how far a bias moves in one step."""
+    """Weight of the auxiliary loss, or the change of a bias in one step."""
     capacity_factor: NonNegative | None = None
-    """An expert takes at most this many times its even share of a sequence; 0: no token is dropped."""
+    """An expert accepts at most this many times its even share of each sequence's tokens and drops the rest; 0: no
+    token is dropped."""
 
 
 class TokenizerSection(Section):
@@ -144,17 +156,17 @@ class SourceSection(Section):
     weight: PositiveFloat | None = None
     """Share of the trained tokens; by default in proportion to the source's size."""
     schema_: Annotated[Literal["auto", "text", "messages", "ids"], Field(alias="schema")] = "auto"
-    """What a record is; auto looks at the first records and prints what it found."""
+    """Kind of record. auto detects it from the first records and prints the result."""
     columns: dict[ColumnPart, str] = {}
-    """Names of the columns where they differ: {text = "body"}, {messages = "chat", role = "from", content = "value"},
-    {ids = "input_ids", mask = "loss_mask"}."""
+    """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from",
+    content = "value"}, {ids = "input_ids", mask = "loss_mask"}."""
 
 
 class DataSection(Section):
     train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1, strict=False)
     """Sources of training data, mixed by token weight."""
     eval: tuple[SourceSection, ...] = Field(default=(), strict=False)
-    """Sources for evaluation; where none is given, `holdout` of the training documents is kept aside."""
+    """Sources for evaluation. Without any, `holdout` of the training documents is kept for it."""
     holdout: Fraction = 0.02
     """Share of training documents kept for evaluation when `eval` is empty, chosen by document content."""
     packing: Literal["concat", "fit", "pad"] = "concat"
@@ -162,11 +174,11 @@ class DataSection(Section):
     borders: bool = True
     """Positions restart at each document and attention does not cross from one document to another."""
     max_record_bytes: PositiveInt = 64 * 2**20
-    """A record longer than this is quarantined (plain text files are read in pieces and have no limit)."""
+    """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
     max_bad_fraction: Fraction = 0.01
-    """More broken records than this share stops the run."""
+    """Largest share of broken records; more stop the run."""
     cache_dir: str = ""
-    """Where tokenised data is kept; by default the user's cache folder (see `weft doctor`)."""
+    """Folder for tokenised data; by default the user's cache folder, which `weft doctor` prints and WEFT_HOME moves."""
 
 
 class OptimizerGroup(Section):
@@ -187,21 +199,21 @@ class OptimizerSection(Section):
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
-    """Decay rates of AdamW's two moments."""
+    """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
-    """Added to the denominator of AdamW's update."""
+    """AdamW: added to the denominator of the update."""
     weight_decay: NonNegative = 0.1
-    """Decay of matrices; vectors (norms, biases) are not decayed."""
+    """Weight decay of matrices. Norms and biases are not decayed."""
     momentum: Fraction | None = None
-    """Of SGD (default 0.9) and Muon (default 0.95)."""
+    """SGD (default 0.9) and Muon (default 0.95): momentum."""
     nesterov: bool = False
-    """Of SGD."""
+    """SGD: Nesterov momentum."""
     options: dict[str, OptionValue] = {}
     """Further arguments of a package.module:Class, such as {rho = 0.9}."""
     groups: tuple[OptimizerGroup, ...] = Field(default=(), strict=False)
     """Parameters with settings of their own; the first group whose `match` fits a parameter decides."""
     max_grad_norm: NonNegative = 1.0
-    """Gradients are scaled down to this global norm; 0: no clipping."""
+    """Gradients are clipped to this global norm; 0: no clipping."""
 
     @property
     def is_foreign(self) -> bool:
@@ -213,13 +225,13 @@ class ScheduleSection(Section):
     """Learning rate as a factor of optimizer.lr, by step."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """linear and cosine fall to `final` at the last step; wsd is warm-up, stable, decay."""
+    """linear and cosine fall to `final` at the last step; wsd: warm-up, stable, decay."""
     warmup_steps: Count | None = None
-    """Steps over which the rate rises to its peak; by default a twentieth of all steps, at most 1000."""
+    """Steps over which the learning rate rises to its peak; by default 5 % of all steps, at most 1000."""
     decay_steps: PositiveInt | None = None
-    """Of wsd: length of the decay at the end; by default a fifth of all steps."""
+    """wsd: steps of the decay at the end; by default 20 % of all steps."""
     final: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Factor at the last step."""
+    """Learning rate at the last step, as a factor of optimizer.lr."""
 
     def warmup(self, num_steps: int) -> int:
         """Steps of the warm-up in a run of `num_steps`."""
@@ -232,14 +244,14 @@ class ScheduleSection(Section):
 
 class EarlyStopSection(Section):
     patience: PositiveInt | None = None
-    """Stop after this many evaluations without a better loss; absent: never."""
+    """Stop after this many evaluations in a row without a better loss; by default never."""
     min_delta: NonNegative = 0.0
-    """A loss counts as better when lower by more than this, in nats per token."""
+    """Least improvement that counts, in nats per token."""
 
 
 class TrainSection(Section):
     steps: PositiveInt = 300
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run, those before a resume included."""
     seq_len: Extent = 256
     """Tokens in one sequence."""
     global_batch: Extent = 8
@@ -253,56 +265,58 @@ class EvalSection(Section):
     every: Count = 50
     """Steps between evaluations; 0 evaluates only at the end."""
     batches: PositiveInt = 8
-    """Global batches in one evaluation (fewer where the evaluation data is smaller)."""
+    """Global batches in one evaluation; fewer if the evaluation data is smaller."""
 
 
 class CheckpointSection(Section):
     every: Count = 50
     """Steps between checkpoints; 0 saves only at the end."""
     keep: PositiveInt = 2
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """The checkpoint with the lowest evaluation loss stays too."""
+    """Whether to keep the checkpoint with the lowest evaluation loss too."""
 
 
 class MemorySection(Section):
     pinned_limit: ShareOrSize = "60%"
-    """Host memory that all ranks of one machine may pin together for what the plan offloads: a size, or a share of what
-    the machine or container has."""
+    """Most host memory that the ranks of one machine pin together for offload: a size, or a share of the memory of the
+    machine or container."""
 
 
 class SampleSection(Section):
     prompt: str = "def "
-    """Text that the sample at the end of the run continues; empty: no sample."""
+    """Prompt of the sample at the end of the run; empty: no sample."""
     max_tokens: PositiveInt = 120
+    """Longest sample, in tokens."""
     temperature: NonNegative = 0.7
-    """0 takes the likeliest token each time."""
+    """Sampling temperature; 0 takes the likeliest token each time."""
     top_k: PositiveInt = 50
+    """Sample from this many likeliest tokens."""
 
 
 class LogSection(Section):
     every: PositiveInt = 10
-    """Steps between the lines that a log (not a terminal) shows; events.jsonl has every step."""
+    """Steps between lines when the output is no terminal; events.jsonl has every step."""
 
 
 class LaunchSection(Section):
     ranks: Literal["all"] | Width = "all"
-    """Ranks that a '*' in the plan stands for on this machine; all: one per GPU, or two on a CPU with two cores."""
+    """Ranks to start on this machine, which a '*' in the plan stands for; all: one per GPU, or up to two on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs where there are any, else the CPU."""
+    """auto: the GPUs if there are any, else the CPU."""
 
 
 class RunConfig(Section):
     """One training run."""
 
     plan: str = "dp_replicate=*"
-    """How the model is laid over the ranks, as text or as a table; '*' takes the ranks that the other axes leave.
-    "auto" lets the planner choose; words after it, as in "auto zero=3", are decided."""
+    """How the model is laid out over the ranks, as text or as a table; '*' takes the ranks that the other axes leave.
+    With "auto" the planner chooses; words after it, as in "auto zero=3", are fixed."""
     layout: str = ""
-    """How tensor parallelism cuts the model: pattern=style words, or a file of them (`weft layout MODEL --save FILE`
-    writes one to edit); by default found from the model."""
+    """How tensor parallelism cuts the model: pattern=style words, or a file of them. `weft layout MODEL --save FILE`
+    writes a file to edit. By default Weft derives the layout from the model."""
     seed: Count = 0
-    """Decides initial weights, order of data and sampling."""
+    """Seed of initial weights, data order and sampling."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tokenizer: TokenizerSection = TokenizerSection()

@@ -5,6 +5,7 @@ The order of work: text -> tables -> overrides -> short forms -> the plan -> typ
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from weft.spec.overrides import apply_override
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.toml_lines import KeyPath, dotted, error_place, key_lines
 
-__all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "show_origins"]
+__all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "run_name", "show_origins"]
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -43,8 +44,10 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
             origins[typed] = COMMAND_LINE
             _expand_sources(tables)
     found = _read_plan(tables)
-    config, wrong = _validated(tables)
     named = {dotted(key): origin for key, origin in origins.items()}
+    if path is not None and _name_run(tables, Path(path)):
+        named["run.name"] = name
+    config, wrong = _validated(tables)
     for problem in [*found, *wrong]:
         problems.append(replace(problem, origin=origin_of(named, [problem.field], name)))
     broken = {problem.field for problem in problems}
@@ -95,6 +98,22 @@ def _read_tables(text: str, name: str) -> tuple[dict[str, object], dict[KeyPath,
         rule = f"this is not TOML: {reason[:1].lower()}{reason[1:]} in {typed!r}. {remedy}"
         raise ConfigError([Problem("", rule, f"{name}:{line}")]) from None
     return tables, {key: f"{name}:{line}" for key, line in key_lines(text).items()}
+
+
+def run_name(path: Path) -> str:
+    """The name of a run after its file's name, without letters that a folder should not have; may be empty."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", path.stem).strip("._-")[:100]
+
+
+def _name_run(tables: dict[str, object], path: Path) -> bool:
+    """Call the run after its file where nothing else names it, so that two files never share a run's folder."""
+    section = tables.setdefault("run", {})
+    if not isinstance(section, dict) or "name" in section:
+        return False
+    name = run_name(path)
+    if name:
+        cast(dict[str, object], section)["name"] = name
+    return bool(name)
 
 
 def _expand_sources(tables: dict[str, object]) -> None:

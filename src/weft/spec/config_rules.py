@@ -63,7 +63,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="warmup-fits",
         keys=("schedule.warmup_steps", "train.steps"),
-        reason="The learning rate reaches its peak before the run ends.",
+        reason="The warm-up must end before the run does.",
         predicate=lambda config: config.schedule.warmup(config.train.steps) > config.train.steps,
         message=lambda config: (
             f"{config.schedule.warmup_steps}: the run has only train.steps={config.train.steps}. "
@@ -73,7 +73,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="decay-fits",
         keys=("schedule.decay_steps", "schedule.warmup_steps", "schedule.kind", "train.steps"),
-        reason="Warm-up and decay do not overlap.",
+        reason="Warm-up and decay must not overlap.",
         predicate=lambda config: (
             config.schedule.kind == "wsd" and _warmup(config) <= config.train.steps < _warmup(config) + _decay(config)
         ),
@@ -105,7 +105,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="tokenizer-path-used",
         keys=("tokenizer.path", "tokenizer.kind"),
-        reason="A path is read only by tokenizer.kind=file.",
+        reason="Only tokenizer.kind=file reads a path.",
         predicate=lambda config: config.tokenizer.kind != "file" and bool(config.tokenizer.path),
         message=lambda config: (
             f"{config.tokenizer.path!r}: tokenizer.kind={config.tokenizer.kind} does not read a file. "
@@ -145,7 +145,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="patience-needs-evaluations",
         keys=("train.early_stop.patience", "eval.every"),
-        reason="Early stopping watches the evaluations, so there must be some before the end.",
+        reason="Early stopping compares evaluations, so the run must evaluate before its end.",
         predicate=lambda config: config.train.early_stop.patience is not None and config.eval.every == 0,
         message=lambda config: (
             f"{config.train.early_stop.patience}: eval.every=0 evaluates only at the end. Use eval.every=50."
@@ -154,7 +154,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="patience-needs-evaluation-data",
         keys=("train.early_stop.patience", "data.eval", "data.holdout"),
-        reason="Early stopping watches the evaluations, so there must be data for them.",
+        reason="Early stopping compares evaluations, so they need data.",
         predicate=lambda config: (
             config.train.early_stop.patience is not None and not config.data.eval and config.data.holdout == 0
         ),

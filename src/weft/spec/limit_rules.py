@@ -7,7 +7,7 @@ from weft.spec.rule import Facts, Rule, alternatives, nearest
 
 #: Fields that a model may narrow, and what dividing it along them needs.
 _NEEDS = {
-    "tp": "Tensor parallelism shares out heads and features of a model's own layers, so tp divides what they have.",
+    "tp": "Tensor parallelism divides heads and features of the layers, so tp must divide their numbers.",
     "cp": "Context parallelism needs a sequence, and attention that the runtime can replace.",
     "sp": "Sequence parallelism needs a sequence.",
     "ep": "Expert parallelism must know which modules are experts.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -281,6 +282,16 @@ def named_sizes() -> tuple[NamedSize, ...]:
 def model_names() -> tuple[str, ...]:
     """Names of the sizes, small ones first."""
     return tuple(size.name for size in named_sizes())
+
+
+def size_hides(source: str) -> str:
+    """What to tell a user whose `source` names a size and a file or folder of the working directory; else ''.
+
+    The size is taken: a folder that happens to lie there must not change what a command means.
+    """
+    if source not in model_names() or not os.path.exists(source):
+        return ""
+    return f"model={source}: the size of that name is used. Write ./{source} for the folder."
 
 
 def decoder_spec(name: str) -> DecoderSpec:

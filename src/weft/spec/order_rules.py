@@ -15,7 +15,7 @@ ORDER_RULES: tuple[Rule, ...] = (
     Rule(
         name="order-names-axes",
         field="order",
-        reason="An order places the axes that have more than one rank, so it names these and no others.",
+        reason="An order names exactly the axes that have more than one rank.",
         predicate=lambda plan, facts: bool(plan.order) and sorted(plan.order) != sorted(_in_use(plan, facts)),
         finding=lambda plan, facts: f"the axes in use are {', '.join(_in_use(plan, facts)) or 'none'}",
         remedy=lambda plan, facts: "Name each of them once, outermost first, or leave order out",
@@ -24,7 +24,7 @@ ORDER_RULES: tuple[Rule, ...] = (
     Rule(
         name="order-is-another",
         field="order",
-        reason="The usual order has no second spelling.",
+        reason="The default order is written by leaving the field out.",
         predicate=lambda plan, facts: bool(plan.order) and list(plan.order) == _in_use(plan, facts),
         finding=lambda plan, facts: "these axes stand in this order anyway",
         remedy=lambda plan, facts: "Leave order out",

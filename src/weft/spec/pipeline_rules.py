@@ -58,7 +58,7 @@ PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
     Rule(
         name="pp-offload-activations-not-built",
         field="offload",
-        reason="Activations come back from the host in the order of one backward, not yet of several in flight.",
+        reason="Offloaded activations return in the order of one backward pass, not yet of the several of a pipeline.",
         predicate=lambda plan, facts: plan.offload_share("activations") > 0 and asks(plan, facts, "pp"),
         finding=lambda plan, facts: "activations on the host under a pipeline is not built yet",
         remedy=lambda plan, facts: "Leave activations out, or use recompute=full",
@@ -115,7 +115,7 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
     Rule(
         name="split-needs-pp",
         field="split",
-        reason="A split says the blocks of each stage, so it needs a pipeline.",
+        reason="A split gives the number of blocks of each stage, so it needs a pipeline.",
         predicate=lambda plan, facts: bool(plan.split) and not asks(plan, facts, "pp"),
         finding=lambda plan, facts: "stages belong to a pipeline, and pp is 1",
         remedy=lambda plan, facts: "Leave split out, or use pp=2 or more",
@@ -124,7 +124,7 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
     Rule(
         name="split-fits-model",
         field="split",
-        reason="A split has a number for each stage, and together they are the model's layers.",
+        reason="A split has one number for each stage, and the numbers add up to the model's layers.",
         predicate=lambda plan, facts: facts.open_axis != "pp" and _split_misfits(plan, facts),
         finding=lambda plan, facts: (
             f"there are {plan.pp * plan.virtual_stages} stages and {facts.model.num_layers} layers"

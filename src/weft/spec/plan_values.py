@@ -41,7 +41,7 @@ def offload_words(value: object, known: tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, tuple):
-        rule = "name what lives on the host. Use e.g. offload=optimizer+activations."
+        rule = "name what is kept on the host. Use e.g. offload=optimizer+activations."
         raise refused("offload", f"offload={shown(value)}: {rule}")
     chosen: dict[str, str] = {}
     for part in cast(tuple[object, ...], value):
@@ -66,7 +66,7 @@ def axis_names(value: object, known: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         choice("order", name, known)
     if len(set(names)) < len(names):
-        rule = "an axis stands in it once. Use e.g. order=tp+dp_shard, or leave it out."
+        rule = "each axis appears in it once. Use e.g. order=tp+dp_shard, or leave it out."
         raise refused("order", f"order={'+'.join(map(str, names))}: {rule}")
     return cast(tuple[str, ...], names)
 

@@ -142,7 +142,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="shard-needs-zero",
         field="dp_shard",
-        reason="With zero=0 nothing but experts is divided, so without them these ranks are replicas by a wrong name.",
+        reason="With zero=0 only experts are sharded; without experts these ranks are replicas: dp_replicate.",
         predicate=lambda plan, facts: plan.zero == 0 and plan.ep == 1 and asks(plan, facts, "dp_shard"),
         finding=lambda plan, facts: "zero=0 shards nothing over these ranks",
         remedy=lambda plan, facts: f"Use zero=1, 2 or 3, or dp_replicate={plan.dp_size} for replicas",
@@ -151,7 +151,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="reshard-needs-zero-3",
         field="reshard",
-        reason="Only zero=3 gathers parameters, so only there can they be let go.",
+        reason="Only zero=3 gathers parameters, so only zero=3 can free them again.",
         predicate=lambda plan, facts: plan.reshard != "after_forward" and plan.zero != 3,
         finding=lambda plan, facts: f"zero={plan.zero} keeps parameters whole",
         remedy=lambda plan, facts: "Leave reshard out, or use zero=3",
@@ -160,7 +160,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="offload-params-needs-zero-3",
         field="offload",
-        reason="Below zero=3 every forward reads all parameters, so on the host they would travel whole in each pass.",
+        reason="Below zero=3 every forward reads all parameters: all would travel from the host in each pass.",
         predicate=lambda plan, facts: plan.offload_share("params") > 0 and plan.zero != 3,
         finding=lambda plan, facts: (
             f"zero={plan.zero} needs whole parameters on the device in every pass; zero=3 brings them piece by piece"
@@ -250,7 +250,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="accumulation-without-pp",
         field="accumulation",
-        reason="Under a pipeline the passes of a step are its microbatches.",
+        reason="In a pipeline the passes of a step are its microbatches.",
         predicate=lambda plan, facts: plan.accumulation > 1 and asks(plan, facts, "pp"),
         finding=lambda plan, facts: "under a pipeline the passes of a step are its microbatches",
         remedy=lambda plan, facts: f"Use microbatches={plan.accumulation * plan.microbatches}",
@@ -316,7 +316,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="cp-mode-needs-cp",
         field="cp_mode",
-        reason="A way of context parallelism needs more than one rank on cp.",
+        reason="A mode of context parallelism needs more than one rank on cp.",
         predicate=lambda plan, facts: plan.cp_mode != "auto" and not asks(plan, facts, "cp"),
         finding=lambda plan, facts: "it says how a sequence that is cut over cp attends, and cp is 1",
         remedy=lambda plan, facts: "Leave cp_mode out, or use cp=2 or more",
@@ -325,7 +325,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="seq-len-fits-model",
         field="train.seq_len",
-        reason="A sequence is never longer than the model can read.",
+        reason="A sequence must not be longer than the positions of the model.",
         predicate=lambda plan, facts: facts.seq_len > facts.model.max_seq_len,
         finding=lambda plan, facts: f"the model reads at most {facts.model.max_seq_len} tokens (model.max_seq_len)",
         remedy=lambda plan, facts: f"Use train.seq_len={facts.model.max_seq_len} or less",
@@ -333,7 +333,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="precision-on-device",
         field="precision",
-        reason="The device must have arithmetic of the precision that the plan asks for.",
+        reason="The device must support the precision of the plan.",
         predicate=lambda plan, facts: (
             plan.precision in ("bf16", "fp16") and facts.device.peak_flops(plan.precision) is None
         ),

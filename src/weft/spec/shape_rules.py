@@ -50,7 +50,7 @@ def shape_rules() -> tuple[ShapeRule, ...]:
         ShapeRule(
             "rope_theta",
             lambda spec: spec.rope_theta > 1,
-            lambda _: "the base of the rotary frequencies is above 1. Use e.g. 10000.",
+            lambda _: "the base of the rotary frequencies must be above 1. Use e.g. 10000.",
         ),
         ShapeRule(
             "rope_scale",
@@ -95,7 +95,7 @@ def _expert_rules() -> tuple[ShapeRule, ...]:
         ShapeRule(
             "route_scale",
             lambda spec: 0 < spec.route_scale < math.inf,
-            lambda _: "what the experts give is multiplied with it, so it is above 0. Use 1.",
+            lambda _: "the output of the experts is multiplied by it, so it must be above 0. Use 1.",
         ),
         ShapeRule(
             "balance_rate",

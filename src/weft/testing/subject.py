@@ -3,7 +3,7 @@
 | written | is |
 |---|---|
 | run.toml | the model and optimizer of a run's config |
-| llama3-8b | a size that has a name |
+| llama3-8b | a size that has a name, whatever lies in the working directory |
 | folder with config.json | a Hugging Face model of that config, with random weights; no code of the folder is run |
 | package.module:function | what the function returns: a model, or (model, batch_fn) or (model, batch_fn, loss_fn) |
 
@@ -29,7 +29,7 @@ from weft.optim import build_optimizer
 from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
 from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec, decoder_spec, resolve_decoder, shape_problems
+from weft.spec.model import DecoderSpec, decoder_spec, model_names, resolve_decoder, shape_problems
 from weft.testing.hugging_face import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
 from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.step import call_model
@@ -155,9 +155,9 @@ def find_subject(source: str, settings: Settings) -> Subject:
         shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
         layout = Layout.read(config.layout) if config.layout else None
         return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan, layout)
-    if path.is_dir():
+    if path.is_dir() and source not in model_names():
         if not (path / "config.json").is_file():
-            raise ModelError(f"model={source}: the folder has no config.json. Name a Hugging Face model's folder.")
+            raise ModelError(f"model={source}: the folder has no config.json. Give the folder of a Hugging Face model.")
         return Subject(source, "hf", settings, shape_of(_config(source, settings)))
     if ":" in source:
         _refuse_reduction(source, settings)

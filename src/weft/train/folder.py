@@ -101,7 +101,7 @@ class RunFolder:
         file = self.path / name
         if not file.is_file():
             raise ConfigError(
-                f"run folder {str(self.path)!r}: it has no {name}, so it is no run of Weft. "
+                f"run folder {str(self.path)!r}: it has no {name}, so it is not a run folder of Weft. "
                 f"Give a folder that `weft train` made, such as runs/quickstart."
             )
         return file
@@ -133,13 +133,14 @@ def prepare_run(config: RunConfig, world_size: int, report: Report | None = None
     Raises the WeftError of what is wrong; then nothing in an existing folder was changed.
     """
     folder = RunFolder(Path(config.run.dir) / config.run.name)
-    if (folder.path / "config.toml").exists():
-        refuse_other_run(folder, config)
     plan = Plan.parse(config.plan, world_size)
     # Shapes are checked before data is tokenised: minutes of work must not end in a sentence about heads.
     expected_vocab = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
     expected = resolve_decoder(config.model, expected_vocab)
     _check_plan(plan, config, expected, world_size)
+    # After the rules: a setting that no run can have must not be told as one that this run does not have.
+    if (folder.path / "config.toml").exists():
+        refuse_other_run(folder, config)
     config = _with_own_layout(config, expected, plan)
     _check_optimizer(config, expected)
     data = prepare_data(config, report)

@@ -18,6 +18,10 @@ class Hook:
     def on_start(self, start_step: int) -> None:
         """Training begins at `start_step` (0, or the step resumed from)."""
 
+    def on_phase(self, name: str) -> None:
+        """The loop turns to something besides training: "compiling", "first step", "evaluating" or "saving"; "" when
+        it trains again."""
+
     def on_step(self, record: StepRecord) -> str | None:
         """A step is done. Return a reason to stop, or None."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,6 +80,7 @@ class Trainer:
         self.book.start()
         for hook in self.hooks:
             hook.on_start(self.progress.step)
+            hook.on_phase("compiling" if self.mesh.plan.compile else "first step")
         with self.loader.iterate(self.progress.step, num_steps) as steps:
             reason = next(
                 (stop for batches in self._awaited(steps) if (stop := self._advance(batches, guard))), "finished"
@@ -115,8 +116,18 @@ class Trainer:
                 return
             yield found
 
+    @contextmanager
+    def _phase(self, name: str, kind: str) -> Iterator[None]:
+        """Tell the hooks what the run turns to, and count what happens inside under this kind."""
+        for hook in self.hooks:
+            hook.on_phase(name)
+        with self.book.spend(kind):
+            yield
+        for hook in self.hooks:
+            hook.on_phase("")
+
     def _save(self) -> None:
-        with self.book.spend("checkpoint"):
+        with self._phase("saving", "checkpoint"):
             self.save(self.progress)
         self._saved_step = self.progress.step
 
@@ -186,7 +197,7 @@ class Trainer:
             self._due(self.config.eval.every) or self.progress.step == self.config.train.steps
         ):
             return None
-        with self.book.spend("evaluation"):
+        with self._phase("evaluating", "evaluation"):
             evaluation = evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
         rule = self.config.train.early_stop
         self.progress.note_evaluation(self.progress.step, evaluation.loss, rule.min_delta)

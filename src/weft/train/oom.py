@@ -125,13 +125,13 @@ def explain(step: Step, batch: Any, error: BaseException) -> str:
         whole = activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
     found = remedies(mesh.plan, usage, missing, Facts(world_size=mesh.world_size, model=shape), shape)
-    wanted = f"{format_bytes(asked)} more were asked for" if asked else "memory could not be had"
+    wanted = f"{format_bytes(asked)} more were asked for" if asked else "an allocation failed"
     text = [f"plan={mesh.plan}: rank {mesh.rank} ran out of memory on {mesh.device}: {wanted}, with {held}:", *lines]
     if not found:
         return "\n".join(
             [*text, "No change of the plan would help here. Use a smaller model or fewer tokens a sequence."]
         )
-    text.append("Use the first of these changes of the plan that you can bear (each alone, saved bytes estimated):")
+    text.append("Try these changes of the plan, best first (each alone; saved bytes are estimates):")
     for number, remedy in enumerate(found, 1):
         note = "" if remedy.enough else ", not enough alone"
         more = f", on {remedy.plan.world_size} ranks" if remedy.plan.world_size != mesh.plan.world_size else ""

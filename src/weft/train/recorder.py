@@ -26,6 +26,9 @@ class Recorder(Hook):
             self._log.write({"event": "resume", "step": start_step})
         self._log.write({"event": "start", "step": start_step, **self._start})
 
+    def on_phase(self, name: str) -> None:
+        self._display.phase(name)
+
     def on_step(self, record: StepRecord) -> str | None:
         self._log.write(record.to_event())
         self._display.step(record)

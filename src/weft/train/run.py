@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +19,7 @@ from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
 from weft.memory import recompute_of
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models import build_decoder
-from weft.monitor import Meter, flops_per_token, make_display
+from weft.monitor import Meter, busy, flops_per_token, make_display, tail_events, tell
 from weft.optim import build_optimizer, freeze
 from weft.parallel import parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
@@ -36,7 +35,7 @@ from weft.train.recorder import Recorder
 from weft.train.sample import write_sample
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
-from weft.train.summary import already_done, closing_lines, opening_lines
+from weft.train.summary import already_done, closing_lines, model_line, opening_lines
 from weft.train.time_report import report_times
 
 
@@ -60,8 +59,11 @@ def run_rank(run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO |
         join_ranks(place, device)
     ledger = Ledger()
     mesh = build_mesh(folder.plan(), device, ledger.record)
+    terminal = terminal or sys.stdout
     with folder.lock() if mesh.rank == 0 else contextlib.nullcontext():
-        result = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout).train()
+        with busy(terminal if mesh.rank == 0 else None, "loading the model and the data"):
+            run = _RankRun(folder, config, mesh, ledger, terminal)
+        result = run.train()
     # Not after an error: the others may be in a collective and would never come; the launcher ends them.
     leave_ranks()
     return result
@@ -107,10 +109,11 @@ class _RankRun:
 
     def train(self) -> RunResult:
         """Resume or start, train to the end, sample, sum up."""
-        progress, notes = self._resume()
+        with busy(self.terminal if self.mesh.rank == 0 else None, "loading the checkpoint"):
+            progress, notes = self._resume()
         if progress.step >= self.config.train.steps:
             if self.mesh.rank == 0:
-                print("\n".join([*notes, *already_done(self.folder, progress.step)]), file=self.terminal, flush=True)
+                tell(self.terminal, [*notes, *already_done(self.folder, progress.step)])
             return RunResult(progress.step, "finished")
         recorder = self._recorder(progress, notes) if self.mesh.rank == 0 else None
         trainer = Trainer(
@@ -131,17 +134,21 @@ class _RankRun:
         try:
             with stop_on_signal(self.step):
                 reason = trainer.fit()
+            times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config)
+            sample = self._sample(recorder, progress.step, reason) if recorder else ""
         finally:
             if recorder:
                 recorder.close()
-        times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config)
         if self.mesh.rank == 0:
-            # Who stops a run wants it to end: writing a sample takes seconds.
-            wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
-            sample = write_sample(self.folder, wanted, progress.step)
-            lines = closing_lines(self.folder, self.config, progress, reason, sample, times)
-            print("\n".join(lines), file=self.terminal, flush=True)
+            tell(self.terminal, closing_lines(self.folder, self.config, progress, reason, sample, times))
         return RunResult(progress.step, reason)
+
+    def _sample(self, recorder: Recorder, step: int, reason: str) -> str:
+        """What the trained model writes, while the panel still stands."""
+        # Who stops a run wants it to end: writing a sample takes seconds.
+        wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
+        recorder.on_phase("sampling")
+        return write_sample(self.folder, wanted, step)
 
     def _choose_recompute(self) -> None:
         """Settle before the first step what is recomputed, from the first microbatch of the run."""
@@ -223,12 +230,26 @@ class _RankRun:
     def _recorder(self, progress: Progress, notes: list[str]) -> Recorder:
         config = self.config
         opening = opening_lines(self.folder, config, self.mesh, self.model)
-        print("\n".join([*opening, *notes]), file=self.terminal, flush=True)
+        tell(self.terminal, [*opening, *notes])
         display = make_display(
-            self.terminal, total_steps=config.train.steps, start_step=progress.step, every=config.log.every
+            self.terminal,
+            total_steps=config.train.steps,
+            start_step=progress.step,
+            every=config.log.every,
+            title=(config.run.name, str(self.mesh.plan)),
+            # Sources that are mixed by weight each have epochs of their own.
+            steps_per_epoch=self.stream.num_sequences / config.train.global_batch
+            if len(config.data.train) == 1
+            else None,
+            past=tail_events(self.folder.events) if progress.step else (),
         )
-        start = {"plan": str(self.mesh.plan), "world_size": self.mesh.world_size, "device": str(self.mesh.device.type)}
-        return Recorder(self.folder, display, {**start, "weft": version("weft"), "torch": torch.__version__})
+        start = {
+            "model": model_line(self.folder, config),
+            "plan": str(self.mesh.plan),
+            "world_size": self.mesh.world_size,
+            "device": str(self.mesh.device.type),
+        }
+        return Recorder(self.folder, display, {**start, "weft": env.weft_version(), "torch": torch.__version__})
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Mo
     recompute = recompute_of(model)
     return [
         f"run     {folder.path}",
-        f"model   {config.model.name}: {format_count(ModelSpec.of_decoder(folder.decoder()).num_params)} parameters",
+        f"model   {model_line(folder, config)}",
         *(f"data    {line}" for line in folder.data().summary),
         f"batch   {train.global_batch} sequences of {train.seq_len} tokens: {format_count(tokens)} tokens a step, "
         f"{train.steps} steps, {format_count(tokens * train.steps)} tokens",
@@ -34,6 +34,11 @@ def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Mo
         *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
         *(f"offload {line}" for line in offload_lines(mesh.plan, mesh.device)),
     ]
+
+
+def model_line(folder: RunFolder, config: RunConfig) -> str:
+    """The model's name and size, such as "tiny: 6.29 M parameters"."""
+    return f"{config.model.name}: {format_count(ModelSpec.of_decoder(folder.decoder()).num_params)} parameters"
 
 
 def already_done(folder: RunFolder, step: int) -> list[str]:
@@ -56,7 +61,8 @@ def closing_lines(
     lines.append(f"done    {progress.step} of {config.train.steps} steps: {reason}")
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        lines.append(f"eval    {_evaluation(first)}  ->  {_evaluation(last)}")
+        fall = f"{_evaluation(first)}  ->  " if first["step"] != last["step"] else ""
+        lines.append(f"eval    {fall}{_evaluation(last)}")
     lines += [
         *times,
         f"folder  {folder.path}: events.jsonl, loss.png, samples/, checkpoints/, logs/",

@@ -49,10 +49,11 @@ def report_times(
     if mesh.rank:
         return []
     seconds = [one["seconds"] for one in ranks]
-    (folder.path / "times.svg").write_text(draw_times(seconds, book.num_steps))
+    sizes = mesh.plan.axis_sizes()
+    (folder.path / "times.svg").write_text(draw_times(seconds, book.num_steps, sizes))
     tracks = [("phases", f"rank {rank}", one["spans"]) for rank, one in enumerate(ranks) if one["spans"]]
     tracks += [("pipeline", f"rank {rank}", one["actions"]) for rank, one in enumerate(ranks) if one["actions"]]
-    lines = time_lines(seconds, book.num_steps)
+    lines = time_lines(seconds, book.num_steps, sizes)
     if pipeline and (lists := [one["actions"] for one in ranks if one["actions"]]):
         timeline = _on_a_clock(pipeline, lists)
         tracks += _planned(pipeline, timeline)

@@ -264,15 +264,15 @@ REFUSALS = {
     "Use cp_mode=ring or cp_mode=gather.",
     "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, at a rate that it does not "
     "keep under a usual name. Keep it as module.attention_dropout, or set it to 0.",
-    "sinks": "cp=2: LlamaAttention asks for s_aux, which attention over a cut sequence has not. Use cp=1.",
+    "sinks": "cp=2: LlamaAttention asks for s_aux, which attention over a cut sequence does not support. Use cp=1.",
     "state space": "cp: MambaForCausalLM has no one number of attention heads, and what else mixes its tokens "
     "cannot be cut. Use cp=1 for this model.",
     "convolution": "cp=2: model.layers.1.conv (Lfm2ShortConv) mixes tokens, and not by attention, so it would see only "
     "this rank's. Use cp=1 for this model.",
     "layer": "cp=2: model.layers.1 (LlamaDecoderLayer) called no attention, and what else mixes its tokens cannot be "
     "cut. Use cp=1 for this model.",
-    "own mask": "cp=2: LlamaAttention makes an attention mask of its own, which a cut sequence has not. Use cp=1 for "
-    "this model.",
+    "own mask": "cp=2: LlamaAttention makes its own attention mask, which a cut sequence does not support. "
+    "Use cp=1 for this model.",
     "labels": "labels: they equal input_ids, so the loss would have to shift them, and under cp=2 a token and the "
     "next may be on different ranks. Shift them in the data: labels[t] = input_ids[t + 1].",
     "length": "cp=2: cp_mode=ulysses cuts a sequence into 2 equal chunks, and 15 tokens do not come out even. "
@@ -298,7 +298,9 @@ def test_attention_within_chunks_is_refused_where_the_sequence_is_longer():
     module.layer_idx = 0
     module.config = SimpleNamespace(attention_chunk_size=8, layer_types=["chunked_attention"])
     refuse_chunks(module, context, 8)
-    with pytest.raises(ModelError, match="Module attends within chunks of 8 tokens, which a cut sequence of 16 has"):
+    with pytest.raises(
+        ModelError, match="Module attends within chunks of 8 tokens, which a cut sequence of 16 does not support"
+    ):
         refuse_chunks(module, context, 16)
     module.config.layer_types = ["full_attention"]
     refuse_chunks(module, context, 16)

@@ -59,12 +59,12 @@ def test_a_profile_of_another_machine_is_stale(tmp_path: Path) -> None:
     found = profile((1,))
     assert any(told.startswith("device loom, here ") for told in stale(found))
     found.save(tmp_path / "p.json")
-    with pytest.raises(ConfigError, match=r"device loom, here .*Measure anew: weft calibrate"):
+    with pytest.raises(ConfigError, match=r"device loom, here .*Measure again: weft calibrate"):
         profile_here(tmp_path / "p.json")
 
 
 def test_without_a_profile_nothing_is_guessed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing is known of this machine: .* Measure it first: weft calibrate"):
+    with pytest.raises(ConfigError, match=r"this machine has not been measured: .* Measure it first: weft calibrate"):
         profile_here(tmp_path / "none.json")
 
 

@@ -9,10 +9,28 @@ from importlib import metadata
 
 import weft
 from weft.cli.doctor.line import Line
+from weft.errors import install_extra
 
 _NEEDED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "pyarrow", "psutil", "matplotlib",
            "zstandard", "tomli-w", "nvidia-ml-py")  # fmt: skip
 _OPTIONAL = ("transformers",)
+
+
+#: This project's distribution; the one that is called `weft` is another project's.
+_DISTRIBUTION, _STRANGER = "weft-train", "weft"
+
+
+def namesake() -> Iterator[Line]:
+    """Whether another distribution claims `import weft` and the `weft` command."""
+    try:
+        found = metadata.metadata(_STRANGER)
+    except metadata.PackageNotFoundError:
+        return
+    ours = (found["Summary"] or "").startswith("One plan for training")
+    whose = f"an old install of this project, now {_DISTRIBUTION}" if ours else "another project"
+    text = f"{_STRANGER} {found['Version']} is installed too: {whose}, with the same import and command"
+    remedy = f"Run: pip uninstall {_STRANGER}, then install Weft again: pip install -e . in its checkout"
+    yield Line("software", "name clash", text, "warn", remedy)
 
 
 def versions() -> Iterable[Line]:
@@ -32,7 +50,7 @@ def versions() -> Iterable[Line]:
         yield Line("software", "missing", ", ".join(needed), "fail", remedy)
     optional = [package for package in missing if package in _OPTIONAL]
     if optional:
-        yield Line("software", "not installed", f'{", ".join(optional)} (optional: pip install "weft[hf]")')
+        yield Line("software", "not installed", f"{', '.join(optional)} (optional). {install_extra('hf')}.")
 
 
 def torch_build() -> Iterator[Line]:

@@ -13,9 +13,13 @@ from weft.cli.console import paint
 from weft.cli.doctor import gpus, machine, network, software
 from weft.cli.doctor.line import Line, examine
 from weft.cli.doctor.smoke import TwoRanks
+from weft.monitor.terminal import tell
 
+#: Columns before a line's text.
+_TEXT_COLUMN = 23
 _CHECKS = (
     ("software", software.versions),
+    ("software", software.namesake),
     ("software", software.torch_build),
     ("machine", machine.system),
     ("machine", machine.processor),
@@ -40,9 +44,10 @@ def doctor(
     lines = report()
     if as_json:
         print(json.dumps({"healthy": _healthy(lines), "lines": [_as_dict(line) for line in lines]}, indent=1))
+    elif markdown:
+        print(f"```\n{text(lines, plain=True)}\n```")
     else:
-        fence = "```" if markdown else ""
-        print("\n".join(filter(None, (fence, text(lines, plain=markdown), fence))))
+        tell(sys.stdout, [text(lines)], indent=_TEXT_COLUMN)
     if not _healthy(lines):
         raise typer.Exit(1)
 
@@ -71,7 +76,7 @@ def text(lines: Iterable[Line], plain: bool = False) -> str:
         pad = " " * (4 - len(line.status))
         rows.append(f"  {mark}{pad}  {line.name:<14} {line.text}")
         if line.remedy:
-            rows.append(f"        {'':<14} -> {line.remedy}")
+            rows.append(f"{'':<{_TEXT_COLUMN}}-> {line.remedy}")
     return "\n".join(rows)
 
 

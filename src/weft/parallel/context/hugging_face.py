@@ -121,8 +121,8 @@ def attend_by_name(
     ids_BT = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
     if ids_BT is not None and (ids_BT.is_floating_point() or ids_BT.shape[1:3] != (1, 1)):
         raise ModelError(
-            f"cp={context.axis.size}: {type(module).__name__} makes an attention mask of its own, which a cut sequence "
-            f"has not. Use cp=1 for this model."
+            f"cp={context.axis.size}: {type(module).__name__} makes its own attention mask, which a cut "
+            f"sequence does not support. Use cp=1 for this model."
         )
     return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
 
@@ -176,7 +176,9 @@ def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str
         )
     unknown = [name for name in _UNKNOWN if asked.get(name) is not None]
     if unknown:
-        raise ModelError(f"{where} asks for {unknown[0]}, which attention over a cut sequence has not. Use cp=1.")
+        raise ModelError(
+            f"{where} asks for {unknown[0]}, which attention over a cut sequence does not support. Use cp=1."
+        )
 
 
 def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
@@ -188,7 +190,7 @@ def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
     if chunk and chunk < seq_len and is_chunked:
         raise ModelError(
             f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a cut "
-            f"sequence of {seq_len} has not. Use cp=1, or sequences of at most {chunk} tokens."
+            f"sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
         )
 
 

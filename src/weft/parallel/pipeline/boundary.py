@@ -123,7 +123,7 @@ class Boundary:
         dtype, num_dims, *sizes = start_receive(numbers, self._axis, transfer.peer).wait().tolist()
         if not 0 <= dtype < len(_DTYPES) or not 0 <= num_dims <= _MAX_DIMS:
             raise CommError(
-                f"stage {transfer.stage}: rank {self._axis.ranks[transfer.peer]} sent something that is no shape. "
+                f"stage {transfer.stage}: rank {self._axis.ranks[transfer.peer]} sent something that is not a shape. "
                 f"Ranks of a pipeline must be given the same microbatches."
             )
         return torch.Size(sizes[:num_dims]), _DTYPES[dtype]

@@ -43,13 +43,13 @@ def profile_here(path: Path | None = None) -> Profile:
     """This machine's profile. Raises ConfigError where there is none, or where it is of another machine or software."""
     path = path or default_path()
     if not path.exists():
-        rule = f"nothing is known of this machine: there is no {path}"
+        rule = f"this machine has not been measured: there is no {path}"
         raise ConfigError([Problem("cluster", f"cluster=here: {rule}. Measure it first: weft calibrate")])
     profile = load_profile(path)
     changes = stale(profile)
     if changes:
         rule = f"it was measured with {'; '.join(changes)}"
-        raise ConfigError([Problem("profile", f"profile={path}: {rule}. Measure anew: weft calibrate")])
+        raise ConfigError([Problem("profile", f"profile={path}: {rule}. Measure again: weft calibrate")])
     return profile
 
 

@@ -108,7 +108,7 @@ class Laws:
         counts = tuple(sorted({key[4] for key in laws if key[0] == "linear_f"}))
         if not counts:
             rule = "it holds no products, so it says nothing of a step"
-            raise ConfigError([Problem("profile", f"profile={profile.path}: {rule}. Make it anew: weft calibrate")])
+            raise ConfigError([Problem("profile", f"profile={profile.path}: {rule}. Create it again: weft calibrate")])
         return cls(laws, counts, profile)
 
     def seconds(self, op: str, *size: Any, active: Any, dtype: str = "fp32") -> Array:

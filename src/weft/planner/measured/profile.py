@@ -155,13 +155,13 @@ def load_profile(path: Path | str) -> Profile:
         raise _error(f"{rule} Make one with: weft calibrate --out {path}") from None
     except ValueError as error:
         raise _error(
-            f"profile={path}: not JSON text ({error}). Make it anew with: weft calibrate --out {path}"
+            f"profile={path}: not JSON text ({error}). Create it again with: weft calibrate --out {path}"
         ) from None
     try:
         return _read(table, str(path))
     except (KeyError, TypeError, ValueError) as error:
         told = error.args[0] if error.args else type(error).__name__
-        raise _error(f"profile={path}: {told}. Make it anew with: weft calibrate --out {path}") from None
+        raise _error(f"profile={path}: {told}. Create it again with: weft calibrate --out {path}") from None
 
 
 def _read(table: Any, path: str) -> Profile:

@@ -108,7 +108,7 @@ def _say_total(reading: Reading, batch: _Batch) -> None:
         passes = "" if batch.passes == 1 else f" x {batch.passes or 'accumulation'}"
         reading.notes.append(
             f"{setting} is {batch.micro}{passes} x the data-parallel ranks; "
-            f"give the number of ranks (--world-size), or say it."
+            f"give the number of ranks (--world-size), or set it."
         )
         if setting not in reading.open:
             reading.open.append(setting)
@@ -122,7 +122,7 @@ def _say_micro(reading: Reading, batch: _Batch) -> None:
         reading.open.append("plan.accumulation")
         reading.notes.append(
             f"plan.accumulation is {batch.total} / ({batch.micro} x the data-parallel ranks); "
-            f"give the number of ranks (--world-size), or say it."
+            f"give the number of ranks (--world-size), or set it."
         )
         reading.follows(MICRO, "the batch and the ranks: it decides plan.accumulation once the ranks are known")
     elif total_typed and PASSES not in reading.values and batch.micro is not None:

@@ -131,7 +131,7 @@ def _scan(text: str, name: str) -> tuple[dict[KeyPath, int], list[Problem]]:
         elif token == ",":
             path[-1] = path[-1] + 1 if isinstance(path[-1], int) else ""
         elif token[0] != '"' and token not in ("true", "false", "null") and not math.isfinite(float(token)):
-            rule = f"{shown(token, 40)} is no number that JSON knows. Write a finite number, or leave the key out."
+            rule = f"{shown(token, 40)} is not a JSON number. Write a finite number, or leave the key out."
             problems.append(Problem(dotted(tuple(path)), rule, f"{name}:{line}"))
         last = (token, line)
     return lines, problems

@@ -1,0 +1,100 @@
+"""Text for a terminal that stands still or is as wide as it is: wrapped lines, and a line that says what is awaited."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import textwrap
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+from weft import env
+
+#: Columns that labels such as "plan    " take; wrapped lines continue under the text beside them.
+LABEL_COLUMNS = 8
+_DRAWS_PER_S = 4
+#: Shorter waits draw nothing: a line that flashes up tells nobody anything.
+_PATIENCE_S = 0.3
+
+
+def is_live(stream: TextIO) -> bool:
+    """Whether a person looks on, at a terminal that moves its cursor."""
+    return stream.isatty() and not env.is_ci() and env.get("TERM") != "dumb"
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Width of the terminal behind `stream` less one column, which some terminals wrap at; None for anything else."""
+    try:
+        return max(20, os.get_terminal_size(stream.fileno()).columns - 1) if stream.isatty() else None
+    except (OSError, ValueError):
+        return None
+
+
+def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
+    """`text` with each line broken at spaces so that it fits `width`; what follows a break is indented.
+
+    A word that is longer than a line stays whole, so that a path can be copied. width None: nothing is broken.
+    """
+    if width is None:
+        return text
+    wrapper = textwrap.TextWrapper(
+        width,
+        subsequent_indent=" " * min(indent, width // 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    lines = text.splitlines()
+    return "\n".join(part for line in lines for part in (_broken(line, wrapper) if len(line) > width else [line]))
+
+
+def _broken(line: str, wrapper: textwrap.TextWrapper) -> list[str]:
+    # A label's own spaces are no place to break: they would leave the label alone on its line.
+    label = re.match(r"\s*\S*\s\s*", line)
+    head = label.group() if label and label.end() <= len(wrapper.subsequent_indent) else ""
+    wrapper.initial_indent = head
+    return wrapper.wrap(line[len(head) :])
+
+
+def tell(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> None:
+    """Print lines, wrapped at words where `stream` is a terminal."""
+    width = columns_of(stream)
+    print("\n".join(wrapped(line, width, indent) for line in lines), file=stream, flush=True)
+
+
+@contextlib.contextmanager
+def busy(stream: TextIO | None, text: str) -> Iterator[None]:
+    """While inside, a terminal shows `text` and the seconds so far on a line of its own, which is gone afterwards.
+
+    Nothing else may write to the terminal meanwhile. Other streams show nothing.
+    """
+    if stream is None or not is_live(stream):
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_draw_busy, args=(stream, text, done), name="weft-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _draw_busy(stream: TextIO, text: str, done: threading.Event) -> None:
+    began = time.monotonic()
+    if done.wait(_PATIENCE_S):
+        return
+    # A closed terminal ends the line and not the run.
+    with contextlib.suppress(OSError, ValueError):
+        while True:
+            line = f"{text} ... {time.monotonic() - began:.0f} s"
+            stream.write(f"\r\033[K{line[: columns_of(stream)]}")
+            stream.flush()
+            if done.wait(1 / _DRAWS_PER_S):
+                break
+        stream.write("\r\033[K")
+        stream.flush()

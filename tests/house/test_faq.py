@@ -1,0 +1,37 @@
+"""The FAQ quotes messages that Weft still prints."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "faq.md").read_text()
+QUOTED = re.findall(r"^### `(.+)`$", PAGE, re.M)
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[str]:
+    """Every text of the sources, with '...' for what an f-string puts in."""
+    found: list[str] = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_there_are_twenty():
+    assert len(QUOTED) == len(set(QUOTED)) >= 20
+
+
+@pytest.mark.parametrize("text", QUOTED)
+def test_a_quoted_message_is_one_of_the_sources(text, messages):
+    parts = [re.escape(part) for part in text.split("...")]
+    pattern = re.compile(".*?".join(parts), re.S)
+    assert any(pattern.search(message) for message in messages), f"docs/faq.md quotes what no source says: {text}"
