@@ -1,7 +1,7 @@
 """Save while you train, and go on where you were: the first start and every resume are the same lines.
 
 python examples/04_save_and_resume.py
-torchrun --nproc-per-node 2 examples/04_save_and_resume.py      goes on from what one process saved, and the other way round
+torchrun --nproc-per-node 2 examples/04_save_and_resume.py      goes on from what one process saved; the reverse too
 """
 
 import tempfile

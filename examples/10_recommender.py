@@ -6,7 +6,7 @@ torchrun --nproc-per-node 2 examples/10_recommender.py      each rank holds half
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import weft
 
