@@ -77,9 +77,12 @@ class _Reference:
 
 
 class Verifier:
-    """Verifies plans of one number of ranks for one subject; a context, because it holds ranks and a folder."""
+    """Verifies plans of one number of ranks for one subject; a context, because it holds ranks and a folder.
 
-    def __init__(self, subject: Subject, num_ranks: int):
+    pool: ranks that run already, for several subjects in turn; they are left running.
+    """
+
+    def __init__(self, subject: Subject, num_ranks: int, pool: RankPool | None = None):
         self.subject, self.num_ranks = subject, num_ranks
         self._exits = ExitStack()
         self._folder = self._exits.enter_context(tempfile.TemporaryDirectory(prefix="weft-verify-"))
@@ -90,7 +93,7 @@ class Verifier:
             self._reference = _make_reference(subject, case, Path(self._folder))
             self.reference_s = time.perf_counter() - self.reference_s
             del case
-            self._pool = self._exits.enter_context(RankPool(num_ranks, timeout_s=LONGEST_S))
+            self._pool = pool or self._exits.enter_context(RankPool(num_ranks, timeout_s=LONGEST_S))
         except BaseException:
             self._exits.close()
             raise
