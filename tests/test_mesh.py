@@ -201,7 +201,7 @@ def joins_again(port: int) -> list[float]:
             join_ranks(place, torch.device("cpu"))
             assert dist.group.WORLD is first
             sums.append(all_reduce(torch.ones(1), build_mesh(plan).data).item())
-        with pytest.raises(CommError, match="initialised as rank . of 2, but this process was started as rank 0 of 3"):
+        with pytest.raises(CommError, match=r"initialised as rank \d of 2, but .* rank 0 of 3"):
             join_ranks(env.RankEnv(0, 3, 0, 3, "127.0.0.1", port, "torchrun"), torch.device("cpu"))
         if len(sums) == 2:
             leave_ranks()

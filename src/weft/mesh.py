@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
+from weft.pulse import Pulse
 from weft.spec.plan import AXES, Plan
 
 #: How long (s) a collective waits for a rank where nobody says otherwise.
@@ -54,6 +55,8 @@ class Axis:
     record: Record = field(default=_ignore, repr=False, compare=False)
     #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
     links: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False, compare=False)
+    #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
+    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
 
 
 #: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
@@ -77,6 +80,7 @@ class Mesh:
         self._record = record
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._links: dict[tuple[object, ...], object] = {}
+        self.pulse = Pulse()
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
 
@@ -106,6 +110,10 @@ class Mesh:
     def world(self) -> Axis:
         """All ranks."""
         return self[AXES]
+
+    def built_axes(self) -> list[Axis]:
+        """The axes that were asked for so far."""
+        return list(self._axes.values())
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Global ranks that differ from this one only along those axes, in order; makes no group."""
@@ -137,6 +145,7 @@ class Mesh:
             group=self._group(ranks),
             record=self._record,
             links=self._links,
+            pulse=self.pulse,
         )
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

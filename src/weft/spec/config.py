@@ -43,6 +43,13 @@ ShareOrSize = Annotated[
     ),
 ]
 
+_DURATION = r"^([1-9][0-9]{0,5}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])(s|m|min|h|d)$"
+Duration = Annotated[
+    str,
+    StringConstraints(pattern=_DURATION),
+    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a duration such as 90s, 30m or 2h"}),
+]
+
 ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
 
 #: The source that every machine already has: Python's standard library.
@@ -255,6 +262,10 @@ class LaunchSection(Section):
     """Ranks that a '*' in the plan stands for on this machine; all: one per GPU, or two on a CPU with two cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs where there are any, else the CPU."""
+    timeout: Duration = "30m"
+    """How long a rank waits for another before the run ends, as a number and s, m, h or d."""
+    warn_after: Duration = "1m"
+    """A wait as long as this is reported: which rank is missing, where, since when. From `timeout` on: never."""
 
 
 class RunConfig(Section):
