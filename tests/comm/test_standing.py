@@ -67,7 +67,9 @@ def test_ranks_that_wait_for_each_other():
 
 
 def test_a_forward_on_one_rank_alone_is_suspected_under_zero_3_only():
-    hint = "Under zero=3 every rank must take part in each forward, in evaluation too: has rank 0 called the model alone?"
+    hint = (
+        "Under zero=3 every rank must take part in each forward, in evaluation too: has rank 0 called the model alone?"
+    )
     gathers = waits(0, 0, 1, what="all_gather over dp_shard")
     assert hint in told(gathers, zero=3)[0]
     assert hint not in told(gathers, zero=2)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import threading
 import time
@@ -84,7 +85,9 @@ def test_long_work_is_one_calm_line(ranks2):
     assert silent == []
     assert len(told) == 2
     for text in told:
-        assert text.startswith("rank 0 saves a checkpoint: rank 1 waits for it in all_reduce over dp_replicate*dp_shard")
+        assert text.startswith(
+            "rank 0 saves a checkpoint: rank 1 waits for it in all_reduce over dp_replicate*dp_shard"
+        )
 
 
 def works_alone() -> list[str]:
@@ -108,3 +111,19 @@ def works_alone() -> list[str]:
 
 def test_nothing_is_told_where_nobody_waits(ranks2):
     assert ranks2.run(works_alone) == [[], []]
+
+
+def interpreter_is_stuck() -> str:
+    mesh = build_mesh(Plan(dp_replicate=2))
+    with tempfile.TemporaryFile("w+") as stacks:
+        barrier(mesh.data)
+        with Watch(mesh, lambda _: None, warn_after_s=WARN_AFTER_S, limit_s=60, stacks=stacks, owns_process=True):
+            if mesh.rank == 1:
+                ctypes.PyDLL(None).usleep(1_500_000)  # and no other thread of Python runs
+            barrier(mesh.data)
+        stacks.seek(0)
+        return stacks.read()
+
+
+def test_a_rank_whose_interpreter_is_stuck_leaves_its_stacks_too(ranks2):
+    assert "in interpreter_is_stuck" in ranks2.run(interpreter_is_stuck)[1]

@@ -59,7 +59,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_with_it(tmp_path, rank):
 
 def test_a_rank_that_stays_away_ends_the_run_at_the_limit(tmp_path):
     write_text(tmp_path)
-    process, stopped = stop_a_rank(tmp_path, 1, "launch.timeout=10s")
+    process, _ = stop_a_rank(tmp_path, 1, "launch.timeout=10s")
     try:
         shown, _ = process.communicate(timeout=60)
     finally:

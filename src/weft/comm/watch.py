@@ -65,6 +65,7 @@ class Watch(threading.Thread):
         self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
         self._end = threading.Event()
         self._store: Any = None
+        self._armed = 0.0
         self._forget(time.time())
         self._looked = time.monotonic()
         self._seen: tuple[object, ...] = ()
@@ -81,8 +82,9 @@ class Watch(threading.Thread):
         self._end.set()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(2 * self._tick_s)
-            if self._owns_process:
-                faulthandler.cancel_dump_traceback_later()
+        if self._armed:
+            faulthandler.cancel_dump_traceback_later()
+            self._armed = 0.0
         self._store = None
         return self._pulses
 
@@ -93,12 +95,21 @@ class Watch(threading.Thread):
         self.close()
 
     def run(self) -> None:
+        self._put_off_timer()
         while not self._end.wait(self._tick_s):
+            self._put_off_timer()
             try:
                 self._look()
             except (RuntimeError, OSError, ValueError) as error:
                 # The store is gone or hangs: what is known here must do.
                 self._tell_alone(error)
+
+    def _put_off_timer(self) -> None:
+        """While this thread runs, the interpreter does, and no timer of compiled code need dump the stacks."""
+        now = time.monotonic()
+        if self._owns_process and self._stacks is not None and now - self._armed > self._warn_after_s / 4:
+            faulthandler.dump_traceback_later(2 * self._warn_after_s, file=self._stacks)
+            self._armed = now
 
     def _look(self) -> None:
         """One tick: did anything move?"""
@@ -110,14 +121,10 @@ class Watch(threading.Thread):
             self._seen = seen
             said, told, is_teller, seconds = self._said, self._told, self._is_teller, time.time() - self._since
             self._forget(time.time())
-            if self._owns_process:
-                faulthandler.dump_traceback_later(self._warn_after_s + 10 * self._tick_s, file=self._stacks)
             if said is not None:
                 self._go_on(told, is_teller, seconds)
             return
         self._still_s += passed_s
-        if self._owns_process and self._still_s < self._warn_after_s:
-            faulthandler.dump_traceback_later(self._warn_after_s + 10 * self._tick_s, file=self._stacks)
         if self._still_s >= self._warn_after_s:
             self._stand_still()
 
