@@ -65,3 +65,23 @@ def test_inputs_of_any_shape_reach_the_model_through_forward():
             lr=0.1,
         )
         assert step({"x": torch.randn(4, 3), "s": torch.ones(4, 1)}).num_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"timeout": "soon"}, "timeout=soon: 'soon' is not a duration. Write a number and a unit, such as '15min'."),
+        ({"warn_after": 0}, "warn_after=0: it must be more than 0 s. Use warn_after='30m'."),
+    ],
+)
+def test_durations_are_refused_in_words(setting, text):
+    with pytest.raises(PlanError) as caught:
+        weft.init(device="cpu", **setting)
+    assert str(caught.value) == text
+
+
+def test_a_second_init_in_one_process_works():
+    first, second = weft.init(device="cpu"), weft.init("dp_shard=1 accumulation=2", device="cpu", warn_after="90s")
+    assert first.mesh is not second.mesh
+    second.close()
+    first.close()

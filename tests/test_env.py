@@ -197,3 +197,9 @@ def test_the_version_is_that_of_the_distribution(monkeypatch):
 
     monkeypatch.setattr(env, "version", missing)
     assert env.weft_version() == "not installed"
+
+
+def test_slurm_tasks_of_one_machine_meet_on_its_loopback_interface(monkeypatch):
+    one = {"SLURM_NNODES": "1", "SLURM_STEP_NODELIST": "gpu03", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}
+    set_all(monkeypatch, {**SLURM, **one})
+    assert env.rank_env() == RankEnv(1, 4, 1, 4, "127.0.0.1", 20_000 + 40_007 % 20_000, "slurm")

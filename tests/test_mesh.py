@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.errors import PlanError
-from weft.mesh import Mesh, _members, build_mesh, join_group
+from weft import env
+from weft.comm import all_reduce
+from weft.errors import CommError, PlanError
+from weft.mesh import Mesh, _members, build_mesh, join_group, join_ranks, leave_ranks, loopback_store
 from weft.spec.plan import AXES, Plan
+from weft.testing import RankPool
 
 sizes = st.tuples(*[st.integers(1, 3)] * len(AXES))
 
@@ -168,3 +173,42 @@ def groups_of_some_then_of_all() -> list[int]:
 
 def test_groups_that_only_some_ranks_made_do_not_part_the_others(ranks4):
     assert ranks4.run(groups_of_some_then_of_all) == [[2], [4], [2], [4]]
+
+
+def test_a_store_of_this_machine_listens_nowhere_else():
+    store = loopback_store("127.0.0.1", 0)
+    listening = {
+        connection.laddr
+        for connection in psutil.Process().net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == store.port
+    }
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    with pytest.raises(OSError, match="in use"):
+        loopback_store("127.0.0.1", store.port)
+
+
+def joins_again(port: int) -> list[float]:
+    """As a script under torchrun does that calls weft.init twice, or after close."""
+    rank = dist.get_rank()
+    env.set_for_children(TORCHELASTIC_USE_AGENT_STORE="True")
+    dist.destroy_process_group()
+    place = env.RankEnv(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
+    sums = []
+    for _ in range(2):
+        join_ranks(place, torch.device("cpu"))
+        first = dist.group.WORLD
+        for plan in (Plan(dp_replicate=2), Plan(dp_shard=2)):
+            join_ranks(place, torch.device("cpu"))
+            assert dist.group.WORLD is first
+            sums.append(all_reduce(torch.ones(1), build_mesh(plan).data).item())
+        with pytest.raises(CommError, match=r"initialised as rank \d of 2, but .* rank 0 of 3"):
+            join_ranks(env.RankEnv(0, 3, 0, 3, "127.0.0.1", port, "torchrun"), torch.device("cpu"))
+        if len(sums) == 2:
+            leave_ranks()
+    return sums
+
+
+def test_joining_twice_uses_the_same_group_and_joining_after_parting_makes_a_new_one():
+    store = loopback_store("127.0.0.1", 0)
+    with RankPool(2) as pool:
+        assert pool.run(joins_again, store.port) == [[2.0] * 4] * 2

@@ -10,6 +10,7 @@ for batch in loader:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +22,11 @@ from torch.utils.data import DataLoader
 
 from weft import env
 from weft.comm import Ledger
+from weft.comm.watch import WARN_AFTER_S, Watch
 from weft.data import ShardedLoader
 from weft.errors import PlanError
 from weft.memory.pool import MOST_OF_HOST
-from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
+from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.foreign_router import balance_routers
 from weft.spec.layout import Layout
@@ -32,12 +34,14 @@ from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
 from weft.train.step import ForwardFn, LossFn, TrainStep
+from weft.units import parse_seconds
 
 
 class Run:
     """What `init` gives: the plan, its mesh, and one call for each step of adoption."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int):
+    def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int, watch: Watch | None = None):
+        self._watch = watch
         self.plan = plan
         self.mesh = mesh
         self.ledger = ledger
@@ -112,6 +116,8 @@ class Run:
 
     def close(self) -> None:
         """Part from the other ranks. Call it last, or use the run as a context manager."""
+        if self._watch is not None:
+            self._watch.close()
         leave_ranks()
 
     def __enter__(self) -> Run:
@@ -133,6 +139,8 @@ def init(
     model: str | DecoderSpec | ModelSpec | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
+    timeout: str | float = LIMIT_S,
+    warn_after: str | float = WARN_AFTER_S,
 ) -> Run:
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
@@ -140,8 +148,11 @@ def init(
     the model (a size, a Hugging Face config folder, package.module:function, or a spec), tokens of a sequence and
     sequences of a step.
     device: "auto", "cpu" or "cuda".
+    timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
+    keeps its own. warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
     Raises PlanError when the plan breaks a rule or needs another number of ranks than were started.
     """
+    limit_s, warn_after_s = _duration("timeout", timeout), _duration("warn_after", warn_after)
     place = env.rank_env()
     world_size = place.world_size if place else 1
     if isinstance(plan, str) and is_auto(plan):
@@ -152,9 +163,25 @@ def init(
         raise PlanError("\n".join(violation.message for violation in violations))
     chosen = pick_device(device, place.local_rank if place else 0)
     if place is not None:
-        join_ranks(place, chosen)
+        join_ranks(place, chosen, limit_s)
     ledger = Ledger()
-    return Run(plan, build_mesh(plan, chosen, ledger.record), ledger, seed)
+    mesh = build_mesh(plan, chosen, ledger.record)
+    watch = Watch(mesh, _say, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
+    return Run(plan, mesh, ledger, seed, watch)
+
+
+def _say(text: str) -> None:
+    print(f"weft: {text}", file=sys.stderr, flush=True)
+
+
+def _duration(name: str, value: str | float) -> float:
+    try:
+        seconds = parse_seconds(value)
+    except ValueError as error:
+        raise PlanError(f"{name}={value}: {error}.") from error
+    if seconds <= 0:
+        raise PlanError(f"{name}={value}: it must be more than 0 s. Use {name}='30m'.")
+    return seconds
 
 
 def _chosen(

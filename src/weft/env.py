@@ -4,7 +4,8 @@
 |---|---|
 | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT | set by torchrun for each rank |
 | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID | set by srun for each task |
-| TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE | set by torch's elastic launcher |
+| TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, TORCHELASTIC_USE_AGENT_STORE | set by torch's elastic launcher |
+| GLOO_SOCKET_IFNAME | set to the loopback interface where all ranks meet there, unless the user sets it |
 | WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
 | WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
 | OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
@@ -85,13 +86,16 @@ def _slurm_place() -> RankEnv:
     num_nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1, lowest=1), lowest=1)
     # Jobs that share a node must not share a port: derive it from the job's number.
     port = 20_000 + _number("SLURM_JOB_ID", 0) % 20_000
+    tasks_here = _slurm_tasks_here(world_size, num_nodes)
+    # Tasks of one machine meet on its loopback interface, where nobody else can come.
+    host = "127.0.0.1" if tasks_here == world_size else first_slurm_host(nodes)
     return _consistent(
         RankEnv(
             rank=_number("SLURM_PROCID"),
             world_size=world_size,
             local_rank=_number("SLURM_LOCALID", 0),
-            local_world_size=_slurm_tasks_here(world_size, num_nodes),
-            master_addr=env.get("MASTER_ADDR", first_slurm_host(nodes)),
+            local_world_size=tasks_here,
+            master_addr=env.get("MASTER_ADDR", host),
             master_port=_number("MASTER_PORT", port, lowest=1, highest=65535),
             starter="slurm",
         ),
@@ -161,6 +165,17 @@ def export_rank(place: RankEnv) -> None:
         MASTER_ADDR=place.master_addr,
         MASTER_PORT=str(place.master_port),
     )
+
+
+def default_for_libraries(**values: str) -> None:
+    """Set variables that libraries of this process read, where the user has not set them."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def keeps_agent_store() -> bool:
+    """True where the program that started this rank hosts the store of the process group (torchrun, `weft train`)."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def child_env(**extra: str) -> dict[str, str]:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import datetime
 import gc
 import hashlib
+import ipaddress
+import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,7 +21,15 @@ import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
+from weft.pulse import Pulse
 from weft.spec.plan import AXES, Plan
+
+#: How long (s) a collective waits for a rank where nobody says otherwise.
+LIMIT_S = 1800.0
+#: The address of this machine that no other machine can reach.
+LOOPBACK = "127.0.0.1"
+#: How long (s) the launcher's store waits for an answer.
+_STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
 #: Told of each collective: (axis name, operation, bytes on this rank, host seconds).
 Record = Callable[[str, str, int, float], None]
@@ -44,6 +55,8 @@ class Axis:
     record: Record = field(default=_ignore, repr=False, compare=False)
     #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
     links: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False, compare=False)
+    #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
+    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
 
 
 #: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
@@ -67,6 +80,7 @@ class Mesh:
         self._record = record
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._links: dict[tuple[object, ...], object] = {}
+        self.pulse = Pulse()
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
 
@@ -96,6 +110,10 @@ class Mesh:
     def world(self) -> Axis:
         """All ranks."""
         return self[AXES]
+
+    def built_axes(self) -> list[Axis]:
+        """The axes that were asked for so far."""
+        return list(self._axes.values())
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Global ranks that differ from this one only along those axes, in order; makes no group."""
@@ -127,6 +145,7 @@ class Mesh:
             group=self._group(ranks),
             record=self._record,
             links=self._links,
+            pulse=self.pulse,
         )
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -207,29 +226,98 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
     return Mesh(plan, rank, torch.device(device), record)
 
 
-def join_ranks(place: env.RankEnv, device: torch.device, timeout_s: float = 1800.0) -> None:
+def join_ranks(place: env.RankEnv, device: torch.device, timeout_s: float = LIMIT_S) -> None:
     """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
-    Raises CommError when the ranks cannot meet.
+    A process group that is there already is used again, with the timeout that it has. timeout_s: how long a collective
+    waits for a rank. Raises CommError when the ranks cannot meet, or the group that is there does not fit.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
-    env.export_rank(place)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        _check_joined(place, device, backend)
+        return
+    env.export_rank(place)
+    address = _as_loopback(place.master_addr)
+    timeout = datetime.timedelta(seconds=timeout_s)
     try:
+        if address is not None:
+            _keep_gloo_at_home()
+        if address is not None and place.rank == 0 and not env.keeps_agent_store():
+            store = loopback_store(address, place.master_port, timeout)
+        else:
+            store = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+        # Who joins, parts and joins again must not read what was written the first time.
+        joined = store.add(f"weft/joined/{place.rank}", 1)
         dist.init_process_group(
             backend,
+            store=dist.PrefixStore(f"weft/{joined}", store),
             rank=place.rank,
             world_size=place.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (dist.DistError, OSError, RuntimeError, ValueError) as error:
         raise CommError(
             f"rank {place.rank} of {place.world_size} could not meet the others at "
             f"{place.master_addr}:{place.master_port}: {error}. "
             f"Check that every rank was started and can reach that host."
         ) from error
+
+
+def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:
+    """Refuse a process group that somebody else made and that the plan cannot use."""
+    found = dist.get_rank(), dist.get_world_size()
+    if found != (place.rank, place.world_size):
+        raise CommError(
+            f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but this process was started as rank "
+            f"{place.rank} of {place.world_size}. Leave init_process_group out: weft.init calls it."
+        )
+    carried = {kind.type for kind in dist.group.WORLD._device_types} if dist.group.WORLD is not None else set()
+    missing = sorted({"cpu", device.type} - carried)
+    if missing:
+        raise CommError(
+            f"torch.distributed is initialised without a backend for {' and '.join(missing)}. Leave init_process_group "
+            f"out: weft.init calls it. Or write init_process_group({backend!r})."
+        )
+
+
+def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> dist.TCPStore:
+    """A store for other processes of this machine, which listens on `address` only; torch's own listen everywhere.
+
+    port: 0 takes a free one (see `.port`). Raises OSError where the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind((address, port))
+        port = own.getsockname()[1]
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=own.detach(),
+        )
+
+
+def _as_loopback(host: str) -> str | None:
+    """The address on the loopback interface that `host` stands for; None where it is another machine's, or unclear."""
+    try:
+        address = ipaddress.ip_address(LOOPBACK if host == "localhost" else host)
+    except ValueError:
+        return None
+    return str(address) if address.is_loopback else None
+
+
+def _keep_gloo_at_home() -> None:
+    """gloo listens where the host's name leads; ranks of one machine need the loopback interface only."""
+    name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if name is not None and name in (found for _, found in socket.if_nameindex()):
+        env.default_for_libraries(GLOO_SOCKET_IFNAME=name)
 
 
 def leave_ranks() -> None:

@@ -382,3 +382,30 @@ def test_a_program_that_cannot_start_is_one_sentence(launch):
     assert code == 2
     assert err.startswith("error: the ranks could not be started: ")
     assert len(err.splitlines()) == 1
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(launch):
+    launched = launch("""
+        import torch
+        from weft.comm import all_reduce
+        from weft.mesh import build_mesh, join_ranks, leave_ranks
+        from weft.spec.plan import Plan
+        join_ranks(place, torch.device("cpu"))
+        all_reduce(torch.ones(1), build_mesh(Plan(dp_replicate=2)).data)
+        ready()
+        wait_for("seen")
+        leave_ranks()
+    """)
+    launched.wait_ready()
+    root = psutil.Process(launched.process.pid)
+    addresses = [
+        connection.laddr
+        for process in (root, *root.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    (launched.logs / "seen").touch()
+    # The launcher's store, and gloo in each rank.
+    assert len(addresses) >= 3
+    assert {address.ip for address in addresses} == {"127.0.0.1"}
+    assert launched.end()[0] == 0

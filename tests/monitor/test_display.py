@@ -108,7 +108,7 @@ def test_letters_that_the_stream_lacks_are_replaced():
     assert raw.getvalue().startswith(b"na?ve ???\nstep 1/3")
 
 
-def test_eta_runs_down_between_steps_and_counts_pauses(monkeypatch):
+def test_eta_runs_down_between_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     eta = Eta(100)
@@ -149,3 +149,14 @@ def test_a_step_costs_less_than_a_fifth_of_a_millisecond(is_tty):
         for one in records:
             display.step(one)
         assert (time.perf_counter() - began) / len(records) < 0.2e-3
+
+
+def test_one_long_pause_does_not_move_the_remaining_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    eta = Eta(1000)
+    for step in range(1, 201):
+        now[0] += 450.0 if step == 120 else 3.0 if step % 25 == 0 else 0.5
+        eta.observe(step)
+    # 100 steps: 4 with an evaluation (3 s), and one pause that counts like the longest of these.
+    assert eta.seconds() == pytest.approx(800 * (95 * 0.5 + 5 * 3.0) / 100, rel=0.01)

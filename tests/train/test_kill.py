@@ -40,14 +40,14 @@ SETTINGS = [
 ]
 
 
-def command(tmp_path: Path, name: str) -> list[str]:
+def command(tmp_path: Path, name: str, *settings: str) -> list[str]:
     places = [f"data.train={tmp_path / 'text.jsonl'}", f"run.dir={tmp_path}", f"run.name={name}"]
-    return [sys.executable, "-m", "weft", "train", *SETTINGS, *places]
+    return [sys.executable, "-m", "weft", "train", *SETTINGS, *places, *settings]
 
 
-def start(tmp_path: Path, name: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, name: str, *settings: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(tmp_path, name),
+        command(tmp_path, name, *settings),
         env=env.child_env(WEFT_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from weft import env
 from weft.cli.failure import Failure, first_failure, log_path, read_failure
@@ -87,6 +86,8 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+    from weft.cli.rendezvous import OneMachine
+
     class InheritedStreams(LogsSpecs):
         """Ranks keep our terminal, and redirect themselves: rank 0 needs a real terminal for its display."""
 
@@ -106,49 +107,24 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
             watch.begin(pids)
             return pids
 
-    handler = None
     try:
-        handler = _meeting_point()
         spec = WorkerSpec(
             role="weft",
             local_world_size=num_ranks,
-            rdzv_handler=handler,
+            rdzv_handler=OneMachine(f"weft-{os.getpid()}"),
             entrypoint=command[0],
             args=tuple(command[1:]),
             max_restarts=0,
             monitor_interval=_MONITOR_S,
-            local_addr="127.0.0.1",
         )
         result = WatchedAgent(spec, InheritedStreams(), exit_barrier_timeout=5).run()
     except (OSError, RuntimeError) as error:
         raise LaunchError(f"the ranks could not be started: {error}. `weft doctor` checks what they need.") from error
     finally:
         watch.end()
-        if handler is not None:
-            handler.shutdown()
     if result is None:
         raise LaunchError("the rendezvous ended before the ranks were started. Run the command again.")
     return {rank: failure.exitcode for rank, failure in result.failures.items()}
-
-
-def _meeting_point() -> Any:
-    """The rendezvous of this machine's ranks, on a port of their own."""
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            # Port 0: the system chooses a free one, so two runs on one machine never meet.
-            endpoint="127.0.0.1:0",
-            run_id=f"weft-{os.getpid()}",
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",
-            is_host=True,
-            timeout=60,
-        )
-    )
 
 
 def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, started: float) -> None:

@@ -62,8 +62,8 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
     The old stderr is where a rank of torchrun or srun says itself why it failed.
     """
     _flush()
-    terminal = _second_handle(1) if place.rank == 0 else None
-    outcry = _second_handle(2) if place.starter != "weft" else None
+    terminal = second_handle(1) if place.rank == 0 else None
+    outcry = second_handle(2) if place.starter != "weft" else None
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(target, 1)
     os.dup2(target, 2)
@@ -78,7 +78,8 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
     return terminal, outcry
 
 
-def _second_handle(descriptor: int) -> TextIO:
+def second_handle(descriptor: int) -> TextIO:
+    """A stream of its own to where the descriptor leads now."""
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
 
 
@@ -123,12 +124,14 @@ def main() -> None:
     if place is None:
         sys.exit("error: weft.cli.rank is started by `weft train`, with RANK and WORLD_SIZE set. Run: weft train.")
 
+    alarm = second_handle(2)  # where a rank tells that it waits for another, when the first cannot
+
     def body(terminal: TextIO | None) -> object:
         # torch loads here, behind the redirection, so that its warnings land in the log.
         with busy(terminal, "loading torch"):
             from weft.train import run_rank
 
-        return run_rank(run_dir, place, terminal)
+        return run_rank(run_dir, place, terminal, alarm)
 
     run_as_rank(run_dir / "logs", place, body)
     gc.freeze()  # as in main.py: ending takes no second

@@ -81,7 +81,7 @@ def train_here(config: RunConfig) -> None:
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
-    from weft.cli.rank import run_as_rank
+    from weft.cli.rank import run_as_rank, second_handle
     from weft.train import prepare_run, run_rank
     from weft.train.auto_plan import chosen_line, record_choice, settle_plan
 
@@ -96,7 +96,8 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
             record_choice(folder.path, asked, chosen)
     else:
         folder = prepare_run(config, place.world_size, None)
-    run_as_rank(folder.logs, place, lambda terminal: run_rank(folder.path, place, terminal))
+    alarm = second_handle(2)
+    run_as_rank(folder.logs, place, lambda terminal: run_rank(folder.path, place, terminal, alarm))
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -83,6 +83,9 @@ class BackendLink:
         operation.finished = True
         return True
 
+    def late(self) -> tuple[int, ...]:
+        return ()
+
     def look(self, operation: Operation, waited_s: float) -> None:
         """The backend keeps the group's timeout itself."""
 
@@ -147,6 +150,9 @@ class ExchangeLink:
             self._queue.popleft()
         except RuntimeError as error:
             raise failed(operation, error) from error
+
+    def late(self) -> tuple[int, ...]:
+        return ()
 
     def look(self, operation: Operation, waited_s: float) -> None:
         """The backend keeps the group's timeout itself."""

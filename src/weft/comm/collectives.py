@@ -56,15 +56,31 @@ class Pending:
         """The result. Raises CommError, naming axis and operation, when a rank is gone or late beyond the timeout."""
         axis, operation = self._axis, self._operation
         if axis is not None and operation is not None:
+            pulse = axis.pulse
+            pulse.waiting = self
             start = time.perf_counter()
             finish(operation, link_of(axis, operation.out.device), links_of(axis))
             seconds = self._seconds + time.perf_counter() - start
+            pulse.waiting = None
+            pulse.moved += 1
             self._axis = self._operation = None
             axis.record(axis.name, operation.kind, max(operation.source.nbytes, operation.out.nbytes), seconds)
             if self._into is not None:
                 self._into.detach().copy_(self._tensor.view_as(self._into))
                 self._tensor, self._into = self._into, None
         return self._tensor
+
+    def where(self) -> tuple[str, tuple[int, ...]]:
+        """The collective in words and the global ranks of its axis; empty once it is over."""
+        axis, operation = self._axis, self._operation
+        return (str(operation), axis.ranks) if axis is not None and operation is not None else ("", ())
+
+    def late(self) -> tuple[int, ...]:
+        """Global ranks that hold it up, where the transport knows."""
+        axis, operation = self._axis, self._operation
+        if axis is None or operation is None:
+            return ()
+        return link_of(axis, operation.out.device).late()
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -71,6 +71,10 @@ class Link(Protocol):
         """Wait for `operation` in the backend, with nothing else carried on. False where the link cannot."""
         ...
 
+    def late(self) -> tuple[int, ...]:
+        """Global ranks that this rank waits for; empty where the transport does not know. Any thread may ask."""
+        ...
+
     def look(self, operation: Operation, waited_s: float) -> None:
         """Raise CommError when `operation` cannot end any more: a rank is gone, or the time is over."""
         ...

@@ -65,6 +65,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
     Raises CommError when the ranks cannot meet, or cannot use the transport named.
     """
     assert axis.group is not None, "an axis of size 1 has nobody to meet"
+    axis.pulse.waiting = _Meeting(axis)
     try:
         link = _join(axis, axis.group, device, transport)
     except RuntimeError as error:
@@ -72,8 +73,24 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
             f"axis {axis.name}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
             f"Look at the logs of these ranks: one has probably ended."
         ) from error
+    finally:
+        axis.pulse.waiting = None
+        axis.pulse.moved += 1
     axis.links[(axis.group, device)] = link
     return link
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """The first meeting of an axis's ranks, as something that is waited for."""
+
+    axis: Axis
+
+    def where(self) -> tuple[str, tuple[int, ...]]:
+        return f"the first meeting over {self.axis.name}", self.axis.ranks
+
+    def late(self) -> tuple[int, ...]:
+        return ()
 
 
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:

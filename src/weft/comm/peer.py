@@ -108,13 +108,16 @@ def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor
 class Message:
     """A message under way between two ranks; `wait()` returns its tensor, and may be called again."""
 
-    def __init__(self, tensor: torch.Tensor, axis: Axis, what: str, work: dist.Work | None, start: float):
+    def __init__(self, tensor: torch.Tensor, axis: Axis, what: str, peer: int, work: dist.Work | None, start: float):
         self._tensor, self._axis, self._what, self._work = tensor, axis, what, work
+        self._peer = axis.ranks[peer]
         self._seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
         """The tensor, sent or received. Raises CommError when the other rank is gone."""
         if self._work is not None:
+            pulse = self._axis.pulse
+            pulse.waiting = self
             start = time.perf_counter()
             work, self._work = self._work, None
             try:
@@ -123,8 +126,18 @@ class Message:
                 nothing = torch.empty(0)
                 raise failed(Operation(self._what, self._axis.name, nothing, nothing), error) from error
             seconds = self._seconds + time.perf_counter() - start
+            pulse.waiting = None
+            pulse.moved += 1
             self._axis.record(self._axis.name, self._what, self._tensor.nbytes, seconds)
         return self._tensor
+
+    def where(self) -> tuple[str, tuple[int, ...]]:
+        """The message in words and the other rank."""
+        return f"{self._what} over {self._axis.name}", (self._peer,)
+
+    def late(self) -> tuple[int, ...]:
+        """Nobody but the other rank is waited for."""
+        return (self._peer,)
 
 
 def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Message:
@@ -133,7 +146,7 @@ def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Messa
     _check_peer("send", axis, to, tensor)
     tensor = tensor.detach()
     work = dist.isend(tensor, dst=axis.ranks[to], group=axis.group, tag=tag)
-    return Message(tensor, axis, "send", work, start)
+    return Message(tensor, axis, "send", to, work, start)
 
 
 def start_receive(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Message:
@@ -141,7 +154,7 @@ def start_receive(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> M
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
     work = dist.irecv(out.detach(), src=axis.ranks[source], group=axis.group, tag=tag)
-    return Message(out, axis, "receive", work, start)
+    return Message(out, axis, "receive", source, work, start)
 
 
 def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:

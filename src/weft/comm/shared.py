@@ -123,6 +123,10 @@ class SharedLink:
             f"Let every rank take the same path through the model and the training loop."
         )
 
+    def late(self) -> tuple[int, ...]:
+        segment = self._segment
+        return tuple(self._ranks[at] for at in range(segment.size) if at != segment.rank and self._holds_up(at))
+
     def look(self, operation: Operation, waited_s: float) -> None:
         self._refuse_if_broken(operation)
         segment = self._segment
@@ -138,7 +142,8 @@ class SharedLink:
             names = self._names(late) or "the other ranks"
             self._fail(
                 f"{operation}: no word from {names} in {self._timeout_s:g} s, the limit of the group. "
-                f"Look at the log and the stack of that rank; if it is only slow, join the ranks with a longer timeout."
+                f"Look at the log and the stack of that rank; if it is only slow, use a longer launch.timeout, "
+                f"or weft.init(..., timeout=...)."
             )
 
     def _names(self, places: list[int]) -> str:

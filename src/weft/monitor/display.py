@@ -100,23 +100,32 @@ class LastingStream:
 
 
 class Eta:
-    """Seconds that the rest of a run will take, from the wall clock of its last steps."""
+    """Seconds that the rest of a run will take, from the wall clock of its last steps.
+
+    The mean of the last steps, with the longest taken for as long as the next: one pause (a stopped process, a laptop
+    that slept, the first step's compiling) leaves no trace, and evaluations and saves, which come back, count.
+    """
 
     def __init__(self, total_steps: int):
         self._total = total_steps
-        self._seen: deque[tuple[int, float]] = deque(maxlen=_ETA_WINDOW)
+        self._last: tuple[int, float] | None = None
+        self._seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
 
     def observe(self, step: int) -> None:
-        self._seen.append((step, time.monotonic()))
+        now = time.monotonic()
+        if self._last is not None and step > self._last[0]:
+            self._seconds.append((now - self._last[1]) / (step - self._last[0]))
+        self._last = (step, now)
 
     def seconds(self) -> float | None:
         """None before two steps were seen. Time since the last step is taken off, so that a clock runs down."""
-        if len(self._seen) < 2 or self._seen[-1][0] <= self._seen[0][0]:
+        if self._last is None or not self._seconds:
             return None
-        (first, began), (last, ended) = self._seen[0], self._seen[-1]
-        seconds_per_step = (ended - began) / (last - first)
+        step, ended = self._last
+        *others, _ = sorted(self._seconds)
+        seconds_per_step = (sum(others) + others[-1]) / len(self._seconds) if others else self._seconds[0]
         since = min(time.monotonic() - ended, seconds_per_step)
-        return max(0.0, (self._total - last) * seconds_per_step - since)
+        return max(0.0, (self._total - step) * seconds_per_step - since)
 
 
 class PlainDisplay:

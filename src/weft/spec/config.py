@@ -53,6 +53,12 @@ OptionValue = Annotated[
     bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
     WithJsonSchema({"x-rule": "true, false, a number, a text or a list of numbers"}),
 ]
+_DURATION = r"^([1-9][0-9]{0,5}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])(s|m|min|h|d)$"
+Duration = Annotated[
+    str,
+    StringConstraints(pattern=_DURATION),
+    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a duration such as 90s, 30m or 2h"}),
+]
 
 ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
 
@@ -304,6 +310,10 @@ class LaunchSection(Section):
     """Ranks to start on this machine, which a '*' in the plan stands for; all: one per GPU, or up to two on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPUs if there are any, else the CPU."""
+    timeout: Duration = "30m"
+    """How long a rank waits for another before the run ends, as a number and s, m, h or d."""
+    warn_after: Duration = "1m"
+    """A wait as long as this is reported: which rank is missing, where, since when. From `timeout` on: never."""
 
 
 class RunConfig(Section):

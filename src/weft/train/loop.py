@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -77,6 +77,7 @@ class Trainer:
         num_steps = self.config.train.steps
         guard = NonFiniteGuard(self.config.train.max_bad_steps)
         self._saved_step = self.progress.step
+        self._started = False
         self.book.start()
         for hook in self.hooks:
             hook.on_start(self.progress.step)
@@ -110,24 +111,24 @@ class Trainer:
         """The steps' batches; waiting for them is counted."""
         batches = iter(steps)
         while True:
-            with self.book.spend("data"):
+            with self.mesh.pulse.doing("waits for its data", may_take_long=False), self.book.spend("data"):
                 found = next(batches, None)
             if found is None:
                 return
             yield found
 
     @contextmanager
-    def _phase(self, name: str, kind: str) -> Iterator[None]:
-        """Tell the hooks what the run turns to, and count what happens inside under this kind."""
+    def _phase(self, name: str, kind: str, doing: str) -> Iterator[None]:
+        """Tell the hooks, and ranks that wait for this one, what it does; count the time under this kind."""
         for hook in self.hooks:
             hook.on_phase(name)
-        with self.book.spend(kind):
+        with self.mesh.pulse.doing(doing), self.book.spend(kind):
             yield
         for hook in self.hooks:
             hook.on_phase("")
 
     def _save(self) -> None:
-        with self._phase("saving", "checkpoint"):
+        with self._phase("saving", "checkpoint", "saves a checkpoint"):
             self.save(self.progress)
         self._saved_step = self.progress.step
 
@@ -147,7 +148,8 @@ class Trainer:
                 {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
                 for batch in batches
             ]
-        metrics = self.step(local, self._seeds(step), derive_seed(config.seed, step))
+        with self._first_is_long():
+            metrics = self.step(local, self._seeds(step), derive_seed(config.seed, step))
         times = self.meter.end_step(metrics.num_tokens)
         self.book.add_step(times)
         speed = self.meter.tokens_per_s
@@ -165,6 +167,13 @@ class Trainer:
             skipped=metrics.skipped,
         )
         return record, metrics
+
+    def _first_is_long(self) -> AbstractContextManager[None]:
+        """The first step of a start compiles, which ranks need not finish together."""
+        if self._started or not self.mesh.plan.compile:
+            return nullcontext()
+        self._started = True
+        return self.mesh.pulse.doing("compiles the model in its first step")
 
     def _seeds(self, step: int) -> list[int]:
         """Seeds of torch's generators: functions of (seed, step, first global sample), so nothing is left to save."""
@@ -197,7 +206,7 @@ class Trainer:
             self._due(self.config.eval.every) or self.progress.step == self.config.train.steps
         ):
             return None
-        with self._phase("evaluating", "evaluation"):
+        with self._phase("evaluating", "evaluation", "evaluates"):
             evaluation = evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
         rule = self.config.train.early_stop
         self.progress.note_evaluation(self.progress.step, evaluation.loss, rule.min_delta)

@@ -15,12 +15,14 @@ import torch
 from weft import env
 from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
 from weft.comm import Ledger, barrier, broadcast
+from weft.comm.watch import Watch
 from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
 from weft.memory import recompute_of
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models import build_decoder
-from weft.monitor import Meter, busy, flops_per_token, make_display, tail_events, tell
+from weft.monitor import Display, Meter, busy, flops_per_token, make_display, tail_events, tell
 from weft.optim import build_optimizer, freeze
+from weft.monitor.display import LastingStream
 from weft.parallel import parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec.cluster import device_by_torch_name
@@ -37,6 +39,7 @@ from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 from weft.train.summary import already_done, closing_lines, model_line, opening_lines
 from weft.train.time_report import report_times
+from weft.units import parse_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +50,68 @@ class RunResult:
     reason: str
 
 
-def run_rank(run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO | None = None) -> RunResult:
+def run_rank(
+    run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO | None = None, alarm: TextIO | None = None
+) -> RunResult:
     """Train, as one rank, the run whose folder `prepare_run` wrote; goes on from the newest valid checkpoint.
 
-    place: this process among the ranks; None is a single rank. terminal: where the first rank shows progress.
+    place: this process among the ranks; None is a single rank. terminal: where the first rank shows progress. alarm:
+    where another rank tells that it waits, when the first cannot.
     """
     folder = RunFolder(Path(run_dir))
     config = folder.config()
     device = pick_device(config.launch.device, place.local_rank if place else 0)
     if place is not None:
-        join_ranks(place, device)
+        join_ranks(place, device, parse_seconds(config.launch.timeout))
     ledger = Ledger()
     mesh = build_mesh(folder.plan(), device, ledger.record)
-    terminal = terminal or sys.stdout
-    with folder.lock() if mesh.rank == 0 else contextlib.nullcontext():
+    voice = _Voice((terminal if mesh.rank == 0 else alarm) or sys.stdout)
+    with (
+        folder.lock() if mesh.rank == 0 else contextlib.nullcontext(),
+        Watch(
+            mesh,
+            voice.tell,
+            warn_after_s=parse_seconds(config.launch.warn_after),
+            limit_s=parse_seconds(config.launch.timeout),
+            limit_name=f"launch.timeout={config.launch.timeout}",
+            where_stacks=f"{folder.logs}/rank_*.log",
+            owns_process=place is not None,
+        ),
+    ):
         with busy(terminal if mesh.rank == 0 else None, "loading the model and the data"):
-            run = _RankRun(folder, config, mesh, ledger, terminal)
+            run = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout, voice)
         result = run.train()
+        # Who is through waits for the first rank here, where it is watched, and not in the parting.
+        barrier(mesh.world)
     # Not after an error: the others may be in a collective and would never come; the launcher ends them.
     leave_ranks()
     return result
 
 
+class _Voice:
+    """Where this rank tells people that it waits: above the display where it has one; and in its log."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = LastingStream(stream)
+        self.display: Display | None = None
+
+    def tell(self, text: str) -> None:
+        if self.display is not None:
+            self.display.note(text)
+        else:
+            self._stream.write(f"weft: {text}\n")
+            self._stream.flush()
+        print(text, file=sys.stderr, flush=True)
+
+
 class _RankRun:
     """Builds the pieces of one rank's run and joins them."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, mesh: Mesh, ledger: Ledger, terminal: TextIO):
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, mesh: Mesh, ledger: Ledger, terminal: TextIO, voice: _Voice
+    ):
         self.folder, self.config, self.mesh = folder, config, mesh
+        self.voice = voice
         self.terminal = terminal
         self.tokenizer = Tokenizer.load(folder.tokenizer)
         data = folder.data()
@@ -137,6 +175,7 @@ class _RankRun:
             times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config)
             sample = self._sample(recorder, progress.step, reason) if recorder else ""
         finally:
+            self.voice.display = None
             if recorder:
                 recorder.close()
         if self.mesh.rank == 0:
@@ -148,7 +187,8 @@ class _RankRun:
         # Who stops a run wants it to end: writing a sample takes seconds.
         wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
         recorder.on_phase("sampling")
-        return write_sample(self.folder, wanted, step)
+        with self.mesh.pulse.doing("writes a sample"):
+            return write_sample(self.folder, wanted, step)
 
     def _choose_recompute(self) -> None:
         """Settle before the first step what is recomputed, from the first microbatch of the run."""
@@ -196,7 +236,8 @@ class _RankRun:
         step = int(broadcast(chosen, self.mesh.world))
         if step < 0:
             return Progress(), notes
-        checkpoint = load_checkpoint(self.folder.checkpoint(step))
+        with self.mesh.pulse.doing("reads a checkpoint"):
+            checkpoint = load_checkpoint(self.folder.checkpoint(step))
         groups = {group: checkpoint.tensors(group) for group in ("model", "optimizer")}
         restore(self.model, self.optimizer, groups)
         self.step.loss_scale.restore(checkpoint.state["loss_scale"])
@@ -243,6 +284,7 @@ class _RankRun:
             else None,
             past=tail_events(self.folder.events) if progress.step else (),
         )
+        self.voice.display = display
         start = {
             "model": model_line(self.folder, config),
             "plan": str(self.mesh.plan),

@@ -97,6 +97,7 @@ class TrainStep:
         if self._nominal is None:
             self._nominal = _power_of_two(_sizes(microbatches[0])[1] * num_micro * self.mesh.data.size)
         self.model.train()
+        self.mesh.pulse.in_step = True
         self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
@@ -121,7 +122,9 @@ class TrainStep:
             # The only wait for the device in a step: all that the decision below needs, in one copy.
             numbers = torch.cat([totals, norm.to(totals).reshape(1)]).tolist()
         with self._meter.phase("optimizer"):
-            return self._update(*numbers)
+            metrics = self._update(*numbers)
+        self.mesh.pulse.in_step = False
+        return metrics
 
     def held_gradients(self) -> list[torch.Tensor]:
         """The tensors that this rank's gradients lie in."""

@@ -1,0 +1,129 @@
+"""A rank that lets the others wait is told of, on every transport; long work is not an alarm."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.comm import all_reduce, barrier
+from weft.comm.meet import TRANSPORTS, join
+from weft.comm.watch import Watch
+from weft.mesh import Mesh, build_mesh
+from weft.spec.plan import Plan
+
+WARN_AFTER_S = 0.4
+
+
+def in_users_code(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def watched(mesh: Mesh, late: int, work) -> tuple[list[str], str]:
+    """What this rank tells while the rank `late` does `work` before an all_reduce; and its stacks."""
+    told: list[str] = []
+    with tempfile.TemporaryFile("w+") as stacks:
+        barrier(mesh.data)
+        with Watch(mesh, told.append, warn_after_s=WARN_AFTER_S, limit_s=60, stacks=stacks):
+            for _ in range(2):  # what was said is taken back: the second time is like the first
+                if mesh.rank == late:
+                    work()
+                all_reduce(torch.ones(1), mesh.data)
+                time.sleep(0.25)
+        barrier(mesh.data)
+        stacks.seek(0)
+        return told, stacks.read()
+
+
+def late_rank(transport: str, late: int) -> tuple[list[str], str]:
+    mesh = build_mesh(Plan(dp_replicate=2))
+    join(mesh.data, "cpu", transport)
+    return watched(mesh, late, lambda: in_users_code(2.0))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_lets_the_others_wait_is_told_with_its_line_and_stacks(ranks2, transport):
+    (told, stacks), (silent, theirs) = ranks2.run(late_rank, transport, 1)
+    assert silent == []
+    assert [text.partition(" since ")[0].partition(" after ")[0] for text in told] == [
+        "waiting for rank 1",
+        "rank 1 goes on",
+    ] * 2
+    assert "rank 0 is in all_reduce over dp_replicate*dp_shard." in told[0]
+    assert f"Rank 1 calls no collective, at {Path(__file__).name}:" in told[0]
+    assert "in in_users_code." in told[0]
+    assert "The wait ends at " in told[0]
+    assert stacks.count("rank 0 waits in all_reduce over dp_replicate*dp_shard since") == 2
+    assert theirs.count("rank 1 calls no collective since") == 2
+    assert "in in_users_code" in theirs
+
+
+def test_the_first_rank_tells_of_itself_where_it_has_the_terminal(ranks2):
+    (told, _), (silent, _) = ranks2.run(late_rank, "shared memory", 0)
+    assert silent == []
+    assert told[0].startswith("waiting for rank 0 since")
+    assert "rank 1 is in all_reduce" in told[0]
+
+
+def saves() -> tuple[list[str], str]:
+    mesh = build_mesh(Plan(dp_replicate=2))
+
+    def save() -> None:
+        with mesh.pulse.doing("saves a checkpoint"):
+            in_users_code(1.5)
+
+    return watched(mesh, 0, save)
+
+
+def test_long_work_is_one_calm_line(ranks2):
+    (told, _), (silent, _) = ranks2.run(saves)
+    assert silent == []
+    assert len(told) == 2
+    for text in told:
+        assert text.startswith(
+            "rank 0 saves a checkpoint: rank 1 waits for it in all_reduce over dp_replicate*dp_shard"
+        )
+
+
+def works_alone() -> list[str]:
+    """Nobody waits: all ranks work for long, as in a first step that compiles."""
+    mesh = build_mesh(Plan(dp_replicate=2))
+    told: list[str] = []
+    barrier(mesh.data)
+    with Watch(mesh, told.append, warn_after_s=0.3, limit_s=60) as first:
+        in_users_code(1.0)
+        barrier(mesh.data)
+        # A second mesh of the process: one thread goes on, and watches both.
+        with Watch(build_mesh(Plan(dp_shard=2)), told.append, warn_after_s=0.3, limit_s=60):
+            assert not first.is_alive()
+            for _ in range(8):
+                barrier(mesh.data)
+                time.sleep(0.1)
+            assert sum(isinstance(thread, Watch) for thread in threading.enumerate()) == 1
+    barrier(mesh.data)
+    return told
+
+
+def test_nothing_is_told_where_nobody_waits(ranks2):
+    assert ranks2.run(works_alone) == [[], []]
+
+
+def interpreter_is_stuck() -> str:
+    mesh = build_mesh(Plan(dp_replicate=2))
+    with tempfile.TemporaryFile("w+") as stacks:
+        barrier(mesh.data)
+        with Watch(mesh, lambda _: None, warn_after_s=WARN_AFTER_S, limit_s=60, stacks=stacks, owns_process=True):
+            if mesh.rank == 1:
+                ctypes.PyDLL(None).usleep(1_500_000)  # and no other thread of Python runs
+            barrier(mesh.data)
+        stacks.seek(0)
+        return stacks.read()
+
+
+def test_a_rank_whose_interpreter_is_stuck_leaves_its_stacks_too(ranks2):
+    assert "in interpreter_is_stuck" in ranks2.run(interpreter_is_stuck)[1]
