@@ -43,6 +43,16 @@ ShareOrSize = Annotated[
     ),
 ]
 
+_DURATION = "^(" + "|".join(
+    "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
+    for unit in "dhms"
+) + ")$"  # fmt: skip
+Duration = Annotated[
+    str,
+    StringConstraints(pattern=_DURATION),
+    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
+]
+
 ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
 
 #: The source that every machine already has: Python's standard library.
@@ -211,6 +221,9 @@ class TrainSection(Section):
     """Sequences in one optimizer step, over all ranks and microbatches."""
     max_bad_steps: Count = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
+    max_time: Duration | None = None
+    """Time such as 3h30m or 90s, from the start of the command: before it is over, the run saves and stops with exit
+    code 0, and the same command goes on. Absent: no limit."""
     early_stop: EarlyStopSection = EarlyStopSection()
 
 

@@ -24,7 +24,7 @@ from weft.spec.overrides import apply_override
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.toml_lines import KeyPath, dotted, error_place, key_lines
 
-__all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "show_origins"]
+__all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "parse_config", "show_origins"]
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -33,7 +33,12 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
     Raises ConfigError, which holds every problem found.
     """
     name = "" if path is None else shown(str(path), 200)  # one line, whatever the path holds
-    tables, origins = ({}, {}) if path is None else _read_tables(_read_text(Path(path), name), name)
+    return parse_config("" if path is None else _read_text(Path(path), name), name, overrides)
+
+
+def parse_config(text: str, name: str, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read the text of a config file, as `load_config` does. name: of the file, for the origins of what is wrong."""
+    tables, origins = _read_tables(text, name)
     problems: list[Problem] = []
     _expand_sources(tables)
     for override in overrides:

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from weft.errors import CheckpointError
+from weft.models import build_decoder
 from weft.parallel import data_parallel
+from weft.spec.config import OptimizerSection
+from weft.spec.model import DecoderSpec
 
 
 def capture(
@@ -35,6 +38,18 @@ def capture(
     # What is trained or divided comes from the engine; the rest is whole on every rank.
     tensors = {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name}
     return {"model": tensors | weights, "optimizer": states}
+
+
+def expected_bytes(spec: DecoderSpec, optimizer: OptimizerSection, master: torch.dtype) -> int:
+    """Bytes of what `capture` will give of a decoder that is trained; optimizer states exist only after a step.
+
+    master: the format in which weights and states are kept.
+    """
+    model = build_decoder(spec, device="meta")
+    trained = [param for param in model.parameters() if param.requires_grad]
+    num_states = {"adamw": 2, "sgd": int(optimizer.momentum > 0)}[optimizer.name]
+    num_values = sum(tensor.numel() for tensor in model_tensors(model).values())
+    return (num_values + num_states * sum(param.numel() for param in trained)) * master.itemsize
 
 
 def _held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
