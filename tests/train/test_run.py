@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from weft.checkpoint import load_checkpoint
 from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError, TrainingHalted
 from weft.monitor import read_events
 from weft.spec.config_file import load_config
 from weft.train import RunFolder, generate_text, prepare_run, run_rank
 from weft.train.lock import run_lock
+from weft.train.state import expected_bytes
 
 SMALL = [
     "tokenizer.kind=bytes",
@@ -279,6 +281,25 @@ def test_a_refused_new_run_leaves_no_folder(tmp_path):
     with pytest.raises(DataError):
         prepare_run(config, world_size=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("plan=precision=bf16",),
+        ("plan=precision=fp64", "optimizer.name=sgd"),
+        ("optimizer.name=sgd", "optimizer.momentum=0"),
+        ("model.num_experts=4", "model.top_k=2", "model.balance=bias"),
+        ("model.name=gpt2", "model.num_kv_heads=2", "model.vocab_size=260"),
+    ],
+    ids=" ".join,
+)
+def test_the_bytes_of_a_checkpoint_are_known_before_the_first_step(start, settings):
+    folder, _, _ = start("train.steps=2", *settings)
+    config, tensors = folder.config(), load_checkpoint(folder.checkpoint(2))
+    saved = sum(t.nbytes for group in ("model", "optimizer") for t in tensors.tensors(group).values())
+    master = torch.float64 if "fp64" in config.plan else torch.float32
+    assert expected_bytes(folder.decoder(), config.optimizer, master) == pytest.approx(saved, rel=0.001)
 
 
 def test_room_for_a_checkpoint_is_asked_before_the_first_step(start, monkeypatch):

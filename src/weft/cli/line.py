@@ -76,8 +76,8 @@ class Switchboard:
                 call.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(call,), name="weft-line", daemon=True)
-            self._calls.append((call, thread))
             thread.start()
+            self._calls.append((call, thread))
 
     def _serve(self, call: socket.socket) -> None:
         # A rank that dies in the middle leaves half a record: its exit code then speaks for it.

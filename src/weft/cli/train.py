@@ -54,9 +54,9 @@ def train(
         return
     try:
         train_as_rank(load_config(path, overrides).config, place)
-    except WeftError:
-        # All ranks make the same mistake. The first one tells it, and its launcher then ends the others; a rank that
-        # is still there afterwards is alone with its error, and tells it too.
+    except (WeftError, typer.Exit):
+        # All ranks make the same mistake, or the first one was refused. It tells why, and its launcher then ends the
+        # others; a rank that is still there afterwards is alone with its error, and tells it too.
         if place.rank != 0:
             time.sleep(_FIRST_WORD_S)
         raise

@@ -33,7 +33,8 @@ class FirstWord:
         # A launcher that restarts its ranks may keep the store.
         self._key = f"weft/word/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         try:
-            meet = dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s))
+            limit = datetime.timedelta(seconds=timeout_s)
+            meet = dist.rendezvous("env://", rank=place.rank, world_size=place.world_size, timeout=limit)
             self._store: dist.Store = next(iter(meet))[0]
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise self._lost(error) from error

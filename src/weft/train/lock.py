@@ -28,8 +28,7 @@ def run_lock(folder: Path) -> Generator[int]:
     Raises LaunchError when another command holds the folder, ConfigError where it cannot be written to.
     """
     try:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        descriptor = _acquire(folder)
+        descriptor, made = _acquire(folder)
     except OSError as error:
         raise ConfigError(
             f"run.dir={folder.parent}: cannot write {str(folder)!r} ({error.strerror}). Use another run.dir."
@@ -44,20 +43,25 @@ def run_lock(folder: Path) -> Generator[int]:
         os.close(descriptor)
 
 
-def _acquire(folder: Path) -> int:
+def _acquire(folder: Path) -> tuple[int, list[Path]]:
+    """The descriptor of the lock, and the folders that were made for it."""
     while True:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            continue  # its last holder took the folder away just now
         try:
             _lock(descriptor, folder)
             if _is_there(descriptor, folder / _NAME):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
-                return descriptor
+                return descriptor, made
         except BaseException:
             os.close(descriptor)
             raise
-        # Its last holder took the folder away between our open and our lock.
+        # Taken away between our open and our lock.
         os.close(descriptor)
 
 
