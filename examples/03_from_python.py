@@ -34,6 +34,6 @@ with tempfile.TemporaryDirectory() as folder:
         ],
     ).config
     run = prepare_run(config, world_size=1)
-    result = run_rank(run.path)
+    result = run_rank(run)
     print(f"{result.step} steps: {result.reason}")
-    print(generate_text(run.path, "the shuttle ", max_tokens=40, temperature=0.5))
+    print(generate_text(run, "the shuttle ", max_tokens=40, temperature=0.5))

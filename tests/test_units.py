@@ -48,6 +48,8 @@ def test_parse_seconds():
     assert units.parse_seconds("2h") == 7200
     assert units.parse_seconds("250ms") == 0.25
     assert units.parse_seconds(3) == 3.0
+    assert units.parse_seconds("3h30m") == 12600
+    assert units.parse_seconds("1d2h5s") == 93605
     for text in ("15 years", -1, math.nan, math.inf, True):
         with pytest.raises(ValueError, match="is not a duration"):
             units.parse_seconds(text)

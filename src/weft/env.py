@@ -4,10 +4,12 @@
 |---|---|
 | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT | set by torchrun for each rank |
 | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID | set by srun for each task |
-| TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, TORCHELASTIC_USE_AGENT_STORE | set by torch's elastic launcher |
+| TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, TORCHELASTIC_RESTART_COUNT | set by torch's elastic launcher |
+| TORCHELASTIC_USE_AGENT_STORE | set by torch's elastic launcher where ranks use its store |
 | GLOO_SOCKET_IFNAME | set to the loopback interface where all ranks meet there, unless the user sets it |
 | WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
 | WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
+| WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts itself |
 | OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
 """

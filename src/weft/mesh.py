@@ -226,11 +226,14 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
     return Mesh(plan, rank, torch.device(device), record)
 
 
-def join_ranks(place: env.RankEnv, device: torch.device, timeout_s: float = LIMIT_S) -> None:
+def join_ranks(
+    place: env.RankEnv, device: torch.device, timeout_s: float = LIMIT_S, store: dist.Store | None = None
+) -> None:
     """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
     A process group that is there already is used again, with the timeout that it has. timeout_s: how long a collective
-    waits for a rank. Raises CommError when the ranks cannot meet, or the group that is there does not fit.
+    waits for a rank. store: what `open_store` gave, if the caller has met the others already.
+    Raises CommError when the ranks cannot meet, or the group that is there does not fit.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -238,16 +241,12 @@ def join_ranks(place: env.RankEnv, device: torch.device, timeout_s: float = LIMI
     if dist.is_initialized():
         _check_joined(place, device, backend)
         return
-    env.export_rank(place)
-    address = _as_loopback(place.master_addr)
     timeout = datetime.timedelta(seconds=timeout_s)
+    store = store or open_store(place, timeout_s)
     try:
-        if address is not None:
+        store.set_timeout(timeout)
+        if _as_loopback(place.master_addr) is not None:
             _keep_gloo_at_home()
-        if address is not None and place.rank == 0 and not env.keeps_agent_store():
-            store = loopback_store(address, place.master_port, timeout)
-        else:
-            store = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
         # Who joins, parts and joins again must not read what was written the first time.
         joined = store.add(f"weft/joined/{place.rank}", 1)
         dist.init_process_group(
@@ -259,11 +258,31 @@ def join_ranks(place: env.RankEnv, device: torch.device, timeout_s: float = LIMI
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
-        raise CommError(
-            f"rank {place.rank} of {place.world_size} could not meet the others at "
-            f"{place.master_addr}:{place.master_port}: {error}. "
-            f"Check that every rank was started and can reach that host."
-        ) from error
+        raise _cannot_meet(place, error) from error
+
+
+def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> dist.Store:
+    """Where the ranks of this job leave word for each other; on one machine it listens on the loopback interface only.
+
+    The first rank may host it: keep it until all have parted. Raises CommError when the ranks cannot meet.
+    """
+    env.export_rank(place)
+    address = _as_loopback(place.master_addr)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        if address is not None and place.rank == 0 and not env.keeps_agent_store():
+            return loopback_store(address, place.master_port, timeout)
+        return next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+    except (dist.DistError, OSError, RuntimeError, ValueError) as error:
+        raise _cannot_meet(place, error) from error
+
+
+def _cannot_meet(place: env.RankEnv, error: Exception) -> CommError:
+    return CommError(
+        f"rank {place.rank} of {place.world_size} could not meet the others at "
+        f"{place.master_addr}:{place.master_port}: {error}. "
+        f"Check that every rank was started and can reach that host."
+    )
 
 
 def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:

@@ -19,6 +19,9 @@ _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 # At most 18 digits: a longer number is a slip of the hand, and the product stays far from the limits of a float.
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]{0,17}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*([A-Za-z]*)\s*$", re.ASCII)
+# Several numbers, each with its unit: 3h30m.
+_PART = re.compile(r"[0-9]{1,9}(?:d|h|min|ms|m|s)", re.ASCII)
+_SEVERAL = re.compile(rf"{_PART.pattern}(?:{_PART.pattern})+", re.ASCII)
 
 
 def _split(text: str, units: Mapping[str, float], kind: str, example: str) -> tuple[Fraction, float]:
@@ -52,11 +55,13 @@ def parse_count(text: str | int) -> int:
 
 
 def parse_seconds(text: str | float) -> float:
-    """'15min' -> 900.0; '2h' -> 7200.0; 3 -> 3.0. ValueError on anything else."""
+    """'15min' -> 900.0; '3h30m' -> 12600.0; 3 -> 3.0. ValueError on anything else."""
     if isinstance(text, int | float):
         if isinstance(text, bool) or not 0 <= text < math.inf:
             raise ValueError(f"{text} is not a duration. Write a number of seconds of at least 0")
         return float(text)
+    if _SEVERAL.fullmatch(text):
+        return sum(parse_seconds(part) for part in _PART.findall(text))
     number, unit = _split(text, _SECOND_UNITS, "a duration", "15min")
     return float(number) * unit
 

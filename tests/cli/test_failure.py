@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
 
-from weft.cli.failure import Failure, first_failure, read_failure, write_failure
+from weft.cli.failure import Failure, first_failure, write_failure
 from weft.errors import CommError, DataError
 
 
@@ -51,14 +52,13 @@ def test_the_first_failure_is_the_earliest_that_no_other_caused():
     assert first_failure([lost, comm]) is lost
 
 
-def test_a_record_survives_its_file_and_an_old_one_is_not_taken(tmp_path):
+def test_the_record_lies_beside_the_log_and_a_full_disk_is_no_second_failure(tmp_path):
     error = ValueError("boom")
     error.step = 12  # type: ignore[attr-defined]
     failure = Failure.from_exception(3, error)
-    write_failure(tmp_path, failure)
-    assert read_failure(tmp_path, 3, failure.when) == failure
     assert failure.sentence() == "rank 3 failed at step 12: ValueError: boom"
-    assert read_failure(tmp_path, 3, failure.when + 5) is None
-    assert read_failure(tmp_path, 4, 0) is None
-    (tmp_path / "rank_3.error.json").write_text('{"rank": 3')
-    assert read_failure(tmp_path, 3, 0) is None
+    write_failure(tmp_path, failure)
+    assert Failure(**json.loads((tmp_path / "rank_3.error.json").read_text())) == failure
+    # A folder that cannot be written to stands for a full disk: both are an OSError.
+    write_failure(tmp_path / "none", failure)
+    assert [file.name for file in tmp_path.iterdir()] == ["rank_3.error.json"]

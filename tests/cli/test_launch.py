@@ -18,7 +18,8 @@ from weft.cli.console import say
 from weft.cli.failure import Failure, write_failure
 from weft.cli.launch import launch_ranks
 from weft.cli.main import show_error
-from weft.errors import WeftError
+from weft.errors import LaunchError, WeftError
+from weft.train.lock import run_lock
 
 LIMIT_S = 40.0
 
@@ -28,7 +29,7 @@ FORKSERVER.set_forkserver_preload(["torch.distributed.launcher.api", "tests.cli.
 
 
 def launcher(
-    command: list[str], ranks: int, logs: Path, out: str, err: str, grace_s: float, peer_grace_s: float
+    command: list[str], ranks: int, logs: Path, out: str, err: str, grace_s: float, peer_grace_s: float, settings: bytes
 ) -> None:
     """The launcher as a process of its own, ended as `weft train` is; out and err: files for its standard streams."""
     for descriptor, path in ((1, out), (2, err)):
@@ -37,8 +38,10 @@ def launcher(
         os.close(target)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     code = 0
+    graces = {"grace_s": grace_s, "peer_grace_s": peer_grace_s}
     try:
-        launch_ranks(command, ranks, logs, notice=say, grace_s=grace_s, peer_grace_s=peer_grace_s)
+        with run_lock(logs.parent / "held") as lock:
+            launch_ranks(command, ranks, logs, settings=settings, lock=lock, notice=say, **graces)
     except WeftError as error:
         show_error(error)
         code = error.exit_code
@@ -51,9 +54,10 @@ RANK = """
 import contextlib, ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from weft import env
+from weft.cli.line import launcher_line
 from weft.cli.rank import run_as_rank
 from weft.errors import DataError
-place = env.rank_env()
+place, line = env.rank_env(), launcher_line()
 logs = Path(sys.argv[1])
 def ready():
     (logs / f"draft_{place.rank}").write_text(str(os.getpid()))
@@ -88,15 +92,18 @@ class Launched:
         peer_grace_s: float = 2,
         command: list[str] | None = None,
         streams: str = "",
+        settings: bytes = b"",
     ):
         self.logs = folder / "logs"
         program = folder / "rank.py"
-        program.write_text(RANK + textwrap.indent(textwrap.dedent(body), "    ") + "\nrun_as_rank(logs, place, body)\n")
+        program.write_text(
+            RANK + textwrap.indent(textwrap.dedent(body), "    ") + "\nrun_as_rank(logs, place, body, line)\n"
+        )
         self._out, self._err = folder / "out", folder / "err"
         command = command or [sys.executable, str(program), str(self.logs)]
         streams_of = (streams or str(self._out), streams or str(self._err))
         self.process = FORKSERVER.Process(
-            target=launcher, args=(command, ranks, self.logs, *streams_of, grace_s, peer_grace_s)
+            target=launcher, args=(command, ranks, self.logs, *streams_of, grace_s, peer_grace_s, settings)
         )
         self.process.start()
 
@@ -310,17 +317,86 @@ def test_a_peer_that_does_not_end_after_a_failure_is_killed_soon(launch):
     assert not any(map(is_running, pids))
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_lets_ranks_stop_softly(launch, signum, code):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_lets_ranks_save_and_that_is_a_success(launch, signum):
     launched = launch("stop_softly()\ntime.sleep(0.3)\nprint('saved')")
     launched.wait_ready()
     launched.signal(signum)
     seen, _, err = launched.end()
-    assert seen == code
+    assert seen == 0
     first, last = err.splitlines()
     assert first.startswith("weft: stopping after this step")
-    assert last == f"weft: stopped by {signal.Signals(signum).name}. Run the same command to go on."
+    name = signal.Signals(signum).name
+    assert last == f"weft: stopped by {name}, and everything is saved. Run the same command to go on."
     assert all("saved" in launched.log(rank) for rank in (0, 1))
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_before_training_keeps_its_number(launch, signum, code):
+    launched = launch("ready()\ntime.sleep(60)")
+    launched.wait_ready()
+    launched.signal(signum)
+    seen, _, err = launched.end()
+    name = signal.Signals(signum).name
+    assert seen == code
+    assert err.splitlines()[1:] == [f"weft: stopped by {name} before training began. Run the same command to go on."]
+
+
+def test_a_signal_while_the_ranks_end_is_a_success(launch):
+    launched = launch("""
+        import atexit
+        atexit.register(lambda: (ready(), wait_for("sent")))
+    """)
+    launched.wait_ready()
+    launched.signal(signal.SIGTERM)
+    (launched.logs / "sent").touch()
+    assert launched.end()[0] == 0
+
+
+def test_settings_reach_the_ranks_by_value(launch):
+    settings = b"plan = 1\n" * 40_000  # more than an environment variable or a pipe holds
+    launched = launch("print(len(line.settings), line.settings[:8])", settings=settings)
+    assert launched.end()[0] == 0
+    assert all("360000 b'plan = 1'" in launched.log(rank) for rank in (0, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_the_lock_is_held_until_launcher_and_ranks_are_gone(launch, tmp_path):
+    launched = launch("ready()\ntime.sleep(60)")
+    pids = launched.wait_ready()
+    os.kill(pids[0], signal.SIGSTOP)  # SIGKILL ends it all the same
+    told = rf"run.name=held: process {launched.process.pid} is training in"
+    with pytest.raises(LaunchError, match=told), run_lock(tmp_path / "held"):
+        pass
+    launched.process.kill()
+    launched.process.join(10)
+    wait_until(lambda: not any(map(is_running, pids)), 5)
+    with run_lock(tmp_path / "held"):
+        pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is played by /dev/full")
+def test_a_full_disk_under_the_logs_does_not_hide_the_reason(launch, tmp_path):
+    (tmp_path / "logs").mkdir()
+    for rank in (0, 1):
+        (tmp_path / "logs" / f"rank_{rank}.log").symlink_to("/dev/full")
+    launched = launch("""
+        print("to a full disk")
+        if place.rank == 0:
+            (logs / "rank_0.error.tmp").symlink_to("/dev/full")
+            raise DataError("run.dir=x: events cannot be written (No space left on device).")
+    """)
+    code, _, err = launched.end()
+    assert code == 2
+    assert err.splitlines()[0] == "error: run.dir=x: events cannot be written (No space left on device)."
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is played by /dev/full")
+def test_a_log_that_cannot_be_written_fails_no_rank(launch, tmp_path):
+    (tmp_path / "logs").mkdir()
+    for rank in (0, 1):
+        (tmp_path / "logs" / f"rank_{rank}.log").symlink_to("/dev/full")
+    assert launch("print('lost')").end()[0] == 0
 
 
 def test_a_second_interrupt_kills(launch):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import typer
 
 from weft.cli import train as verb
 from weft.cli.train import split_words
 from weft.cli.world import count_ranks, threads_variables, usable_cores
-from weft.errors import ConfigError, LaunchError, PlanError
+from weft.comm.word import FirstWord
+from weft.env import RankEnv
+from weft.errors import ConfigError, LaunchError, PlanError, WeftError
+from weft.mesh import open_store
 from weft.spec.config import RunConfig
+from weft.spec.config_file import load_config
+from weft.train.lock import run_lock
 
 pytestmark = pytest.mark.usefixtures("no_place")
 
@@ -173,6 +182,58 @@ def test_a_rank_that_only_lost_its_peer_is_brief():
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == "rank 1 lost the other ranks; one of them says why."
     assert "Traceback" not in done.stderr
+
+
+SMALL = ["plan=dp_replicate=2", "launch.device=cpu", "tokenizer.kind=bytes", "train.seq_len=32",
+         "train.global_batch=8", "data.train=text.jsonl", "data.cache_dir=cache"]  # fmt: skip
+
+
+@pytest.fixture
+def both_ranks(monkeypatch):
+    """What the two ranks of torchrun get, or end with, before they join: threads stand for their processes."""
+    Path("text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft"}}\n' for i in range(400)))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # is put back after the test
+
+    def prepare(*overrides: str) -> list[object]:
+        config = load_config(None, [*SMALL, *overrides]).config
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+
+        def of_rank(rank: int) -> object:
+            place = RankEnv(rank, 2, rank, 2, "127.0.0.1", port, "torchrun")
+            try:
+                word = FirstWord(place, open_store(place, 30))
+                if rank:
+                    return verb._prepared_elsewhere(config, word).texts
+                with contextlib.ExitStack() as held:
+                    texts = verb._prepared_by_the_first(config, place, word, held).texts
+                    word.wait_heard()
+                    return texts
+            except (WeftError, typer.Exit) as error:
+                return error
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(of_rank, range(2)))
+
+    return prepare
+
+
+def test_ranks_of_torchrun_take_what_the_first_one_settled(both_ranks):
+    first, second = both_ranks()
+    assert first == second
+    assert first["plan.txt"] == Path("runs/quickstart/plan.txt").read_text()
+
+
+def test_ranks_of_torchrun_leave_a_folder_alone_that_another_command_holds(both_ranks):
+    both_ranks()
+    with run_lock(Path("runs/quickstart")):
+        before = {file: file.read_bytes() for file in Path("runs").rglob("*") if file.is_file()}
+        first, second = both_ranks("train.steps=7")
+        assert {file: file.read_bytes() for file in Path("runs").rglob("*") if file.is_file()} == before
+    assert "is training in" in str(first)
+    assert second.exit_code == 2  # without a word: the first one says it
 
 
 def test_what_starts_the_ranks_needs_no_torch_of_its_own(tmp_path):

@@ -5,17 +5,22 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from weft.checkpoint import load_checkpoint
 from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError, TrainingHalted
 from weft.monitor import read_events
 from weft.spec.config_file import load_config
 from weft.train import RunFolder, generate_text, prepare_run, run_rank
+from weft.train.lock import run_lock
+from weft.train.state import expected_bytes
 
 SMALL = [
     "tokenizer.kind=bytes",
@@ -191,7 +196,7 @@ def test_a_run_whose_text_changed_is_refused(start, text):
     text.write_text(text.read_text().replace("loom", "moon"))
     with pytest.raises(DataError, match=r"data.train: the text has changed since the run in .* was started"):
         start("train.steps=6")
-    assert folder.config().train.steps == 3
+    assert RunFolder(folder.path).config().train.steps == 3
 
 
 def test_a_run_without_evaluation_data_does_not_pretend_to_evaluate(start):
@@ -229,7 +234,8 @@ def test_a_run_that_diverges_is_halted_with_its_state_saved(start, monkeypatch):
     assert_same_bits(good, weights(folder, 6))
 
 
-def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatch):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatch, signum):
     whole, _, _ = start("run.name=whole")
     from weft.train.loop import Trainer
 
@@ -238,7 +244,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatc
     def interrupted(self, step, batches):
         if step == 4 and not sent:
             sent.append(step)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
         return original(self, step, batches)
 
     sent: list[int] = []
@@ -251,10 +257,85 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatc
     assert_same_bits(weights(whole, 12), weights(folder, 12))
 
 
-def test_two_runs_in_one_folder_are_refused(start):
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(file.relative_to(folder)): (file.stat().st_mtime_ns, file.read_bytes() if file.is_file() else b"")
+        for file in folder.rglob("*")
+    }
+
+
+def test_two_runs_in_one_folder_are_refused_and_the_second_changes_nothing(start):
     folder, _, _ = start("train.steps=3")
-    with folder.lock(), pytest.raises(LaunchError, match=rf"process {os.getpid()} is training in"):
+    with run_lock(folder.path):
+        before = contents(folder.path)
+        with pytest.raises(LaunchError, match=rf"process {os.getpid()} is training in"):
+            start("train.steps=6", "optimizer.lr=0.5")
+        with pytest.raises(LaunchError, match=rf"process {os.getpid()} is training in"):
+            run_rank(folder.path)
+        assert contents(folder.path) == before
+    start("train.steps=6")
+
+
+def test_a_run_trains_with_what_was_prepared_whatever_happens_to_its_files(tmp_path, text):
+    settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
+    folder = prepare_run(load_config(None, [*settings, "train.steps=3"]).config, world_size=1)
+    for name in ("config.toml", "plan.txt", "model.json", "data.json"):
+        (folder.path / name).write_text("of another command")
+    assert run_rank(folder, None, io.StringIO()).step == 3
+
+
+def test_a_refused_new_run_leaves_no_folder(tmp_path):
+    config = load_config(None, [*SMALL, "data.train=none.jsonl", f"run.dir={tmp_path / 'a' / 'b'}"]).config
+    with pytest.raises(DataError):
+        prepare_run(config, world_size=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("plan=precision=bf16",),
+        ("plan=precision=fp64", "optimizer.name=sgd"),
+        ("optimizer.name=sgd", "optimizer.momentum=0"),
+        ("optimizer.name=muon", 'optimizer.groups=[{match="embed.*", lr=0}]'),
+        ("model.num_experts=4", "model.top_k=2", "model.balance=bias"),
+        ("model.name=gpt2", "model.num_kv_heads=2", "model.vocab_size=260"),
+    ],
+    ids=" ".join,
+)
+def test_the_bytes_of_a_checkpoint_are_known_before_the_first_step(start, settings):
+    folder, _, _ = start("train.steps=2", *settings)
+    config, tensors = folder.config(), load_checkpoint(folder.checkpoint(2))
+    saved = sum(t.nbytes for group in ("model", "optimizer") for t in tensors.tensors(group).values())
+    master = torch.float64 if "fp64" in config.plan else torch.float32
+    assert expected_bytes(folder.decoder(), config.optimizer, master) == pytest.approx(saved, rel=0.001)
+
+
+def test_room_for_a_checkpoint_is_asked_before_the_first_step(start, monkeypatch):
+    folder, _, _ = start("train.steps=3")
+    saved = sum(file.stat().st_size for file in folder.checkpoint(3).glob("*.safetensors"))
+    free = shutil.disk_usage(folder.path)._replace(free=saved - 10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(CheckpointError, match=r"run.dir=.*: the checkpoint needs .* are free. Free .* or choose"):
         start("train.steps=6")
+    assert [event["step"] for event in read_events(folder.events) if event["event"] == "step"] == [1, 2, 3]
+    # A run that has no step left needs no room.
+    start("train.steps=3")
+
+
+def test_a_run_stops_before_its_time_is_over_and_the_same_command_goes_on(start):
+    _, result, shown = start("train.steps=9", "train.max_time=10s")  # that is what ending is given
+    assert result.step == 2  # the first step asks, the second one tells all ranks
+    assert "done    2 of 9 steps: train.max_time=10s is nearly over" in shown
+    assert "the same command again goes on from here" in shown
+    assert start("train.steps=9", "train.max_time=9h")[1].step == 9
+
+
+def test_a_time_that_is_over_before_the_first_step_is_a_mistake(tmp_path, text):
+    settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
+    run = prepare_run(load_config(None, [*settings, "train.max_time=1m30s"]).config, world_size=1)
+    with pytest.raises(ConfigError, match=r"train.max_time=1m30s: the time was over 1\d s before the first step. Use "):
+        run_rank(run, None, io.StringIO(), started=time.monotonic() - 100)
 
 
 def test_text_comes_out_of_a_run(start):

@@ -12,7 +12,7 @@ from weft.checkpoint.load import (
     verify_checkpoint,
 )
 from weft.checkpoint.prune import prune_checkpoints
-from weft.checkpoint.save import save_checkpoint
+from weft.checkpoint.save import require_space, save_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -21,6 +21,7 @@ __all__ = [
     "load_checkpoint",
     "newest_checkpoint",
     "prune_checkpoints",
+    "require_space",
     "save_checkpoint",
     "verify_checkpoint",
 ]

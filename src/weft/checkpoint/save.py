@@ -116,7 +116,11 @@ def _memory(name: str, tensor: Tensor) -> tuple[object, ...]:
 def _check_space(root: Path, entries: Mapping[str, Mapping[str, TensorEntry]], state_bytes: int) -> None:
     stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
     # Headers and manifest name each tensor twice; file systems round up.
-    needed = sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + state_bytes + 2**20
+    require_space(root, sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + state_bytes + 2**20)
+
+
+def require_space(root: Path, needed: int) -> None:
+    """CheckpointError where the disk of an existing folder has no room for a checkpoint of `needed` bytes."""
     free = shutil.disk_usage(root).free
     if needed > free:
         raise CheckpointError(

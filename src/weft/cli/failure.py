@@ -1,12 +1,14 @@
 """What a failing rank leaves behind, and which of several failures came first.
 
-A rank that fails writes `logs/rank_N.error.json`; one that is killed cannot. The launcher joins both kinds, with the
-time at which it saw each process end, and shows the one that began it: when a rank goes, its neighbours lose their
-connection a moment later, and their errors are only consequences.
+A rank that fails tells its launcher over their line (line.py) and leaves `logs/rank_N.error.json`, where its disk has
+room; one that is killed can do neither. The launcher joins both kinds, with the time at which it saw each process end,
+and shows the one that began it: when a rank goes, its neighbours lose their connection a moment later, and their
+errors are only consequences.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,9 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weft.errors import CommError, WeftError
-
-#: How long (s) the launcher's clock may lag behind a rank's own when two failures are put in order.
-CLOCK_SLACK_S = 0.5
 
 #: Error types, and pieces of RuntimeError texts (gloo), that mean: another rank is gone.
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
@@ -99,20 +98,15 @@ def log_path(logs: Path, rank: int) -> Path:
 
 
 def write_failure(logs: Path, failure: Failure) -> None:
-    """Write the record where the launcher looks for it, whole or not at all."""
+    """Leave the record beside the rank's log, whole or not at all: on a full disk there is none."""
     path = error_path(logs, failure.rank)
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(failure), indent=1), encoding="utf-8")
-    os.replace(draft, path)
-
-
-def read_failure(logs: Path, rank: int, since: float) -> Failure | None:
-    """The record that a rank wrote after `since`; None where there is none that can be read."""
     try:
-        record = Failure(**json.loads(error_path(logs, rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-    return record if record.when >= since - CLOCK_SLACK_S else None
+        draft.write_text(json.dumps(asdict(failure), indent=1), encoding="utf-8")
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def first_failure(failures: list[Failure]) -> Failure:

@@ -18,10 +18,11 @@ from pathlib import Path
 from types import FrameType
 
 from weft import env
-from weft.cli.failure import Failure, first_failure, log_path, read_failure
+from weft.cli.failure import Failure, first_failure, log_path
+from weft.cli.line import switchboard
 from weft.errors import LaunchError, WeftError
+from weft.train.signals import heeded_signals
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: A wrapper (make, uv) may pass on the Ctrl-C that the terminal already sent us: within this time it is one.
 _SAME_KEYPRESS_S = 0.5
 _MONITOR_S = 0.05
@@ -44,11 +45,11 @@ class RankFailed(WeftError):
 
 
 class Stopped(WeftError):
-    """A signal ended the run, as its sender wished."""
+    """A signal ended the run, as its sender wished. saved: whether the ranks ended by themselves, with all saved."""
 
-    def __init__(self, signum: int, text: str):
+    def __init__(self, signum: int, text: str, *, saved: bool = False):
         super().__init__(text)
-        self.exit_code = 128 + signum
+        self.exit_code = 0 if saved else 128 + signum
 
 
 def launch_ranks(
@@ -57,27 +58,36 @@ def launch_ranks(
     logs: Path,
     *,
     variables: Mapping[str, str] | None = None,
+    settings: bytes = b"",
+    lock: int | None = None,
     notice: Callable[[str], None] | None = None,
-    grace_s: float = 30.0,
+    grace_s: float = 600.0,
     peer_grace_s: float = 5.0,
 ) -> None:
     """Run `command` once per rank and return when all of them succeeded.
 
     logs: folder where ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
     variables: environment of the ranks, on top of this process's own.
+    settings, lock: what each rank gets over its line: bytes, and the descriptor of a lock to hold (see line.py).
     notice: called with one line when a signal asks the ranks to stop.
-    grace_s: seconds from SIGINT or SIGTERM to SIGKILL. peer_grace_s: the same once another rank has failed.
+    grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit. peer_grace_s: the same once
+    another rank has failed.
 
     Raises RankFailed, Stopped (a signal came), or LaunchError when the ranks could not be started.
     """
     _silence_torchelastic()
-    started = time.time()
     watch = _Watch(grace_s, peer_grace_s, notice)
-    # No signal for the agent: its handler would raise out of the supervision and leave our ranks half stopped.
-    children = {**(variables or {}), "WEFT_LAUNCHED": str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
-    with env.lent_to_children(**children), watch.signals():
-        exit_codes = _run_agent(command, num_ranks, watch)
-    _judge(exit_codes, watch, logs, started)
+    with switchboard(settings, lock) as board:
+        children = {
+            **(variables or {}),
+            "WEFT_LAUNCHED": str(os.getpid()),
+            "WEFT_LINE": board.address,
+            # No signal for the agent: its handler would raise out of the supervision and leave our ranks half stopped.
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "",
+        }
+        with env.lent_to_children(**children), watch.signals():
+            exit_codes = _run_agent(command, num_ranks, watch)
+    _judge(exit_codes, watch, logs, board.failures)
 
 
 def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, int]:
@@ -127,12 +137,12 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
     return {rank: failure.exitcode for rank, failure in result.failures.items()}
 
 
-def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, started: float) -> None:
-    """Turn the ranks' ends into the one error that the user sees, or return."""
-    failures = []
-    for rank, exit_code in exit_codes.items():
-        record = read_failure(logs, rank, started)
-        failures.append(record or Failure(rank, exit_code, when=watch.ended.get(rank, time.time())))
+def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[int, Failure]) -> None:
+    """Turn the ranks' ends into the one error that the user sees, or return. told: what ranks said over their line."""
+    failures = [
+        told.get(rank) or Failure(rank, exit_code, when=watch.ended.get(rank, time.time()))
+        for rank, exit_code in exit_codes.items()
+    ]
     true_failures = [
         failure for failure in failures if failure.kind or not watch.has_sent(failure.rank, -failure.exit_code)
     ]
@@ -147,9 +157,11 @@ def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, started: float
     if cause:
         first = first_failure(cause)
         raise RankFailed(first, log_path(logs, first.rank))
+    if not failures:
+        raise Stopped(signum, f"stopped by {name}, and everything is saved. Run the same command to go on.", saved=True)
     if any(watch.has_sent(rank, signal.SIGKILL) for rank in watch.pids):
         raise Stopped(signum, f"stopped by {name} before the ranks could save. Run the same command to go on.")
-    raise Stopped(signum, f"stopped by {name}. Run the same command to go on.")
+    raise Stopped(signum, f"stopped by {name} before training began. Run the same command to go on.")
 
 
 def _silence_torchelastic() -> None:
@@ -203,8 +215,8 @@ class _Watch:
 
     @contextmanager
     def signals(self) -> Generator[None]:
-        """Within the block, SIGINT, SIGTERM and SIGHUP stop the ranks; a second SIGINT kills them."""
-        old = {signum: signal.signal(signum, self._on_signal) for signum in _FORWARDED}
+        """Within the block, a stop signal asks the ranks to save and stop; a second SIGINT kills them."""
+        old = {signum: signal.signal(signum, self._on_signal) for signum in heeded_signals()}
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
 """One rank's process: `python -m weft.cli.rank RUN_DIR`, started once per rank by the launcher.
 
+Settings come over the line to the launcher (line.py), not from the run's folder; a failure goes back the same way.
 What compiled code prints goes past sys.stdout, so the streams are redirected at the file descriptors.
 """
 
@@ -9,6 +10,8 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
+import json
 import os
 import signal
 import sys
@@ -20,8 +23,10 @@ from typing import TextIO
 
 from weft import env
 from weft.cli.failure import Failure, error_path, log_path, write_failure
+from weft.cli.line import LauncherLine, launcher_line
 from weft.env import RankEnv
 from weft.monitor.terminal import busy
+from weft.train.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 
@@ -29,31 +34,42 @@ _PR_SET_PDEATHSIG = 1
 RankBody = Callable[[TextIO | None], object]
 
 
-def run_as_rank(logs: Path, place: RankEnv, body: RankBody) -> None:
-    """Run `body` as one rank; on failure leave a record in `logs` and end the process with the error's exit code.
+def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine | None = None) -> None:
+    """Run `body` as one rank; on failure say so and end the process with the error's exit code.
 
+    The failure goes to the launcher over `line`, or where there is none to the old stderr, and into a record in `logs`.
     From here on, file descriptors 1 and 2 lead to logs/rank_N.log. The process dies with its launcher.
     """
     _die_with_launcher()
-    logs.mkdir(parents=True, exist_ok=True)
-    error_path(logs, place.rank).unlink(missing_ok=True)
-    terminal, outcry = _redirect(log_path(logs, place.rank), place)
+    outcry = None
     try:
+        logs.mkdir(parents=True, exist_ok=True)
+        error_path(logs, place.rank).unlink(missing_ok=True)
+        terminal, outcry = _redirect(log_path(logs, place.rank), place)
         body(terminal)
     # Whatever ends a rank is recorded, SystemExit and Ctrl-C too: this is the last frame of the process.
     except BaseException as error:
         failure = Failure.from_exception(place.rank, error)
-        if failure.exit_code == 0:
-            _flush()
-            os._exit(0)
-        write_failure(logs, failure)
-        print(failure.traceback, file=sys.stderr)
-        if outcry is not None:
-            _tell(outcry, failure, log_path(logs, place.rank))
+        if failure.exit_code != 0:
+            _report(failure, logs, outcry, line)
         _flush()
         # A thread that waits on a dead peer would keep a normal exit from ending.
         os._exit(failure.exit_code)
+    # All is done and saved: who asks to stop now gets what was wished.
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
     _flush()
+
+
+def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherLine | None) -> None:
+    """Say it first where no disk is needed: the rest may fail for the reason that the rank failed for."""
+    if line is not None:
+        line.tell(failure)
+    with contextlib.suppress(OSError):
+        if outcry is not None:
+            _tell(outcry, failure, log_path(logs, failure.rank))
+    print(failure.traceback, file=sys.stderr)
+    write_failure(logs, failure)
 
 
 def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
@@ -68,13 +84,11 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
-    for stream in (sys.stdout, sys.stderr):
-        # Only the interpreter's own streams can be set; a test's replacement writes where the test wants.
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    sys.stdout, sys.stderr = _lossy_stream(1), _lossy_stream(2)
     faulthandler.enable(file=2)
     clock = time.strftime("%Y-%m-%d %H:%M:%S%z")
-    os.write(1, f"--- rank {place.rank} of {place.world_size}, pid {os.getpid()}, {clock} ---\n".encode())
+    with contextlib.suppress(OSError):  # a full disk is told of by what needs it
+        os.write(1, f"--- rank {place.rank} of {place.world_size}, pid {os.getpid()}, {clock} ---\n".encode())
     return terminal, outcry
 
 
@@ -90,6 +104,21 @@ def _tell(outcry: TextIO, failure: Failure, log: Path) -> None:
         text = f"{'' if failure.expected else failure.traceback}error: {failure.sentence()}\n"
     outcry.write(f"{text}  (rank {failure.rank}; its output is in {log})\n")
     outcry.flush()
+
+
+class _Lossy(io.FileIO):
+    """Drops what a full disk does not take: a line that is lost from a log ends no training and hides no failure."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _lossy_stream(descriptor: int) -> TextIO:
+    raw = io.BufferedWriter(_Lossy(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _flush() -> None:
@@ -120,20 +149,22 @@ def _watch_parent(launcher: int) -> None:
 def main() -> None:
     """Entry of a rank that `weft train` started."""
     run_dir = Path(sys.argv[1])
-    place = env.rank_env()
-    if place is None:
-        sys.exit("error: weft.cli.rank is started by `weft train`, with RANK and WORLD_SIZE set. Run: weft train.")
+    place, line = env.rank_env(), launcher_line()
+    if place is None or line is None:
+        sys.exit("error: weft.cli.rank is started by `weft train`, which sets RANK and WEFT_LINE. Run: weft train.")
 
     alarm = second_handle(2)  # where a rank tells that it waits for another, when the first cannot
 
     def body(terminal: TextIO | None) -> object:
         # torch loads here, behind the redirection, so that its warnings land in the log.
         with busy(terminal, "loading torch"):
-            from weft.train import run_rank
+            from weft.train import RunFolder, run_rank
 
-        return run_rank(run_dir, place, terminal, alarm)
+        given = json.loads(line.settings)
+        run = RunFolder(run_dir, given["texts"])
+        return run_rank(run, place, terminal, alarm, locked=True, started=given["started"])
 
-    run_as_rank(run_dir / "logs", place, body)
+    run_as_rank(run_dir / "logs", place, body, line)
     gc.freeze()  # as in main.py: ending takes no second
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +15,17 @@ import typer
 
 from weft import env
 from weft.cli.console import progress_report, say
+from weft.cli.failure import exit_code_of
 from weft.cli.launch import launch_ranks
-from weft.cli.world import count_ranks, threads_variables, usable_cores, visible_gpus
+from weft.cli.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
 from weft.errors import ConfigError, WeftError
 from weft.monitor.terminal import busy
 
 if TYPE_CHECKING:
+    from weft.comm.word import FirstWord
     from weft.env import RankEnv
     from weft.spec.config import RunConfig
+    from weft.train import RunFolder
 
 #: How long (s) the other ranks keep silent about an error that rank 0 is likely to tell.
 _FIRST_WORD_S = 3.0
@@ -50,9 +55,9 @@ def train(
         return
     try:
         train_as_rank(load_config(path, overrides).config, place)
-    except WeftError:
-        # All ranks make the same mistake. The first one tells it, and its launcher then ends the others; a rank that
-        # is still there afterwards is alone with its error, and tells it too.
+    except (WeftError, typer.Exit):
+        # All ranks make the same mistake, or the first one was refused. It tells why, and its launcher then ends the
+        # others; a rank that is still there afterwards is alone with its error, and tells it too.
         if place.rank != 0:
             time.sleep(_FIRST_WORD_S)
         raise
@@ -63,41 +68,91 @@ def train_here(config: RunConfig) -> None:
     cores = usable_cores()
     with busy(sys.stderr, "starting: loading torch"):
         num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
-        from weft.train import prepare_run
-        from weft.train.auto_plan import chosen_line, record_choice, settle_plan
+        from weft.train.folder import run_folder
+        from weft.train.lock import run_lock
 
-    asked = config.plan
-    config, chosen = settle_plan(config, num_ranks, num_ranks)
-    if chosen is not None:
-        say(chosen_line(chosen))
-    with progress_report(sys.stdout) as report:
-        folder = prepare_run(config, num_ranks, report)
-    if chosen is not None:
-        record_choice(folder.path, asked, chosen)
-    command = [sys.executable, "-m", "weft.cli.rank", str(folder.path)]
-    variables = threads_variables(num_ranks, cores)
-    launch_ranks(command, num_ranks, folder.logs, variables=variables, notice=say)
+    # Held before the first write, and by the ranks too: who is refused has changed nothing.
+    with run_lock(run_folder(config).path) as lock:
+        folder = _prepare(config, num_ranks, num_ranks)
+        settings = json.dumps({"texts": folder.texts, "started": time.monotonic() - process_age_s()}).encode()
+        command = [sys.executable, "-m", "weft.cli.rank", str(folder.path)]
+        variables = threads_variables(num_ranks, cores)
+        launch_ranks(command, num_ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
 
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
     from weft.cli.rank import run_as_rank, second_handle
-    from weft.train import prepare_run, run_rank
+    from weft.comm.word import FirstWord
+    from weft.mesh import open_store
+    from weft.train import run_rank
+
+    started = time.monotonic() - process_age_s()
+    # Kept until the end: the first rank may host it.
+    store = open_store(place) if place.world_size > 1 else None
+    word = FirstWord(place, store) if store is not None else None
+    alarm = second_handle(2)
+    with ExitStack() as held:
+        if place.rank == 0:
+            folder = _prepared_by_the_first(config, place, word, held)
+        else:
+            folder = _prepared_elsewhere(config, word)
+        run_as_rank(
+            folder.logs,
+            place,
+            lambda terminal: run_rank(folder, place, terminal, alarm, locked=True, started=started, store=store),
+        )
+
+
+def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
+    """Settle the plan and write the folder, which the caller holds."""
+    from weft.train import prepare_run
     from weft.train.auto_plan import chosen_line, record_choice, settle_plan
 
-    env.export_rank(place)
     asked = config.plan
-    config, chosen = settle_plan(config, place.world_size, place.local_world_size)
-    if place.rank == 0:
-        with progress_report(sys.stdout) as report:
-            folder = prepare_run(config, place.world_size, report)
-        if chosen is not None:
-            say(chosen_line(chosen))
-            record_choice(folder.path, asked, chosen)
-    else:
-        folder = prepare_run(config, place.world_size, None)
-    alarm = second_handle(2)
-    run_as_rank(folder.logs, place, lambda terminal: run_rank(folder.path, place, terminal, alarm))
+    config, chosen = settle_plan(config, num_ranks, num_local)
+    if chosen is not None:
+        say(chosen_line(chosen))
+    with progress_report(sys.stdout) as report:
+        folder = prepare_run(config, num_ranks, report, locked=True)
+    if chosen is not None:
+        record_choice(folder.path, asked, chosen)
+    return folder
+
+
+def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack) -> RunFolder:
+    """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
+    from weft.train.folder import run_folder
+    from weft.train.lock import run_lock
+
+    said: dict[str, object] = {"exit_code": 1}
+    try:
+        held.enter_context(run_lock(run_folder(config).path))
+        folder = _prepare(config, place.world_size, place.local_world_size)
+        said = {"path": str(folder.path), "texts": folder.texts}
+    except BaseException as error:
+        said = {"exit_code": exit_code_of(error)}
+        raise
+    finally:
+        if word is not None:
+            word.say(json.dumps(said).encode())
+            if "exit_code" in said:
+                word.wait_heard()
+    return folder
+
+
+def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
+    """What the first rank settled; ends this process with its exit code where it refused, and told why."""
+    from weft.data import prepare_data
+    from weft.train import RunFolder
+
+    assert word is not None
+    said = json.loads(word.hear())
+    if "exit_code" in said:
+        raise typer.Exit(said["exit_code"])
+    # The cache of this machine, where it is not the first rank's; else this finds everything there.
+    prepare_data(config)
+    return RunFolder(Path(said["path"]), said["texts"])
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:

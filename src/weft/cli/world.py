@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,13 @@ def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
             f"Use a plan for {gpus}, launch.device=cpu, or start the ranks on more machines with torchrun or srun."
         )
     return num_ranks
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started: what a time limit has already used up."""
+    import psutil
+
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def threads_variables(num_ranks: int, cores: int) -> dict[str, str]:

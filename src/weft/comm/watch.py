@@ -75,6 +75,7 @@ class Watch(threading.Thread):
         if dist.is_initialized() and mesh.world_size > 1 and warn_after_s < limit_s:
             place = f"{host_mark()[0].hex()} {os.getpid()}"
             _default_store().set(f"{_PREFIX}place/{self._rank}", place)
+            self._put_off_timer()  # here: the thread may not get the interpreter before it is stuck
             self.start()
 
     def close(self) -> list[Pulse]:
@@ -95,7 +96,6 @@ class Watch(threading.Thread):
         self.close()
 
     def run(self) -> None:
-        self._put_off_timer()
         while not self._end.wait(self._tick_s):
             self._put_off_timer()
             try:

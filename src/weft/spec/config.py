@@ -53,11 +53,14 @@ OptionValue = Annotated[
     bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
     WithJsonSchema({"x-rule": "true, false, a number, a text or a list of numbers"}),
 ]
-_DURATION = r"^([1-9][0-9]{0,5}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])(s|m|min|h|d)$"
+_DURATION = "^(" + "|".join(
+    "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
+    for unit in "dhms"
+) + ")$"  # fmt: skip
 Duration = Annotated[
     str,
     StringConstraints(pattern=_DURATION),
-    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a duration such as 90s, 30m or 2h"}),
+    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
 ]
 
 ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
@@ -264,6 +267,9 @@ class TrainSection(Section):
     """Sequences in one optimizer step, over all ranks and microbatches."""
     max_bad_steps: Count = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
+    max_time: Duration | None = None
+    """Time such as 3h30m or 90s, from the start of the command: before it is over, the run saves and stops with exit
+    code 0, and the same command goes on. Absent: no limit."""
     early_stop: EarlyStopSection = EarlyStopSection()
 
 

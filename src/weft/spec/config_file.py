@@ -25,7 +25,7 @@ from weft.spec.overrides import apply_override
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.toml_lines import KeyPath, dotted, error_place, key_lines
 
-__all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "run_name", "show_origins"]
+__all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "parse_config", "run_name", "show_origins"]
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -33,8 +33,18 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
 
     Raises ConfigError, which holds every problem found.
     """
-    name = "" if path is None else shown(str(path), 200)  # one line, whatever the path holds
-    tables, origins = ({}, {}) if path is None else _read_tables(_read_text(Path(path), name), name)
+    if path is None:
+        return parse_config("", "", overrides)
+    name = shown(str(path), 200)  # one line, whatever the path holds
+    return parse_config(_read_text(Path(path), name), name, overrides, Path(path))
+
+
+def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path | None = None) -> LoadedConfig:
+    """Read the text of a config file, as `load_config` does.
+
+    name: of the file, for the origins of what is wrong. file: the run takes its name from it if nothing else names it.
+    """
+    tables, origins = _read_tables(text, name)
     problems: list[Problem] = []
     _expand_sources(tables)
     for override in overrides:
@@ -45,7 +55,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
             _expand_sources(tables)
     found = _read_plan(tables)
     named = {dotted(key): origin for key, origin in origins.items()}
-    if path is not None and _name_run(tables, Path(path)):
+    if file is not None and _name_run(tables, file):
         named["run.name"] = name
     config, wrong = _validated(tables)
     for problem in [*found, *wrong]:

@@ -7,29 +7,31 @@ runs/<name>/
   events.jsonl     one line per step, evaluation, checkpoint
   logs/rank_N.log  output of each rank        loss.png    samples/step_N.txt
   checkpoints/     step_NNNNNNNN/ (safetensors + JSON)
+  .lock            held by the command that trains here (lock.py)
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from weft.data import PreparedData, prepare_data
-from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, PlanError, Problem
+from weft.errors import CheckpointError, ConfigError, DataError, PlanError, Problem
 from weft.spec.config import RunConfig
-from weft.spec.config_file import load_config
+from weft.spec.config_file import load_config, parse_config
 from weft.spec.config_text import format_config
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
+from weft.train.lock import run_lock
 
 #: Settings that decide what the weights of a step are: another value is another run. The rest may change on resume.
 IDENTITY = ("seed", "model", "tokenizer", "data.train", "data.eval", "data.holdout", "data.packing", "data.borders",
@@ -41,9 +43,14 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths and contents of one run's folder."""
+    """Paths and contents of one run's folder.
+
+    texts: contents of config.toml, plan.txt, model.json and data.json as `prepare_run` settled them. A rank gets them
+    by value: what happens to the files afterwards does not reach a run under way. Empty: the files are read.
+    """
 
     path: Path
+    texts: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def checkpoints(self) -> Path:
@@ -83,19 +90,24 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """The resolved config."""
+        if "config.toml" in self.texts:
+            return parse_config(self.texts["config.toml"], str(self.path / "config.toml")).config
         return load_config(self._needed("config.toml")).config
 
     def plan(self) -> Plan:
         """The resolved plan."""
-        return Plan.parse(self._needed("plan.txt").read_text().strip())
+        return Plan.parse(self._text("plan.txt").strip())
 
     def decoder(self) -> DecoderSpec:
         """Shape of the model."""
-        return DecoderSpec(**json.loads(self._needed("model.json").read_text()))
+        return DecoderSpec(**json.loads(self._text("model.json")))
 
     def data(self) -> PreparedData:
         """The tokenised data."""
-        return PreparedData.from_json(self._needed("data.json").read_text())
+        return PreparedData.from_json(self._text("data.json"))
+
+    def _text(self, name: str) -> str:
+        return self.texts[name] if name in self.texts else self._needed(name).read_text()
 
     def _needed(self, name: str) -> Path:
         file = self.path / name
@@ -106,33 +118,26 @@ class RunFolder:
             )
         return file
 
-    def lock(self) -> IO[str]:
-        """Hold the folder for this process; LaunchError when another run is at work in it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = open(self.path / ".lock", "a+")  # noqa: SIM115 - held open for as long as the run lasts
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            raise LaunchError(
-                f"run.name={self.path.name}: {holder} is training in {str(self.path)!r} right now. "
-                f"Wait for it, or use another run.name."
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        return file
 
-
-def prepare_run(config: RunConfig, world_size: int, report: Report | None = None) -> RunFolder:
+def prepare_run(config: RunConfig, world_size: int, report: Report | None = None, *, locked: bool = False) -> RunFolder:
     """Check everything that can be checked before ranks start, tokenise, and write the run folder.
 
-    Called before any process group exists, by one process or by every rank: what it writes is the same on each.
-    Raises the WeftError of what is wrong; then nothing in an existing folder was changed.
+    Called by one process, before any process group exists. locked: whether the caller holds `run_lock`, as a command
+    does for the whole of its run; else the folder is held while this function works.
+    Raises the WeftError of what is wrong, LaunchError where another command trains in the folder; then nothing in an
+    existing folder was changed.
     """
-    folder = RunFolder(Path(config.run.dir) / config.run.name)
+    folder = run_folder(config)
+    with contextlib.nullcontext() if locked else run_lock(folder.path):
+        return _prepare(folder, config, world_size, report)
+
+
+def run_folder(config: RunConfig) -> RunFolder:
+    """The folder of the config's run, which need not exist."""
+    return RunFolder(Path(config.run.dir) / config.run.name)
+
+
+def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Report | None) -> RunFolder:
     plan = Plan.parse(config.plan, world_size)
     # Shapes are checked before data is tokenised: minutes of work must not end in a sentence about heads.
     expected_vocab = config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
@@ -155,18 +160,19 @@ def prepare_run(config: RunConfig, world_size: int, report: Report | None = None
         folder.path.mkdir(parents=True, exist_ok=True)
         if not folder.tokenizer.exists():
             _copy_tree(data.tokenizer_dir, folder.tokenizer)
-        for name, text in (
-            ("plan.txt", plan.format() + "\n"),
-            ("model.json", json.dumps(dataclasses.asdict(decoder), indent=2) + "\n"),
-            ("data.json", data.to_json()),
-            ("config.toml", format_config(config)),
-        ):
+        texts = {
+            "plan.txt": plan.format() + "\n",
+            "model.json": json.dumps(dataclasses.asdict(decoder), indent=2) + "\n",
+            "data.json": data.to_json(),
+            "config.toml": format_config(config),
+        }
+        for name, text in texts.items():
             _write(folder.path / name, text)
     except OSError as error:
         raise ConfigError(
             f"run.dir={config.run.dir}: cannot write {str(folder.path)!r} ({error.strerror}). Use another run.dir."
         ) from error
-    return folder
+    return RunFolder(folder.path, texts)
 
 
 def refuse_other_run(folder: RunFolder, config: RunConfig) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch.distributed import Store
 
 from weft import env
-from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
+from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, require_space, save_checkpoint
 from weft.comm import Ledger, barrier, broadcast
 from weft.comm.watch import Watch
 from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
@@ -21,9 +22,9 @@ from weft.memory import recompute_of
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models import build_decoder
 from weft.monitor import Display, Meter, busy, flops_per_token, make_display, tail_events, tell
-from weft.optim import build_optimizer, freeze
 from weft.monitor.display import LastingStream
-from weft.parallel import parallelize
+from weft.optim import build_optimizer, freeze
+from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.config import RunConfig, SampleSection
@@ -31,13 +32,16 @@ from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
+from weft.train.lock import run_lock
 from weft.train.loop import ASKED_TO_STOP, Progress, Trainer
 from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.recorder import Recorder
 from weft.train.sample import write_sample
-from weft.train.state import capture, restore
+from weft.train.signals import stop_on_signal
+from weft.train.state import capture, expected_bytes, restore
 from weft.train.step import TrainStep
 from weft.train.summary import already_done, closing_lines, model_line, opening_lines
+from weft.train.time_limit import TimeLimit
 from weft.train.time_report import report_times
 from weft.units import parse_seconds
 
@@ -51,41 +55,57 @@ class RunResult:
 
 
 def run_rank(
-    run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO | None = None, alarm: TextIO | None = None
+    run: RunFolder | Path | str,
+    place: env.RankEnv | None = None,
+    terminal: TextIO | None = None,
+    alarm: TextIO | None = None,
+    *,
+    locked: bool = False,
+    started: float | None = None,
+    store: Store | None = None,
 ) -> RunResult:
-    """Train, as one rank, the run whose folder `prepare_run` wrote; goes on from the newest valid checkpoint.
+    """Train, as one rank, the run that `prepare_run` made; goes on from the newest valid checkpoint.
 
-    place: this process among the ranks; None is a single rank. terminal: where the first rank shows progress. alarm:
-    where another rank tells that it waits, when the first cannot.
+    run: what `prepare_run` gave, or the path of its folder. place: this process among the ranks; None is a single rank.
+    terminal: where the first rank shows progress. alarm: where another rank tells that it waits, when the first cannot.
+    locked: whether the caller holds `run_lock`; else the first rank does while it trains. started: when the command
+    began, for train.max_time (s of time.monotonic); by default now. store: where the ranks have met already.
     """
-    folder = RunFolder(Path(run_dir))
-    config = folder.config()
-    device = pick_device(config.launch.device, place.local_rank if place else 0)
-    if place is not None:
-        join_ranks(place, device, parse_seconds(config.launch.timeout))
-    ledger = Ledger()
-    mesh = build_mesh(folder.plan(), device, ledger.record)
-    voice = _Voice((terminal if mesh.rank == 0 else alarm) or sys.stdout)
-    with (
-        folder.lock() if mesh.rank == 0 else contextlib.nullcontext(),
-        Watch(
-            mesh,
-            voice.tell,
-            warn_after_s=parse_seconds(config.launch.warn_after),
-            limit_s=parse_seconds(config.launch.timeout),
-            limit_name=f"launch.timeout={config.launch.timeout}",
-            where_stacks=f"{folder.logs}/rank_*.log",
-            owns_process=place is not None,
-        ),
-    ):
-        with busy(terminal if mesh.rank == 0 else None, "loading the model and the data"):
-            run = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout, voice)
-        result = run.train()
-        # Who is through waits for the first rank here, where it is watched, and not in the parting.
-        barrier(mesh.world)
-    # Not after an error: the others may be in a collective and would never come; the launcher ends them.
-    leave_ranks()
+    folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
+    started = time.monotonic() if started is None else started
+    holds = locked or (place is not None and place.rank != 0)
+    with contextlib.ExitStack() as until_left:
+        if not holds:
+            until_left.enter_context(run_lock(folder.path))
+        config = folder.config()
+        device = pick_device(config.launch.device, place.local_rank if place else 0)
+        if place is not None:
+            join_ranks(place, device, parse_seconds(config.launch.timeout), store)
+        ledger = Ledger()
+        mesh = build_mesh(folder.plan(), device, ledger.record)
+        voice = _Voice((terminal if mesh.rank == 0 else alarm) or sys.stdout)
+        with _watched(folder, config, mesh, voice, owns_process=place is not None):
+            with busy(terminal if mesh.rank == 0 else None, "loading the model and the data"):
+                rank = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout, voice)
+            result = rank.train(started, until_left)
+            # Who is through waits for the first rank here, where it is watched, and not in the parting.
+            barrier(mesh.world)
+        # Not after an error: the others may be in a collective and would never come; the launcher ends them.
+        leave_ranks()
     return result
+
+
+def _watched(folder: RunFolder, config: RunConfig, mesh: Mesh, voice: _Voice, *, owns_process: bool) -> Watch:
+    """Tells when this rank waits for another one for long."""
+    return Watch(
+        mesh,
+        voice.tell,
+        warn_after_s=parse_seconds(config.launch.warn_after),
+        limit_s=parse_seconds(config.launch.timeout),
+        limit_name=f"launch.timeout={config.launch.timeout}",
+        where_stacks=f"{folder.logs}/rank_*.log",
+        owns_process=owns_process,
+    )
 
 
 class _Voice:
@@ -145,15 +165,21 @@ class _RankRun:
         )
         self._choose_recompute()
 
-    def train(self) -> RunResult:
-        """Resume or start, train to the end, sample, sum up."""
+    def train(self, started: float, until_left: contextlib.ExitStack) -> RunResult:
+        """Resume or start, train to the end, sample, sum up. Signals that ask to stop are heeded until the ranks part.
+
+        started: when the command began (s of time.monotonic).
+        """
         with busy(self.terminal if self.mesh.rank == 0 else None, "loading the checkpoint"):
             progress, notes = self._resume()
         if progress.step >= self.config.train.steps:
             if self.mesh.rank == 0:
                 tell(self.terminal, [*notes, *already_done(self.folder, progress.step)])
             return RunResult(progress.step, "finished")
-        recorder = self._recorder(progress, notes) if self.mesh.rank == 0 else None
+        recorder, limit = None, None
+        if self.mesh.rank == 0:
+            limit = self._watch_resources(started)
+            recorder = self._recorder(progress, notes)
         trainer = Trainer(
             config=self.config,
             mesh=self.mesh,
@@ -164,14 +190,14 @@ class _RankRun:
             token_bytes=torch.from_numpy(self.tokenizer.token_bytes).to(self.mesh.device),
             save=lambda progress: self._save(progress, recorder),
             meter=self.meter,
-            hooks=[recorder] if recorder else [],
+            hooks=[hook for hook in (limit, recorder) if hook],
             flops_per_token=decoder_flops_per_token(self.folder.decoder(), self.config.train.seq_len),
             peak_flops=peak_flops(self.mesh),
             progress=progress,
         )
+        until_left.enter_context(stop_on_signal(self.step))
         try:
-            with stop_on_signal(self.step):
-                reason = trainer.fit()
+            reason = trainer.fit()
             times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config)
             sample = self._sample(recorder, progress.step, reason) if recorder else ""
         finally:
@@ -179,13 +205,26 @@ class _RankRun:
             if recorder:
                 recorder.close()
         if self.mesh.rank == 0:
+            if limit and reason == ASKED_TO_STOP:
+                reason = limit.reason or reason
             tell(self.terminal, closing_lines(self.folder, self.config, progress, reason, sample, times))
         return RunResult(progress.step, reason)
+
+    def _watch_resources(self, started: float) -> TimeLimit | None:
+        """Before the first step: ask for the room of a checkpoint, and watch the time where it has a limit.
+
+        Raises CheckpointError where the disk is too full to save.
+        """
+        plan, limit = self.mesh.plan, self.config.train.max_time
+        num_bytes = expected_bytes(self.folder.decoder(), self.config.optimizer, Precision.of(plan).master)
+        require_space(self.folder.path, num_bytes)
+        return TimeLimit(limit, started + parse_seconds(limit), num_bytes) if limit else None
 
     def _sample(self, recorder: Recorder, step: int, reason: str) -> str:
         """What the trained model writes, while the panel still stands."""
         # Who stops a run wants it to end: writing a sample takes seconds.
-        wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
+        hurry = reason == ASKED_TO_STOP or self.step.wants_stop
+        wanted = SampleSection(prompt="") if hurry else self.config.sample
         recorder.on_phase("sampling")
         with self.mesh.pulse.doing("writes a sample"):
             return write_sample(self.folder, wanted, step)
@@ -292,21 +331,6 @@ class _RankRun:
             "device": str(self.mesh.device.type),
         }
         return Recorder(self.folder, display, {**start, "weft": env.weft_version(), "torch": torch.__version__})
-
-
-@contextlib.contextmanager
-def stop_on_signal(step: TrainStep) -> Iterator[None]:
-    """While inside, SIGTERM and SIGINT ask the loop to save and stop after the step under way, on all ranks."""
-
-    def ask(signum: int, frame: object) -> None:
-        step.wants_stop = True
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:

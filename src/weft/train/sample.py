@@ -17,7 +17,7 @@ from weft.train.state import restore_model
 
 
 def generate_text(
-    run_dir: Path,
+    run: RunFolder | Path | str,
     prompt: str,
     max_tokens: int = 200,
     temperature: float = 0.8,
@@ -27,9 +27,10 @@ def generate_text(
 ) -> str:
     """Continue `prompt` with the model of a run; returns prompt and continuation.
 
+    run: what `prepare_run` gave, or the path of its folder.
     step: which checkpoint; None takes the newest valid one. Raises CheckpointError when there is none.
     """
-    folder = RunFolder(Path(run_dir))
+    folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     spec = folder.decoder()
     tokenizer = Tokenizer.load(folder.tokenizer)
     model = build_decoder(spec)
@@ -67,7 +68,7 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
     if not section.prompt or room < 1:
         return ""
     text = generate_text(
-        folder.path, section.prompt, min(section.max_tokens, room), section.temperature, section.top_k, step=step
+        folder, section.prompt, min(section.max_tokens, room), section.temperature, section.top_k, step=step
     )
     folder.samples.mkdir(exist_ok=True)
     (folder.samples / f"step_{step:08d}.txt").write_text(text + "\n")

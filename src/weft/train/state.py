@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.errors import CheckpointError
+from weft.models import build_decoder
+from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel
+from weft.spec.config import OptimizerSection
+from weft.spec.model import DecoderSpec
 
 
 def capture(
@@ -35,6 +40,26 @@ def capture(
     # What is trained or divided comes from the engine; the rest is whole on every rank.
     tensors = {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name}
     return {"model": tensors | weights, "optimizer": states}
+
+
+def expected_bytes(spec: DecoderSpec, optimizer: OptimizerSection, master: torch.dtype) -> int:
+    """Bytes of what `capture` will give of a decoder that is trained; optimizer states exist only after a step.
+
+    master: the format in which weights and states are kept.
+    """
+    model = build_decoder(spec, device="meta")
+    freeze(model, optimizer)
+    num_values = sum(tensor.numel() for tensor in model_tensors(model).values())
+    for group in build_optimizer(model.named_parameters(), optimizer).param_groups:
+        num_values += _states_each(group, optimizer) * sum(param.numel() for param in group["params"])
+    return num_values * master.itemsize
+
+
+def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> int:
+    """Values that an optimizer keeps for each of a group's parameters; of a foreign class as many as AdamW."""
+    if optimizer.name == "sgd":
+        return int(group["momentum"] > 0)
+    return 1 if group.get("matrices") else 2
 
 
 def _held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:

@@ -1,0 +1,41 @@
+"""The signals that ask a run to save and stop."""
+
+from __future__ import annotations
+
+import signal
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.train.step import TrainStep
+
+#: SIGUSR1 and SIGUSR2 are how schedulers warn that a job's time is nearly over; SIGHUP comes when a terminal closes.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """The stop signals that this process listens to: `nohup` has SIGHUP ignored, and means it."""
+    return [one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+
+
+@contextmanager
+def stop_on_signal(step: TrainStep) -> Iterator[None]:
+    """While inside, a stop signal asks the loop to save and stop after the step under way, on all ranks.
+
+    The step is not kept alive: model and groups must be gone before the ranks part.
+    """
+    asked = weakref.ref(step)
+
+    def ask(signum: int, frame: object) -> None:
+        found = asked()
+        if found is not None:
+            found.wants_stop = True
+
+    before = {number: signal.signal(number, ask) for number in heeded_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

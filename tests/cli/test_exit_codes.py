@@ -1,0 +1,89 @@
+"""Every exit code that docs/reference/errors.md lists, from what ends a command to its number."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.cli import main as command
+from weft.cli.failure import Failure
+from weft.cli.launch import RankFailed, Stopped
+from weft.errors import (
+    CheckpointError,
+    CommError,
+    ConfigError,
+    LaunchError,
+    OutOfMemory,
+    TrainingHalted,
+    WeftError,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
+
+
+def failed(exit_code: int, kind: str = "") -> RankFailed:
+    return RankFailed(Failure(0, exit_code, kind=kind, message="x", expected=bool(kind)), Path("rank_0.log"))
+
+
+def stopped(name: str, *, saved: bool = False) -> Stopped:
+    return Stopped(signal.Signals[name], "stopped", saved=saved)
+
+
+ENDS: list[tuple[int, BaseException | None]] = [
+    (0, None),
+    *((0, stopped(name, saved=True)) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")),
+    (1, failed(1)),
+    (1, failed(-9)),
+    (1, CommError("ranks could not meet")),
+    (2, ConfigError("train.steps=0: no.")),
+    (2, LaunchError("run.name=a: process 1 is training")),
+    (2, CheckpointError("run.dir=a: the checkpoint needs 1 GiB")),
+    (2, failed(2, "CheckpointError")),
+    (3, TrainingHalted("loss is NaN.")),
+    (3, failed(3, "TrainingHalted")),
+    (4, OutOfMemory("no memory")),
+    (4, failed(4, "OutOfMemory")),
+    (129, stopped("SIGHUP")),
+    (130, stopped("SIGINT")),
+    (130, KeyboardInterrupt()),
+    (138, stopped("SIGUSR1")),
+    (140, stopped("SIGUSR2")),
+    (143, stopped("SIGTERM")),
+]
+
+
+@pytest.mark.parametrize("code, end", ENDS, ids=lambda value: value if isinstance(value, int) else repr(value)[:40])
+def test_what_ends_training_gives_its_code(monkeypatch, code, end):
+    def train_here(config: object) -> None:
+        if end is not None:
+            raise end
+
+    monkeypatch.setattr("weft.cli.train.train_here", train_here)
+    assert command.run(["train"]) == code
+
+
+def test_a_reader_that_has_gone_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "weft", "models"], stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_the_page_lists_these_codes_and_no_other():
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)}
+    assert listed == {code for code, _ in ENDS} | {141}
+
+
+def test_each_error_on_purpose_ends_with_a_listed_code():
+    def family(kind: type[WeftError]) -> set[type[WeftError]]:
+        return {kind}.union(*(family(child) for child in kind.__subclasses__()))
+
+    listed = {code for code, _ in ENDS}
+    assert {kind.exit_code for kind in family(WeftError)} <= listed
