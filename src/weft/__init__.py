@@ -15,6 +15,7 @@ __all__ = [
     "ClusterSpec",
     "Layout",
     "Mesh",
+    "Microbatches",
     "ModelSpec",
     "Plan",
     "Run",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from weft.spec.layout import Layout
     from weft.spec.model import ModelSpec
     from weft.spec.plan import Plan
-    from weft.train import TrainStep
+    from weft.train import Microbatches, TrainStep
 
 __getattr__ = loads(
     __name__,
@@ -56,6 +57,7 @@ __getattr__ = loads(
         "trace": ".parallel.traced",
         "build_mesh": ".mesh",
         "Mesh": ".mesh",
+        "Microbatches": ".train",
         "init": ".api",
         "Run": ".api",
         "TrainStep": ".train",

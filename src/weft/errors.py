@@ -13,6 +13,8 @@
     ├── OutOfMemory (MemoryError)      a rank has no memory left; the text lists what is live and what would help
     └── MissingExtra (ImportError)     an optional dependency is not installed
 
+    WeftWarning (UserWarning)          training goes on, with other numbers than the user may expect
+
 One grammar for every text: `<field>=<value>: <rule with the limit>. <what to type instead>.`
 """
 
@@ -112,6 +114,10 @@ class MissingExtra(WeftError, ImportError):
 
     def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
         return type(self), self._arguments
+
+
+class WeftWarning(UserWarning):
+    """Training goes on, and its numbers may not be those that the user expects; the text says what to write."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

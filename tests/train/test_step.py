@@ -13,7 +13,9 @@ from weft.errors import ModelError
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train.step import TrainStep, call_model, split_batch
+from weft.train.batch import split_batch
+from weft.train.forward import call_model
+from weft.train.step import TrainStep
 
 
 def mlp() -> nn.Module:

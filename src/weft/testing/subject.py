@@ -31,8 +31,8 @@ from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, decoder_spec, resolve_decoder, shape_problems
+from weft.train.forward import call_model
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
-from weft.train.step import call_model
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 
