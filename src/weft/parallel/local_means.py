@@ -7,12 +7,14 @@ several ranks: the statistics of batch norm, and the loss that a Hugging Face mo
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from weft.comm import all_reduce
 from weft.errors import WeftWarning
 from weft.mesh import Mesh
 from weft.parallel.context.hugging_face import is_hugging_face
@@ -35,13 +37,40 @@ def trust_loss(model: nn.Module) -> None:
             hook.is_trusted = True
 
 
+def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Mesh) -> torch.Tensor:
+    """The mean over all ranks' tokens, of which each rank knows the sum and number of its own; 0-d, equal on all.
+
+    Its gradient is scaled so that the mean over ranks, which is what `.grad` becomes, is that of the global mean.
+    A collective of two numbers; nothing waits for the device.
+    """
+    exact = {"dtype": torch.float64, "device": mesh.device}
+    sums = torch.stack([loss_sum.detach().to(**exact), torch.as_tensor(num_tokens).to(**exact)])
+    total, count = all_reduce(sums, mesh.batch).unbind()
+    count = count.clamp(min=1.0)
+    ours = loss_sum * (mesh.batch.size / count).to(loss_sum.dtype)
+    return ours + ((total / count).to(loss_sum.dtype) - ours).detach()
+
+
+def train_mode(model: nn.Module, norms: Iterable[nn.Module]) -> None:
+    """`model.train()`, but for those of its batch norms whose statistics the user froze."""
+    frozen = [module for module in norms if not _is_trained(module, model)]
+    model.train()
+    for module in frozen:
+        module.eval()
+
+
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """By name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def _is_trained(module: nn.Module, model: nn.Module) -> bool:
+    # A model that is in eval as a whole will be trained; batch norm that is in eval while the model trains was frozen.
+    return module.training or not model.training
+
+
 def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
-    # A model that is in eval as a whole will be trained; batch norm that alone is in eval was frozen.
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and (module.training or not model.training)
-    }
+    found = {name: module for name, module in batch_norms(model).items() if _is_trained(module, model)}
     num_ranks, num_micro = mesh.data.size, mesh.plan.microbatches_per_step
     if found and all(isinstance(module, nn.SyncBatchNorm) for module in found.values()):
         num_ranks = 1

@@ -24,7 +24,7 @@ from weft.parallel.batches import move_batch
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.dropout import drops_of
 from weft.parallel.head import expect_labels
-from weft.parallel.local_means import trust_loss
+from weft.parallel.local_means import batch_norms, train_mode, trust_loss
 from weft.parallel.pipeline.runtime import Drawing, Work, pipeline_of
 from weft.train.batch import Microbatches, microbatches_of, samples_in, values_in
 from weft.train.forward import call_model
@@ -87,6 +87,7 @@ class TrainStep:
         self._experts = ExpertBalance(model, mesh)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
+        self._batch_norms = list(batch_norms(model).values())
         self._looks_for_copies = mesh.data.size > 1
 
     @explains_memory
@@ -102,7 +103,7 @@ class TrainStep:
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
         if self._nominal is None:
             self._nominal = _power_of_two(values_in(microbatches[0]) * len(microbatches) * self.mesh.data.size)
-        self.model.train()
+        train_mode(self.model, self._batch_norms)
         self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
@@ -128,9 +129,9 @@ class TrainStep:
             norm = self._data_parallel.norm()
             # The only wait for the device in a step: all that the decision below needs, in one copy.
             *sums, norm = torch.cat([totals, norm.to(totals).reshape(1)]).tolist()
-        self._look_for_copies(*sums[3:])
+        self._look_for_copies(sums[3:])
         with self._meter.phase("optimizer"):
-            return self._update(*sums[:3], norm)
+            return self._update(sums[0], sums[1], sums[2], norm)
 
     def held_gradients(self) -> list[torch.Tensor]:
         """The tensors that this rank's gradients lie in."""
@@ -173,10 +174,10 @@ class TrainStep:
         with expect_labels(model, self._loss.loss_fn, microbatch):
             return self._forward(model, microbatch)
 
-    def _look_for_copies(self, *sums: float) -> None:
-        """In the first step that has them: whether all ranks read the same samples."""
-        if sums and self.mesh.rank == 0:
-            warn_if_alike(*sums, self.mesh.data.size)
+    def _look_for_copies(self, fingerprints: list[float]) -> None:
+        """In the first step: whether all ranks read the same samples. fingerprints: added up over the ranks."""
+        if fingerprints and self.mesh.rank == 0:
+            warn_if_alike(fingerprints, self.mesh.data.size)
         self._looks_for_copies = False
 
     def _update(self, loss_sum: float, num_tokens: float, stops: float, norm: float) -> StepMetrics:

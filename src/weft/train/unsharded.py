@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,10 +33,11 @@ def fingerprint(batch: Any) -> torch.Tensor:
     return torch.stack([torch.ones_like(number), number, number.square()])
 
 
-def warn_if_alike(num_ranks: float, total: float, squares: float, num_readers: int) -> None:
-    """Warn where all ranks' fingerprints are one number. num_readers: data-parallel ranks."""
+def warn_if_alike(sums: Sequence[float], num_readers: int) -> None:
+    """Warn where all ranks' fingerprints are one number. sums: of `fingerprint`. num_readers: data-parallel ranks."""
+    num_ranks, total, squares = map(int, sums)
     # Equal only where no number differs from the mean; whole numbers, so nothing is rounded.
-    if int(num_ranks) * int(squares) != int(total) ** 2:
+    if num_ranks * squares != total**2:
         return
     warnings.warn(
         f"batch: all {num_readers} data-parallel ranks were given the same samples at the first step, so together they "
