@@ -22,6 +22,7 @@ __all__ = [
     "RunConfig",
     "TrainStep",
     "WeftError",
+    "WeftWarning",
     "build_mesh",
     "describe",
     "init",
@@ -31,7 +32,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.api import Run, init
-    from weft.errors import WeftError
+    from weft.errors import WeftError, WeftWarning
     from weft.mesh import Mesh, build_mesh
     from weft.models import describe
     from weft.parallel.traced import trace
@@ -52,6 +53,7 @@ __getattr__ = loads(
         "Layout": ".spec.layout",
         "RunConfig": ".spec.config",
         "WeftError": ".errors",
+        "WeftWarning": ".errors",
         "describe": ".models",
         "search": ".planner.search",
         "trace": ".parallel.traced",

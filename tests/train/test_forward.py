@@ -77,9 +77,9 @@ def test_inputs_come_first_and_targets_stay_out(forward, batch, inputs):
         ),
         (
             takes_two,
-            (ONE,),
-            "batch: Net.forward takes (a, b), and the batch is a tuple of 1, so Weft cannot tell which are inputs. "
-            "Say so: train_step(..., forward=lambda model, batch: model(batch[0])).",
+            ONE,
+            "batch: Net.forward takes (a, b), and the batch is one tensor, so Weft cannot tell which are inputs. "
+            "Say so: train_step(..., forward=lambda model, batch: model(...)).",
         ),
         (
             takes_text,

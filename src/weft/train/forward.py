@@ -29,7 +29,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     Raises ModelError where the batch does not say what the inputs are.
     """
     if isinstance(batch, torch.Tensor):
-        return model(batch)
+        return model(*_first_inputs(model, (batch,)))
     if isinstance(batch, Mapping):
         return model(**_named_inputs(model, batch))
     if isinstance(batch, tuple | list) and batch:
@@ -96,8 +96,13 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
 
 def _refuse_row(model: nn.Module, params: list[inspect.Parameter], batch: Sequence[Any]) -> NoReturn:
     names = ", ".join(f"*{param.name}" if param.kind is param.VAR_POSITIONAL else param.name for param in params)
-    inputs = ", ".join(f"batch[{index}]" for index in range(max(len(batch) - 1, 1)))
-    _refuse(model, names, f"the batch is a {type(batch).__name__} of {len(batch)}", inputs)
+    inputs = ", ".join(f"batch[{index}]" for index in range(len(batch) - 1)) or "..."
+    _refuse(
+        model,
+        names,
+        "the batch is " + ("one tensor" if len(batch) == 1 else f"a {type(batch).__name__} of {len(batch)}"),
+        inputs,
+    )
 
 
 def _refuse(model: nn.Module, names: str, found: str, inputs: str) -> NoReturn:
