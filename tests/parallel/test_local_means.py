@@ -15,6 +15,7 @@ from weft.comm import Ledger
 from weft.errors import WeftWarning
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
+from weft.parallel.local_means import watch_local_means
 from weft.spec.plan import Plan
 from weft.train import TrainStep
 
@@ -137,6 +138,27 @@ def test_batch_norm_on_one_device_is_warned_of_where_a_batch_is_cut():
     frozen[1].eval()
     frozen[4].eval()
     assert said_by("accumulation=2", frozen) == []
+
+
+def said_on_a_gpu(plan: str) -> list[list[str]]:
+    mesh = build_mesh(Plan.parse(plan))
+    mesh.device = torch.device("cuda")
+    found = []
+    for model in (images(), nn.SyncBatchNorm.convert_sync_batchnorm(images(), mesh.data.group)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            watch_local_means(model, mesh)
+        found.append([str(one.message).partition("Use GroupNorm")[2] for one in caught])
+    return found
+
+
+def test_on_gpus_batch_norm_may_join_the_ranks_and_not_the_microbatches(ranks2):
+    joins = (
+        ", which looks at one sample at a time, or join the ranks' statistics (not those of microbatches) before "
+        "run.parallelize:\n    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, run.mesh.data.group)"
+    )
+    assert ranks2.run(said_on_a_gpu, "dp_replicate=2")[0] == [[joins], []]
+    assert [len(said) for said in ranks2.run(said_on_a_gpu, "dp_replicate=2 accumulation=2")[0]] == [1, 1]
 
 
 def loss_fn(output: torch.Tensor, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:

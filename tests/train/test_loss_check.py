@@ -52,13 +52,13 @@ FORM = (
 )
 def test_habits_end_in_one_sentence(loss_fn, text):
     with pytest.raises(ModelError) as caught:
-        CheckedLoss(loss_fn, several=False)(OUTPUT, BATCH)
+        CheckedLoss(loss_fn, warns_of_means=False)(OUTPUT, BATCH)
     assert str(caught.value) == text
 
 
 @pytest.mark.parametrize("number", [4, 4.0, torch.tensor(4), True])
 def test_the_sum_and_the_number_pass(number):
-    loss_sum, count = CheckedLoss(lambda o, b: [o.sum(), number], several=True)(OUTPUT, BATCH)
+    loss_sum, count = CheckedLoss(lambda o, b: [o.sum(), number], warns_of_means=True)(OUTPUT, BATCH)
     assert (loss_sum.item(), count) == (OUTPUT.sum().item(), number)
 
 
@@ -97,26 +97,26 @@ def test_the_own_loss_of_a_hugging_face_model_is_none_and_what_to_write_can_be_p
 def test_other_kinds_of_hugging_face_outputs_are_shown_their_own_form():
     batch = {"x": torch.zeros(4), "labels": torch.tensor([0, 1, 2, 0])}
     with pytest.raises(ModelError) as caught:
-        CheckedLoss(lambda o, b: (o.loss, 1), several=True)(SequenceClassifierOutput(logits=OUTPUT), batch)
+        CheckedLoss(lambda o, b: (o.loss, 1), warns_of_means=True)(SequenceClassifierOutput(logits=OUTPUT), batch)
     loss_sum, number = pasted(str(caught.value))(SequenceClassifierOutput(logits=OUTPUT), batch)
     assert (loss_sum, number) == (F.cross_entropy(OUTPUT, batch["labels"], reduction="sum"), 4)
 
 
 def test_an_error_of_the_users_own_stays_what_it_is():
     with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'logits'"):
-        CheckedLoss(lambda o, b: (o.logits, 1), several=False)(OUTPUT, BATCH)
+        CheckedLoss(lambda o, b: (o.logits, 1), warns_of_means=False)(OUTPUT, BATCH)
 
 
 def test_a_mean_of_the_models_own_is_warned_of_once_where_it_differs():
     output = CausalLMOutputWithPast(loss=OUTPUT.mean(), logits=torch.zeros(1, 2, 3))
-    loss = CheckedLoss(lambda o, b: (o.loss, 1), several=True)
+    loss = CheckedLoss(lambda o, b: (o.loss, 1), warns_of_means=True)
     with pytest.warns(WeftWarning, match="output.loss, which is a mean over the tokens of one rank's microbatch"):
         loss(output, {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss(output, {})
-        CheckedLoss(lambda o, b: (o.loss, 1), several=False)(output, {})
-        CheckedLoss(lambda o, b: (o.loss * 6, 6), several=True)(output, {})
+        CheckedLoss(lambda o, b: (o.loss, 1), warns_of_means=False)(output, {})
+        CheckedLoss(lambda o, b: (o.loss * 6, 6), warns_of_means=True)(output, {})
 
 
 def test_a_step_looks_at_its_loss():

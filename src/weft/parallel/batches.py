@@ -27,7 +27,8 @@ def with_parts(batch: Any, parts: list[Any]) -> Any:
         return dict(zip(batch, parts, strict=True)) if isinstance(batch, dict) else type(batch)(parts)
     if isinstance(batch, MutableMapping):
         changed = copy.copy(batch)
-        changed.update(zip(batch, parts, strict=True))
+        for name, part in zip(batch, parts, strict=True):
+            changed[name] = part
         return changed
     if isinstance(batch, Mapping):
         return dict(zip(batch, parts, strict=True))

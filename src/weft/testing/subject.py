@@ -27,6 +27,7 @@ from weft.errors import ConfigError, MissingExtra, ModelError
 from weft.models import build_decoder
 from weft.models.code import call_function
 from weft.optim import build_optimizer
+from weft.parallel.batches import map_tensors
 from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
 from weft.spec.layout import Layout
@@ -310,11 +311,7 @@ def _image_size(model: nn.Module) -> tuple[int, int, int] | None:
 
 
 def _floats(batch: Any, dtype: torch.dtype) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {name: _floats(value, dtype) for name, value in batch.items()}
-    return tuple(_floats(value, dtype) for value in batch) if isinstance(batch, tuple | list) else batch
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
 
 
 def _first_tensor(output: Any) -> torch.Tensor:

@@ -22,12 +22,12 @@ _WANTED = "Weft divides once, over all ranks and microbatches, so it needs the s
 class CheckedLoss:
     """A loss function of (output, batch), with what it returns looked at: the sum of the losses, and their number.
 
-    several: more than one rank or microbatch reads samples in a step.
+    warns_of_means: several ranks or microbatches read samples in a step, and this rank is to say what that changes.
     """
 
-    def __init__(self, loss_fn: LossFn, *, several: bool):
+    def __init__(self, loss_fn: LossFn, *, warns_of_means: bool):
         self.loss_fn = loss_fn
-        self._several = several
+        self._warns = warns_of_means
 
     def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Raises ModelError for anything but a 0-d tensor with a gradient and a count."""
@@ -46,12 +46,12 @@ class CheckedLoss:
         _check_sum(loss_sum)
         if not _is_count(number):
             _refuse(f"the number of losses that it returned is {_described(number)}")
-        if self._several and is_hugging_face_output(output) and loss_sum is output.get("loss"):
+        if self._warns and is_hugging_face_output(output) and loss_sum is output.get("loss"):
             self._warn_of_mean(output)
         return loss_sum, number
 
     def _warn_of_mean(self, output: Any) -> None:
-        self._several = False  # once is enough
+        self._warns = False  # once is enough
         warnings.warn(
             f"loss_fn: it returns output.loss, which is a mean over the tokens of one rank's microbatch, where Weft "
             f"expects their sum; the result is not that of one device unless all have equally many tokens. "

@@ -78,7 +78,8 @@ class TrainStep:
         self.loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
         self.wants_stop = False
-        self._loss = CheckedLoss(loss_fn, several=mesh.batch.size * mesh.plan.microbatches_per_step > 1)
+        several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
+        self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
         trust_loss(model)
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
@@ -177,7 +178,7 @@ class TrainStep:
     def _look_for_copies(self, fingerprints: list[float]) -> None:
         """In the first step: whether all ranks read the same samples. fingerprints: added up over the ranks."""
         if fingerprints and self.mesh.rank == 0:
-            warn_if_alike(fingerprints, self.mesh.data.size)
+            warn_if_alike(fingerprints, self.mesh.world_size, self.mesh.data.size)
         self._looks_for_copies = False
 
     def _update(self, loss_sum: float, num_tokens: float, stops: float, norm: float) -> StepMetrics:

@@ -20,24 +20,27 @@ _LOOKED_AT = 4096
 def fingerprint(batch: Any) -> torch.Tensor:
     """(1, f, f squared) of a whole number f that the batch's values make; float64.
 
-    Sums of it over the ranks are for `warn_if_alike`. Nothing waits for the device.
+    Three zeros for a batch without tensors. Sums of it over the ranks are for `warn_if_alike`. Nothing waits for the
+    device.
     """
-    found: Any = 0
+    found: Any = None
     for tensor in tensors_in(batch):
         if tensor.layout is not torch.strided or tensor.is_meta:
             continue
         values = tensor.detach().reshape(-1)[:_LOOKED_AT].contiguous().view(torch.uint8).long()
         places = torch.arange(1, len(values) + 1, device=values.device)
-        found = (found * 31 + (values * places).sum()) % _BOUND
-    number = torch.as_tensor(found).double()
+        found = ((0 if found is None else found) * 31 + (values * places).sum()) % _BOUND
+    if found is None:
+        return torch.zeros(3, dtype=torch.float64)
+    number = found.double()
     return torch.stack([torch.ones_like(number), number, number.square()])
 
 
-def warn_if_alike(sums: Sequence[float], num_readers: int) -> None:
+def warn_if_alike(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
     """Warn where all ranks' fingerprints are one number. sums: of `fingerprint`. num_readers: data-parallel ranks."""
-    num_ranks, total, squares = map(int, sums)
+    num_known, total, squares = map(int, sums)
     # Equal only where no number differs from the mean; whole numbers, so nothing is rounded.
-    if num_ranks * squares != total**2:
+    if num_known < num_ranks or num_ranks * squares != total**2:
         return
     warnings.warn(
         f"batch: all {num_readers} data-parallel ranks were given the same samples at the first step, so together they "
