@@ -7,7 +7,6 @@ several ranks: the statistics of batch norm, and the loss that a Hugging Face mo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,32 +50,41 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
     return ours + ((total / count).to(loss_sum.dtype) - ours).detach()
 
 
-def train_mode(model: nn.Module, norms: Iterable[nn.Module]) -> None:
-    """`model.train()`, but for those of its batch norms whose statistics the user froze."""
-    frozen = [module for module in norms if not _is_trained(module, model)]
-    model.train()
-    for module in frozen:
-        module.eval()
+class TrainMode:
+    """`model.train()` that leaves batch norms in eval which the user froze: those in eval while the model trains."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._norms = list(_batch_norms(model).values())
+        self._frozen: list[nn.Module] = []
+        self._look()
+
+    def enter(self) -> None:
+        """Bring the model into training. An evaluation in between, `model.eval()`, unfreezes nothing."""
+        self._look()
+        self._model.train()
+        for module in self._frozen:
+            module.eval()
+
+    def _look(self) -> None:
+        if self._model.training:
+            self._frozen = [module for module in self._norms if not module.training]
 
 
-def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """By name."""
+def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
-def _is_trained(module: nn.Module, model: nn.Module) -> bool:
-    # A model that is in eval as a whole will be trained; batch norm that is in eval while the model trains was frozen.
-    return module.training or not model.training
-
-
 def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
-    found = {name: module for name, module in batch_norms(model).items() if _is_trained(module, model)}
+    # A model that is in eval as a whole will be trained; batch norm that is in eval while the model trains was frozen.
+    found = {n: module for n, module in _batch_norms(model).items() if module.training or not model.training}
     num_ranks, num_micro = mesh.data.size, mesh.plan.microbatches_per_step
     if found and all(isinstance(module, nn.SyncBatchNorm) for module in found.values()):
         num_ranks = 1
     if mesh.rank or not found or num_ranks * num_micro == 1:
         return
-    names = ", ".join(list(found)[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+    names = ", ".join([name or "the model" for name in found][:_SHOWN])
+    names += f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     parts = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{num_micro} microbatches"] * (num_micro > 1)
     remedy = "Use GroupNorm, which looks at one sample at a time"
     if num_ranks > 1 and mesh.device.type == "cuda":
@@ -90,10 +98,10 @@ def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
             "or freeze the statistics of a pretrained model before run.parallelize: norm.eval() on each of them"
         )
     warnings.warn(
-        f"batch norm ({len(found)} layers: {names}): each of {' x '.join(parts)} normalises its own samples, so the "
+        f"batch norm in {names}: each of {' x '.join(parts)} normalises its own samples, so the "
         f"numbers are not those of one device with the whole batch. {remedy}",
         WeftWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

@@ -24,7 +24,7 @@ from weft.parallel.batches import move_batch
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.dropout import drops_of
 from weft.parallel.head import expect_labels
-from weft.parallel.local_means import batch_norms, train_mode, trust_loss
+from weft.parallel.local_means import TrainMode, trust_loss
 from weft.parallel.pipeline.runtime import Drawing, Work, pipeline_of
 from weft.train.batch import Microbatches, microbatches_of, samples_in, values_in
 from weft.train.forward import call_model
@@ -88,7 +88,7 @@ class TrainStep:
         self._experts = ExpertBalance(model, mesh)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
-        self._batch_norms = list(batch_norms(model).values())
+        self._train_mode = TrainMode(model)
         self._looks_for_copies = mesh.data.size > 1
 
     @explains_memory
@@ -104,7 +104,7 @@ class TrainStep:
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
         if self._nominal is None:
             self._nominal = _power_of_two(values_in(microbatches[0]) * len(microbatches) * self.mesh.data.size)
-        train_mode(self.model, self._batch_norms)
+        self._train_mode.enter()
         self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)

@@ -46,5 +46,5 @@ def warn_if_alike(sums: Sequence[float], num_ranks: int, num_readers: int) -> No
         f"batch: all {num_readers} data-parallel ranks were given the same samples at the first step, so together they "
         f"compute what one would alone. Cut the loader for the ranks: loader = run.shard(loader).",
         WeftWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
