@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import BatchEncoding
 
 from weft.errors import ModelError
 from weft.train.forward import call_model
@@ -58,6 +59,7 @@ def takes_text(input_ids, attention_mask=None):
         (takes_names, {"input_ids": ONE, "labels": TWO, "use": 3}, (ONE, None, None, {"use": 3})),
         (takes_text, {"input_ids": ONE, "attention_mask": TWO, "labels": THREE}, (ONE, TWO)),
         (takes_text, {"input_ids": ONE, "y": TWO}, (ONE, None)),
+        (takes_text, BatchEncoding({"input_ids": ONE, "attention_mask": TWO, "labels": THREE}), (ONE, TWO)),
         (lambda x, labels: (x, labels), {"x": ONE, "labels": TWO}, (ONE, TWO)),
     ],
 )

@@ -57,7 +57,7 @@ class CheckedLoss:
             f"expects their sum; the result is not that of one device unless all have equally many tokens. "
             f"Write\n{sum_of_hugging_face(output)}",
             WeftWarning,
-            stacklevel=2,
+            stacklevel=6,  # the line that calls the step
         )
 
 
