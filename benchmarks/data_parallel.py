@@ -35,7 +35,7 @@ from weft.parallel import parallelize
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
-from weft.train import TrainStep
+from weft.train import Microbatches, TrainStep
 from weft.train.loss import model_forward, token_cross_entropy
 
 SIZES = {
@@ -225,10 +225,10 @@ def make_weft(options: argparse.Namespace, variant: str) -> StepFn:
         ids, labels = local_batch(options, index)
         num_micro = options.accumulation
         step(
-            [
+            Microbatches(
                 {"input_ids": x, "labels": y, "positions": positions}
                 for x, y in zip(ids.chunk(num_micro), labels.chunk(num_micro), strict=True)
-            ]
+            )
         )
 
     return one

@@ -28,7 +28,7 @@ loader = run.shard(loader)
 step = run.train_step(model, torch.optim.AdamW, loss_fn, lr=3e-3)
 for _ in range(5):
     for batch in loader:
-        metrics = step(tuple(batch))
+        metrics = step(batch)
     if run.is_first:
         print(f"loss {metrics.loss:.4f}  gradient norm {metrics.grad_norm:.3f}")
 del step, model

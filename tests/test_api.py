@@ -47,6 +47,32 @@ def test_an_optimizer_may_come_as_class_or_ready_but_not_both():
             run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, lr=0.2)
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"weight_decy": 0.1}, "weight_decy=0.1: SGD has no such option. Did you mean 'weight_decay'?"),
+        ({"max_grad_nrm": 1.0}, "max_grad_nrm=1.0: SGD has no such option. Did you mean 'max_grad_norm'?"),
+        ({"betas": 3, "lr": 1}, "betas=3: SGD has no such option. Use some of lr, momentum, dampening, weight_decay, "),
+    ],
+)
+def test_an_option_that_the_optimizer_does_not_have_is_one_sentence(option, text):
+    with weft.init(device="cpu") as run, pytest.raises(PlanError) as caught:
+        run.train_step(run.parallelize(nn.Linear(3, 2)), torch.optim.SGD, loss_fn, **option)
+    assert str(caught.value).startswith(text)
+
+
+def test_an_optimizer_with_options_of_any_name_gets_them():
+    made = {}
+
+    def make(params, **options):
+        made.update(options)
+        return torch.optim.SGD(params)
+
+    with weft.init(device="cpu") as run:
+        run.train_step(run.parallelize(nn.Linear(3, 2)), make, loss_fn, anything=3)
+    assert made == {"anything": 3}
+
+
 def test_inputs_of_any_shape_reach_the_model_through_forward():
     class TwoInputs(nn.Module):
         def __init__(self):

@@ -15,12 +15,14 @@ __all__ = [
     "ClusterSpec",
     "Layout",
     "Mesh",
+    "Microbatches",
     "ModelSpec",
     "Plan",
     "Run",
     "RunConfig",
     "TrainStep",
     "WeftError",
+    "WeftWarning",
     "build_mesh",
     "describe",
     "init",
@@ -30,7 +32,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.api import Run, init
-    from weft.errors import WeftError
+    from weft.errors import WeftError, WeftWarning
     from weft.mesh import Mesh, build_mesh
     from weft.models import describe
     from weft.parallel.traced import trace
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from weft.spec.layout import Layout
     from weft.spec.model import ModelSpec
     from weft.spec.plan import Plan
-    from weft.train import TrainStep
+    from weft.train import Microbatches, TrainStep
 
 __getattr__ = loads(
     __name__,
@@ -51,11 +53,13 @@ __getattr__ = loads(
         "Layout": ".spec.layout",
         "RunConfig": ".spec.config",
         "WeftError": ".errors",
+        "WeftWarning": ".errors",
         "describe": ".models",
         "search": ".planner.search",
         "trace": ".parallel.traced",
         "build_mesh": ".mesh",
         "Mesh": ".mesh",
+        "Microbatches": ".train",
         "init": ".api",
         "Run": ".api",
         "TrainStep": ".train",

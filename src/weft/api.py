@@ -10,7 +10,9 @@ for batch in loader:
 
 from __future__ import annotations
 
+import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -24,16 +26,18 @@ from weft import env
 from weft.comm import Ledger
 from weft.comm.watch import WARN_AFTER_S, Watch
 from weft.data import ShardedLoader
-from weft.errors import PlanError
+from weft.errors import PlanError, did_you_mean
 from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.foreign_router import balance_routers
+from weft.parallel.local_means import global_mean, trust_loss
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
-from weft.train.step import ForwardFn, LossFn, TrainStep
+from weft.train.loss_check import LossFn
+from weft.train.step import ForwardFn, TrainStep
 from weft.units import parse_seconds
 
 
@@ -46,6 +50,7 @@ class Run:
         self.mesh = mesh
         self.ledger = ledger
         self.seed = seed
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def device(self) -> torch.device:
@@ -76,10 +81,15 @@ class Run:
         if balance_rate:
             balance_routers(model, balance_rate)
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
-        return parallelize(model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit)
+        parallelize(model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit)
+        self._models.add(model)
+        return model
 
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
-        """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`."""
+        """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
+
+        A sampler or batch_sampler is kept: it is drawn alike on all ranks. Raises DataError where that is impossible.
+        """
         return ShardedLoader(loader, self.mesh.data.rank, self.mesh.data.size, self.seed)
 
     def train_step(
@@ -96,10 +106,11 @@ class Run:
 
         optimizer: a class such as torch.optim.AdamW, built here with `optimizer_options`, or an optimizer built on
         the parallelized model. loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
-        forward(model, batch) -> output, where calling the model takes more than its batch. max_grad_norm: 0 is no
-        clipping.
+        forward(model, batch) -> output; without it the model gets x of (x, y) and [x, y], and of a dict all but labels
+        by name. max_grad_norm: 0 is no clipping.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
+            _check_options(optimizer, optimizer_options)
             optimizer = optimizer([p for p in model.parameters() if p.requires_grad], **optimizer_options)
         elif optimizer_options:
             names = ", ".join(optimizer_options)
@@ -113,6 +124,15 @@ class Run:
         this rank's part alone. Returns the norm before clipping, a 0-d tensor equal on all ranks. A collective.
         """
         return data_parallel(model).clip_own(max_norm)
+
+    def global_mean(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
+        """The loss for `backward()` in a loop of your own: the mean over the tokens of all ranks.
+
+        loss_sum: of this rank's tokens or samples, 0-d; num_tokens: how many. A collective: call it on all ranks.
+        """
+        for model in self._models:
+            trust_loss(model)
+        return global_mean(loss_sum, num_tokens, self.mesh)
 
     def close(self) -> None:
         """Part from the other ranks. Call it last, or use the run as a context manager."""
@@ -182,6 +202,26 @@ def _duration(name: str, value: str | float) -> float:
     if seconds <= 0:
         raise PlanError(f"{name}={value}: it must be more than 0 s. Use {name}='30m'.")
     return seconds
+
+
+def _check_options(optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """PlanError for an option that the optimizer's signature does not have."""
+    try:
+        params = inspect.signature(optimizer).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(param.kind is param.VAR_KEYWORD for param in params):
+        return
+    known = [param.name for param in params if param.kind is not param.VAR_POSITIONAL][1:]
+    named, listed = getattr(optimizer, "__name__", str(optimizer)), ", ".join(known)
+    # A misspelt argument of train_step arrives here too.
+    hints = {
+        name: did_you_mean(name, [*known, "forward", "max_grad_norm"]) or f" Use some of {listed}."
+        for name in options
+        if name not in known
+    }
+    if hints:
+        raise PlanError("\n".join(f"{n}={options[n]}: {named} has no such option.{hint}" for n, hint in hints.items()))
 
 
 def _chosen(

@@ -13,6 +13,8 @@
     ├── OutOfMemory (MemoryError)      a rank has no memory left; the text lists what is live and what would help
     └── MissingExtra (ImportError)     an optional dependency is not installed
 
+    WeftWarning (UserWarning)          training goes on, with other numbers than the user may expect
+
 One grammar for every text: `<field>=<value>: <rule with the limit>. <what to type instead>.`
 """
 
@@ -117,6 +119,10 @@ class MissingExtra(WeftError, ImportError):
 def install_extra(extra: str) -> str:
     """How to install one of Weft's extras, as a sentence without its full stop."""
     return f'In a checkout of Weft, run: pip install -e ".[{extra}]"'
+
+
+class WeftWarning(UserWarning):
+    """Training goes on, and its numbers may not be those that the user expects; the text says what to write."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

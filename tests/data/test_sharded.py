@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from weft.data import ShardedLoader
 from weft.errors import DataError
@@ -16,6 +30,14 @@ from weft.errors import DataError
 
 def loader_of(num_samples: int, batch_size: int, **options) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(num_samples)), batch_size=batch_size, **options)
+
+
+class EndlessSampler(Sampler):
+    def __init__(self, data):
+        pass
+
+    def __iter__(self):
+        return itertools.count()
 
 
 def epoch(sharded: ShardedLoader) -> list[list[int]]:
@@ -71,15 +93,103 @@ def test_a_last_batch_that_is_short_is_shared_out():
         (loader_of(12, 3), 2, r"batch_size=3: .*not a multiple of the 2 data-parallel ranks. Use a multiple of 2."),
         (loader_of(9, 4), 2, r"drop_last=False: the last batch has 1 of 9 samples, fewer than the 2"),
         (
-            loader_of(8, 4, sampler=WeightedRandomSampler([1.0] * 8, 8)),
+            loader_of(8, None),
             2,
-            r"loader.sampler=WeightedRandomSampler: only shuffle=True and shuffle=False",
+            r"batch_size=None: the loader makes no batches .*Give batch_size, .*or a batch_",
+        ),
+        (
+            loader_of(8, 4, sampler=DistributedSampler(range(8), 2, 0)),
+            2,
+            r"sampler=DistributedSampler: run.shard\(\) does what .*Leave the sampler out, and use shuffle=True",
+        ),
+        (loader_of(8, 4, sampler=EndlessSampler(range(8))), 2, r"sampler=EndlessSampler: it has no length.*__len__"),
+        (
+            loader_of(9, 1, batch_sampler=BatchSampler(SequentialSampler(range(9)), 4, drop_last=False)),
+            2,
+            r"batch_sampler=BatchSampler: a batch has 1 samples, fewer than the 2 data-parallel ranks",
         ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(loader, dp_size, text):
     with pytest.raises(DataError, match=text):
         ShardedLoader(loader, 0, dp_size)
+
+
+class Drawing(Sampler):
+    """Draws from the generator that `draw` knows."""
+
+    def __init__(self, draw, num_samples=12):
+        self.draw, self.num_samples, self.epochs = draw, num_samples, []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __len__(self):
+        return self.num_samples
+
+    def __iter__(self):
+        return (int(self.draw()) for _ in range(self.num_samples))
+
+
+def weighted(**options) -> DataLoader:
+    return loader_of(8, 4, sampler=WeightedRandomSampler([0.0, 0.0, 1.0, 1.0, 5.0, 1.0, 0.0, 0.0], 40, **options))
+
+
+def batched() -> DataLoader:
+    return loader_of(12, 1, batch_sampler=BatchSampler(RandomSampler(range(12)), 5, drop_last=True))
+
+
+SAMPLERS = {
+    "weighted": weighted,
+    "with a generator": lambda: weighted(generator=torch.Generator().manual_seed(7)),
+    "drawn with replacement": lambda: loader_of(8, 4, sampler=RandomSampler(range(8), True, 12)),
+    "of batches": batched,
+    "subset": lambda: loader_of(12, 4, sampler=SubsetRandomSampler([1, 3, 5, 7])),
+    "numpy": lambda: loader_of(12, 4, sampler=Drawing(lambda: np.random.randint(12))),
+    "python": lambda: loader_of(12, 4, sampler=Drawing(lambda: random.randrange(12))),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_sampler_of_the_users_gives_its_indices_alike_on_all_ranks(name):
+    torch.manual_seed(1)
+    alone = ShardedLoader(SAMPLERS[name](), 0, 1)
+    whole = [epoch(alone), epoch(alone)]
+    parts = []
+    for rank in range(2):
+        torch.manual_seed(100 + rank)  # what ranks drew before must not matter
+        sharded = ShardedLoader(SAMPLERS[name](), rank, 2)
+        assert len(sharded) == len(whole[0])
+        epoch(sharded)
+        resumed = ShardedLoader(SAMPLERS[name](), rank, 2)
+        resumed.load_state_dict(sharded.state_dict() | {"next_batch": 1})
+        parts.append([epoch(ShardedLoader(SAMPLERS[name](), rank, 2)), epoch(resumed)])
+    assert [list(chain(*both)) for both in zip(parts[0][0], parts[1][0], strict=True)] == whole[0]
+    assert [list(chain(*both)) for both in zip(parts[0][1], parts[1][1], strict=True)] == whole[1][1:]
+    assert whole[0] != whole[1]
+
+
+def test_weights_of_a_sampler_are_kept():
+    drawn = list(chain(*epoch(ShardedLoader(weighted(), 0, 2))))
+    assert set(drawn) <= {2, 3, 4, 5}
+    assert drawn.count(4) > len(drawn) / 3
+
+
+def test_a_sampler_is_told_the_epoch_and_leaves_the_generators_alone():
+    sampler = Drawing(lambda: torch.randint(12, ()))
+    sharded = ShardedLoader(loader_of(12, 4, sampler=sampler), 0, 2)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    sharded.load_state_dict({"epoch": 3, "next_batch": 0})
+    assert len(sharded) == 3
+    assert sampler.epochs[-1] == 3
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+
+
+def test_a_sampler_that_nobody_can_seed_is_refused():
+    hidden = random.Random()
+    with pytest.raises(DataError, match=r"sampler=Drawing: with equal seeds it gave other .*set_epoch\(epoch\) seeds"):
+        ShardedLoader(loader_of(12, 4, sampler=Drawing(lambda: hidden.randrange(12))), 0, 2)
 
 
 def test_a_stream_is_refused():

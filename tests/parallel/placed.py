@@ -19,6 +19,7 @@ from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement import Placement
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
+from weft.train.batch import Microbatches
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 
@@ -202,11 +203,13 @@ def batch_of(step: int, settings: Settings) -> Batch:
     return {"ids": ids, "labels": torch.randint(5, (settings.global_batch,), generator=generator)}
 
 
-def microbatches(batch: Batch, mesh: Mesh) -> list[Batch]:
+def microbatches(batch: Batch, mesh: Mesh) -> Microbatches:
     """This rank's; those of cp read other samples here, which adds up in the same way as parts of sequences."""
     count, axis = mesh.plan.microbatches_per_step, mesh.batch
     chunks = {key: tensor.chunk(count * axis.size) for key, tensor in batch.items()}
-    return [{key: parts[index * axis.size + axis.rank] for key, parts in chunks.items()} for index in range(count)]
+    return Microbatches(
+        {key: parts[index * axis.size + axis.rank] for key, parts in chunks.items()} for index in range(count)
+    )
 
 
 def loss(output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:

@@ -46,7 +46,7 @@ def train(plan: str, name: str) -> dict[str, torch.Tensor]:
     optimizer = OPTIMIZERS[name](model.parameters())
     step = TrainStep(model, optimizer, lambda out, _: (out.square().sum(), len(out)), mesh, max_grad_norm=0.5)
     for index in range(4):
-        step([rows(index, mesh.rank)])
+        step(rows(index, mesh.rank))
     return weights(model)
 
 

@@ -17,7 +17,7 @@ from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.flat import FlatModel
 from weft.spec.plan import Plan
-from weft.train import TrainStep
+from weft.train import Microbatches, TrainStep
 
 
 def square(output: torch.Tensor, batch: object) -> tuple[torch.Tensor, int]:
@@ -38,7 +38,7 @@ def each_microbatch(plan: str, each: bool) -> tuple[dict, int, float]:
     step = step_of(model, mesh)
     ledger.clear()
     for index in range(2):
-        metrics = step([rows(10 * index + micro, mesh.rank) for micro in range(3)])
+        metrics = step(Microbatches(rows(10 * index + micro, mesh.rank) for micro in range(3)))
     return weights(model), ledger.entry("dp_shard", "reduce_scatter").num_bytes, metrics.grad_norm
 
 
@@ -77,10 +77,10 @@ def repeat(plan: str, times: list[list[int]]) -> tuple[list[str], dict]:
     for index, counts in enumerate(times):
         model.times = counts[mesh.rank]
         try:
-            step([rows(index, mesh.rank)])
+            step(rows(index, mesh.rank))
         except CommError as error:
             errors.append(str(error))
-            step([rows(index, mesh.rank)])
+            step(rows(index, mesh.rank))
     return errors, weights(model)
 
 
@@ -122,7 +122,7 @@ def meddle(plan: str) -> list[str]:
         step = step_of(model, mesh)
         change(model)
         with pytest.raises(ModelError) as caught:
-            step([rows(0, mesh.rank)])
+            step(rows(0, mesh.rank))
         found.append(str(caught.value))
     frozen = mlp()
     frozen[0].requires_grad_(False)
@@ -130,7 +130,7 @@ def meddle(plan: str) -> list[str]:
     step = step_of(model, mesh)
     model[0].requires_grad_(True)
     with pytest.raises(ModelError) as caught:
-        step([rows(0, mesh.rank)])
+        step(rows(0, mesh.rank))
     return [*found, str(caught.value)]
 
 
@@ -146,7 +146,7 @@ def write_weights(plan: str) -> list[bool]:
     """Weights that a user writes are the masters' too: by load_state_dict unrounded, in place as they are."""
     model, mesh = laid_out(plan, mlp(torch.float32))
     step = step_of(model, mesh)
-    step([rows(0, mesh.rank, torch.float32)])
+    step(rows(0, mesh.rank, torch.float32))
     torch.manual_seed(5)
     other = mlp(torch.float32)
     for param in other.parameters():
@@ -210,7 +210,7 @@ def batch_norm(plan: str) -> dict:
     step = step_of(model, mesh)
     for index in range(2):
         images = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(index + 7 * mesh.rank))
-        step([images])
+        step(images)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -237,7 +237,7 @@ def sparse_rows(plan: str) -> dict:
     model, mesh = laid_out(plan, nn.Sequential(nn.Embedding(12, 3, sparse=True), nn.Linear(3, 2)).double())
     step = step_of(model, mesh)
     for index in range(2):
-        step([torch.tensor([index, 1, 2]) + 5 * mesh.rank, torch.tensor([3, 3, 3])])
+        step(Microbatches([torch.tensor([index, 1, 2]) + 5 * mesh.rank, torch.tensor([3, 3, 3])]))
     return weights(model)
 
 

@@ -15,6 +15,7 @@ from weft.mesh import ENDS, Axis, build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement import Placement
 from weft.spec.plan import Plan
+from weft.train.batch import Microbatches
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 
@@ -97,7 +98,7 @@ def train(plan: str, num_steps: int, groups: object = None) -> tuple[dict, list[
         parts = [{"ids": part[:, 0], "labels": part[:, 1]} for part in ids.chunk(count)][
             mesh.data.rank :: mesh.data.size
         ]
-        metrics = step(parts)
+        metrics = step(Microbatches(parts))
         assert metrics.num_tokens == 16
         losses.append(metrics.loss)
         norms.append(metrics.grad_norm)

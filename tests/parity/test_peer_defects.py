@@ -133,12 +133,18 @@ def test_ranks_that_take_different_branches_train_the_right_weights(plan, ranks2
 
 def uneven_microbatches(plan: str) -> dict[str, torch.Tensor]:
     model, mesh = laid_out(plan, mlp())
-    step = TrainStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda out, _: (out.square().sum(), len(out)), mesh
-    )
+    engine, optimizer = data_parallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.adopt(optimizer)
     for _ in range(2):
-        step([rows(index, mesh.rank) for index in range(1 + 2 * mesh.rank)])
-    assert data_parallel(model).norm() > 0
+        engine.begin_step()
+        for index in range(1 + 2 * mesh.rank):
+            with engine.microbatch(last=index == 2 * mesh.rank):
+                model(rows(index, mesh.rank)).square().sum().backward()
+        engine.finish()
+        engine.scale(1 / 8)
+        optimizer.step()
+        engine.publish()
+    assert engine.norm() > 0
     return weights(model)
 
 

@@ -13,7 +13,8 @@ from weft.errors import ModelError
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train.step import TrainStep, call_model, split_batch
+from weft.train.batch import split_batch
+from weft.train.step import TrainStep
 
 
 def mlp() -> nn.Module:
@@ -190,15 +191,3 @@ def test_a_batch_that_does_not_come_out_even_is_refused():
         "accumulation=4: the batch has 6 samples on this rank, which is not a multiple of 4. "
         "Use a batch that is, or another accumulation."
     )
-
-
-def test_how_a_model_is_called():
-    class Adds(nn.Module):
-        def forward(self, a, b=0):
-            return a + b
-
-    assert call_model(Adds(), torch.tensor(1)) == 1
-    assert call_model(Adds(), (torch.tensor(1), "label")) == 1
-    assert call_model(Adds(), {"a": 1, "b": 2, "labels": 9}) == 3
-    with pytest.raises(ModelError, match="batch of type int"):
-        call_model(Adds(), 3)

@@ -9,7 +9,7 @@ N tokens, C tokens at a time, D features, V entries of the vocabulary of this ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -142,7 +142,7 @@ def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
 
     A loss function says so by an attribute `takes_head_loss` that is true.
     """
-    labels = batch.get("labels") if isinstance(batch, dict) else None
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
     module = find_head(model) if getattr(loss_fn, "takes_head_loss", False) and labels is not None else None
     if module is None:
         yield

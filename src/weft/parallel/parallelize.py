@@ -20,6 +20,7 @@ from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.layout_find import find_layout
+from weft.parallel.local_means import watch_local_means
 from weft.parallel.materialise import move
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, merge_placements
@@ -63,6 +64,7 @@ def parallelize(
             f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}", stacklevel=2
         )
     attach(model, _engine(model, mesh, host, placed, seed))
+    watch_local_means(model, mesh)
     return model
 
 

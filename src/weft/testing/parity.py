@@ -17,6 +17,7 @@ from weft.models import build_decoder
 from weft.parallel import data_parallel, flat, parallelize
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
+from weft.train.batch import Microbatches
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 from weft.train.step import TrainStep
 
@@ -229,9 +230,9 @@ def train_plain(case: Case) -> ParityResult:
     return result
 
 
-def local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> list[Batch]:
+def local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> Microbatches:
     """This rank's microbatches: microbatch a of rank r holds the samples (a * dp_size + r) * b + [0, b)."""
     num_micro, dp_size = plan.microbatches_per_step, plan.dp_size
     size = tree_leaves(batch)[0].shape[0] // (num_micro * dp_size)
     starts = [(micro * dp_size + dp_rank) * size for micro in range(num_micro)]
-    return [tree_map(lambda tensor, start=start: tensor[start : start + size], batch) for start in starts]
+    return Microbatches(tree_map(lambda tensor, start=start: tensor[start : start + size], batch) for start in starts)

@@ -26,13 +26,14 @@ from weft.errors import ConfigError, ModelError
 from weft.models import build_decoder
 from weft.models.code import call_function
 from weft.optim import build_optimizer
+from weft.parallel.batches import map_tensors
 from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, decoder_spec, model_names, resolve_decoder, shape_problems
 from weft.testing.hugging_face import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
+from weft.train.forward import call_model
 from weft.train.loss import model_forward, token_cross_entropy
-from weft.train.step import call_model
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 
@@ -224,11 +225,7 @@ def _loop_over_experts(model: nn.Module) -> None:
 
 
 def _floats(batch: Any, dtype: torch.dtype) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {name: _floats(value, dtype) for name, value in batch.items()}
-    return tuple(_floats(value, dtype) for value in batch) if isinstance(batch, tuple | list) else batch
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
 
 
 def _first_tensor(output: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ from weft.lazy import loads
 
 __all__ = [
     "Hook",
+    "Microbatches",
     "Progress",
     "RunFolder",
     "RunResult",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.train.batch import Microbatches
     from weft.train.folder import RunFolder, prepare_run
     from weft.train.hooks import Hook
     from weft.train.loop import Progress, Trainer
@@ -34,6 +36,7 @@ __getattr__ = loads(
     __name__,
     {
         "Hook": ".hooks",
+        "Microbatches": ".batch",
         "Progress": ".loop",
         "RunFolder": ".folder",
         "RunResult": ".run",

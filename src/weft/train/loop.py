@@ -17,6 +17,7 @@ from weft.monitor import Meter, NonFiniteGuard, StepRecord, memory_bytes, mfu
 from weft.monitor.time_book import TimeBook
 from weft.optim import lr_factor
 from weft.spec.config import RunConfig
+from weft.train.batch import Microbatches
 from weft.train.evaluate import Batch, evaluate
 from weft.train.hooks import Hook
 from weft.train.step import StepMetrics, TrainStep
@@ -143,13 +144,8 @@ class Trainer:
         factor = lr_factor(step, config.train.steps, config.schedule)
         for group in self.step.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        with self.meter.phase("data"):
-            local = [
-                {name: tensor.to(self.mesh.device, non_blocking=True) for name, tensor in batch.items()}
-                for batch in batches
-            ]
         with self._first_is_long():
-            metrics = self.step(local, self._seeds(step), derive_seed(config.seed, step))
+            metrics = self.step(Microbatches(batches), self._seeds(step), derive_seed(config.seed, step))
         times = self.meter.end_step(metrics.num_tokens)
         self.book.add_step(times)
         speed = self.meter.tokens_per_s

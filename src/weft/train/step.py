@@ -16,19 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import ExpertBalance, Precision, data_parallel
+from weft.parallel.batches import move_batch
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.dropout import drops_of
 from weft.parallel.head import expect_labels
+from weft.parallel.local_means import TrainMode, trust_loss
 from weft.parallel.pipeline.runtime import Drawing, Work, pipeline_of
+from weft.train.batch import Microbatches, microbatches_of, samples_in, values_in
+from weft.train.forward import call_model
+from weft.train.loss_check import CheckedLoss, LossFn
 from weft.train.oom import explains_memory
+from weft.train.unsharded import fingerprint, warn_if_alike
 
-#: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
-LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
 
@@ -75,7 +78,9 @@ class TrainStep:
         self.loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
         self.wants_stop = False
-        self._loss_fn = loss_fn
+        several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
+        self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
+        trust_loss(model)
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
@@ -83,31 +88,36 @@ class TrainStep:
         self._experts = ExpertBalance(model, mesh)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
+        self._train_mode = TrainMode(model)
+        self._looks_for_copies = mesh.data.size > 1
 
     @explains_memory
     def __call__(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> StepMetrics:
         """Train on this rank's part of one global batch.
 
-        batch: a list of microbatches, or one batch that is split along dim 0 into as many as the plan accumulates.
+        batch: tensors in a tuple, list, dict or dataclass, as a DataLoader gives them, on any device: they are moved to
+        the run's, and split along dim 0 into as many microbatches as the plan says; or `Microbatches` that are cut.
         seeds: of torch's generators, one per microbatch, for models that draw random numbers. dropout_key: what this
         step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
         """
-        num_micro = self.mesh.plan.microbatches_per_step
-        microbatches = batch if isinstance(batch, list) else split_batch(batch, num_micro)
+        with self._meter.phase("data"):
+            microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
         if self._nominal is None:
-            self._nominal = _power_of_two(_sizes(microbatches[0])[1] * num_micro * self.mesh.data.size)
-        self.model.train()
+            self._nominal = _power_of_two(values_in(microbatches[0]) * len(microbatches) * self.mesh.data.size)
+        self._train_mode.enter()
         self.mesh.pulse.in_step = True
         self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         totals[2] = float(self.wants_stop)
+        if self._looks_for_copies and not isinstance(batch, Microbatches):
+            totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
         scale = self.loss_scale.factor() / self._nominal
         self._experts.begin(scale)
         drawing = self._drawing(microbatches, dropout_key)
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
-            work = Work(parts, self._forward, self._with_labels, self._loss_fn, scale, totals, seeds, drawing)
+            work = Work(parts, self._forward, self._with_labels, self._loss, scale, totals, seeds, drawing)
             # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
@@ -120,9 +130,10 @@ class TrainStep:
             self._data_parallel.finish(totals)
             norm = self._data_parallel.norm()
             # The only wait for the device in a step: all that the decision below needs, in one copy.
-            numbers = torch.cat([totals, norm.to(totals).reshape(1)]).tolist()
+            *sums, norm = torch.cat([totals, norm.to(totals).reshape(1)]).tolist()
+        self._look_for_copies(sums[3:])
         with self._meter.phase("optimizer"):
-            metrics = self._update(*numbers)
+            metrics = self._update(sums[0], sums[1], sums[2], norm)
         self.mesh.pulse.in_step = False
         return metrics
 
@@ -132,7 +143,7 @@ class TrainStep:
 
     def _drawing(self, microbatches: list[Any], key: int | None) -> Drawing:
         """For the number of a microbatch, what its forward and backward run inside of: where it draws dropout from."""
-        drops, data, size = drops_of(self.model), self.mesh.data, _sizes(microbatches[0])[0]
+        drops, data, size = drops_of(self.model), self.mesh.data, samples_in(microbatches[0])
         if drops is None:
             return lambda index: contextlib.nullcontext()
         chosen = drops.next_key() if key is None else key
@@ -155,7 +166,7 @@ class TrainStep:
                 microbatch = cut_sequence(self.model, whole)
                 with self._meter.phase("forward"):
                     output = self._with_labels(self.model, microbatch)
-                    loss_sum, num_tokens = self._loss_fn(output, microbatch)
+                    loss_sum, num_tokens = self._loss(output, microbatch)
                     del output  # logits are large, and backward does not ask for them
                     totals[0] += loss_sum.detach()
                     totals[1] += num_tokens
@@ -164,8 +175,14 @@ class TrainStep:
 
     def _with_labels(self, model: nn.Module, microbatch: Any) -> Any:
         """Forward with a head that may give the loss at once."""
-        with expect_labels(model, self._loss_fn, microbatch):
+        with expect_labels(model, self._loss.loss_fn, microbatch):
             return self._forward(model, microbatch)
+
+    def _look_for_copies(self, fingerprints: list[float]) -> None:
+        """In the first step: whether all ranks read the same samples. fingerprints: added up over the ranks."""
+        if fingerprints and self.mesh.rank == 0:
+            warn_if_alike(fingerprints, self.mesh.world_size, self.mesh.data.size)
+        self._looks_for_copies = False
 
     def _update(self, loss_sum: float, num_tokens: float, stops: float, norm: float) -> StepMetrics:
         """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""
@@ -199,49 +216,6 @@ class TrainStep:
             skipped=skipped,
             wants_stop=stops > 0,
         )
-
-
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """How a model is called when nobody says: model(x) for x and (x, ...); by keyword, without labels, for a dict."""
-    if isinstance(batch, torch.Tensor):
-        return model(batch)
-    if isinstance(batch, dict):
-        return model(**{name: value for name, value in batch.items() if name != "labels"})
-    if isinstance(batch, tuple):
-        return model(batch[0])
-    raise ModelError(
-        f"batch of type {type(batch).__name__}: a batch is a tensor, a tuple or a dict of tensors. "
-        f"Give forward=(model, batch) -> output for anything else."
-    )
-
-
-def split_batch(batch: Any, num_parts: int) -> list[Any]:
-    """Cut tensors, tuples and dicts of tensors into equal parts along dim 0; ModelError when that leaves a rest."""
-    if num_parts == 1:
-        return [batch]
-    if isinstance(batch, dict):
-        parts = {name: split_batch(value, num_parts) for name, value in batch.items()}
-        return [{name: part[index] for name, part in parts.items()} for index in range(num_parts)]
-    if isinstance(batch, tuple):
-        columns = [split_batch(value, num_parts) for value in batch]
-        return [tuple(column[index] for column in columns) for index in range(num_parts)]
-    if not isinstance(batch, torch.Tensor):
-        return [batch] * num_parts
-    if batch.shape[0] % num_parts:
-        raise ModelError(
-            f"accumulation={num_parts}: the batch has {batch.shape[0]} samples on this rank, which is not a "
-            f"multiple of {num_parts}. Use a batch that is, or another accumulation."
-        )
-    return list(batch.chunk(num_parts))
-
-
-def _sizes(batch: Any) -> tuple[int, int]:
-    """Samples of a microbatch, and its values (the scale of its token count): those of its first tensor."""
-    while isinstance(batch, dict | tuple | list):
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    if not isinstance(batch, torch.Tensor):
-        return 1, 1
-    return (batch.shape[0] if batch.ndim else 1), batch.numel()
 
 
 def _power_of_two(number: int) -> float:

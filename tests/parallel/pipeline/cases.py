@@ -20,6 +20,7 @@ from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches
+from weft.train.batch import Microbatches
 from weft.train.evaluate import evaluate
 from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.state import capture, restore
@@ -75,7 +76,7 @@ def losses_of_lengths(plan_text: str, rounds: list[list[int]]) -> list[float]:
     found = []
     for index, lengths in enumerate(rounds):
         batches = [DecoderCase(TIED, global_batch=2, seq_len=length, seed=index).batch(0) for length in lengths]
-        found.append(step(batches).loss)
+        found.append(step(Microbatches(batches)).loss)
     return found
 
 
@@ -184,7 +185,7 @@ def wrong_number(plan_text: str) -> str:
     """What is said where a step is given too few microbatches."""
     _, _, _, step = start(plan_text)
     try:
-        step([DecoderCase(TIED, global_batch=2).batch(0)])
+        step(Microbatches([DecoderCase(TIED, global_batch=2).batch(0)]))
     except Exception as error:
         return str(error)
     return ""

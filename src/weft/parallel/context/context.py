@@ -6,7 +6,7 @@ B sequences, T tokens of this rank, H query heads, K key-value heads, C width of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class Context:
 
     def _check_labels(self, batch: Any) -> None:
         """Labels that are the inputs themselves were meant to be shifted inside of sequences, which are cut here."""
-        if not isinstance(batch, dict) or not {"labels", "input_ids"} <= batch.keys():
+        if not isinstance(batch, Mapping) or not {"labels", "input_ids"} <= batch.keys():
             return
         labels, inputs = batch["labels"], batch["input_ids"]
         if labels.shape == inputs.shape and bool((labels == inputs)[labels >= 0].all()) and bool((labels >= 0).any()):

@@ -5,12 +5,14 @@ B sequences, S tokens of a whole sequence, T of them on this rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from weft.errors import ModelError
+from weft.parallel.batches import map_tensors, parts_of
 from weft.spec.context import chunks_of, num_chunks
 
 
@@ -57,12 +59,10 @@ def sequence_length(batch: Any) -> int | None:
     """Tokens in each sequence of a batch: dim 1 of its input_ids, or else of its first tensor with two dims."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[1] if batch.ndim >= 2 else None
-    if isinstance(batch, dict):
-        first = [batch[name] for name in ("input_ids", "inputs_embeds") if name in batch]
-        batch = [*first, *batch.values()]
-    if isinstance(batch, tuple | list):
-        return next((length for part in batch if (length := sequence_length(part)) is not None), None)
-    return None
+    parts = parts_of(batch) or []
+    if isinstance(batch, Mapping):
+        parts = [batch[name] for name in ("input_ids", "inputs_embeds") if name in batch] + parts
+    return next((length for part in parts if (length := sequence_length(part)) is not None), None)
 
 
 def cut_batch(batch: Any, order: Order) -> Any:
@@ -70,15 +70,13 @@ def cut_batch(batch: Any, order: Order) -> Any:
 
     Raises ModelError for a mask over pairs of tokens, which has the sequence in two dims.
     """
-    if isinstance(batch, dict):
-        return {name: cut_batch(value, order) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)(cut_batch(value, order) for value in batch)
-    if not isinstance(batch, torch.Tensor):
-        return batch
-    if batch.ndim >= 3 and list(batch.shape[-2:]) == [order.seq_len] * 2:
+    return map_tensors(lambda tensor: _cut_tensor(tensor, order), batch)
+
+
+def _cut_tensor(tensor: torch.Tensor, order: Order) -> torch.Tensor:
+    if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
         raise ModelError(
-            f"cp={order.cp}: the batch holds a mask of shape {tuple(batch.shape)} over pairs of tokens, which cannot "
+            f"cp={order.cp}: the batch holds a mask of shape {tuple(tensor.shape)} over pairs of tokens, which cannot "
             f"be cut along the sequence. Give document_ids, or an attention_mask of shape (batch, sequence)."
         )
-    return order.cut(batch) if batch.ndim >= 2 and batch.shape[1] == order.seq_len else batch
+    return order.cut(tensor) if tensor.ndim >= 2 and tensor.shape[1] == order.seq_len else tensor

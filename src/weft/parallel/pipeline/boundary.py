@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from weft.comm.peer import Message, start_receive, start_send
 from weft.errors import CommError, ModelError
 from weft.mesh import Axis
+from weft.parallel.batches import parts_of
 from weft.spec.schedule import Key, Transfer
 
 #: Shape and format of an activation.
@@ -33,7 +33,7 @@ class Boundary:
     def __init__(self, axis: Axis, device: torch.device):
         self._axis = axis
         self._device = device
-        self._kinds: dict[tuple[object, ...], int] = {}
+        self._kinds: dict[object, int] = {}
         self._forms: dict[tuple[int, int], _Form] = {}  # by stage that is entered, and kind
         self._known: set[int] = set()
         self._arriving: dict[Key, Message] = {}
@@ -42,9 +42,7 @@ class Boundary:
 
     def kind_of(self, batch: Any) -> int:
         """A number for what the shapes between stages follow from: the shapes, formats and names of a microbatch."""
-        leaves, structure = tree_flatten(batch)
-        described = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
-        return self._kinds.setdefault((structure, *described), len(self._kinds))
+        return self._kinds.setdefault(_described(batch), len(self._kinds))
 
     def begin(self, arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
         """A step begins; what a broken one left is forgotten. arrived_by: what may be let go, see `spec.schedule`."""
@@ -132,3 +130,13 @@ class Boundary:
 def _entered(transfer: Transfer) -> int:
     """The stage that the activation of this boundary enters; its gradient, which goes back, has the same form."""
     return transfer.stage if transfer.content == "activation" else transfer.stage + 1
+
+
+def _described(batch: Any) -> object:
+    """Shapes, formats and names in a batch: hashable, and equal where those are."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape, batch.dtype
+    parts = parts_of(batch)
+    if parts is None:
+        return type(batch)
+    return type(batch), tuple(batch) if isinstance(batch, Mapping) else (), *map(_described, parts)

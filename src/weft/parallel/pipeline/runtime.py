@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.held import HeldGradients
 from weft.parallel.pipeline.boundary import Boundary
@@ -105,11 +104,6 @@ class Pipeline:
 
     def step(self, work: Work, phases: Phases) -> None:
         """Forward and backward of all microbatches. A collective over the axis of stages."""
-        expected = self.schedule.num_microbatches
-        if len(work.microbatches) != expected:
-            raise ModelError(
-                f"microbatches={expected}: this step was given {len(work.microbatches)}. Give as many as the plan says."
-            )
         self._begin(work.microbatches, self._arrived_by)
         began = self._computed = time.perf_counter()
         self.events = []

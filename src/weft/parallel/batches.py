@@ -1,0 +1,68 @@
+"""What a batch is made of: tensors in tuples, lists, mappings and dataclasses, nested as collate functions like."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+
+def parts_of(batch: Any) -> list[Any] | None:
+    """What a container holds, in its order; None for anything that is no container."""
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    if isinstance(batch, tuple | list):
+        return list(batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return None
+
+
+def with_parts(batch: Any, parts: list[Any]) -> Any:
+    """A container of the same type, such as Hugging Face's BatchEncoding, with other parts in the same places."""
+    if type(batch) in (dict, tuple, list):
+        return dict(zip(batch, parts, strict=True)) if isinstance(batch, dict) else type(batch)(parts)
+    if isinstance(batch, MutableMapping):
+        changed = copy.copy(batch)
+        for name, part in zip(batch, parts, strict=True):
+            changed[name] = part
+        return changed
+    if isinstance(batch, Mapping):
+        return dict(zip(batch, parts, strict=True))
+    if isinstance(batch, tuple | list):
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    changed = copy.copy(batch)
+    for field, part in zip(fields(batch), parts, strict=True):
+        object.__setattr__(changed, field.name, part)
+    return changed
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    for part in parts_of(batch) or ():
+        yield from tensors_in(part)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """The same batch with every tensor changed; what is neither tensor nor container stays as it is."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    parts = parts_of(batch)
+    return batch if parts is None else with_parts(batch, [map_tensors(change, part) for part in parts])
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """The batch on `device`; pinned tensors travel without the host waiting. Objects with a `to` move themselves."""
+    if isinstance(batch, torch.Tensor):
+        if batch.device == device:
+            return batch
+        return batch.to(device, non_blocking=device.type == "cuda" and batch.is_pinned())
+    if not isinstance(batch, Mapping) and callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    parts = parts_of(batch)
+    return batch if parts is None else with_parts(batch, [move_batch(part, device) for part in parts])

@@ -1,0 +1,105 @@
+"""What a user's loss function returns is checked here, so that its habits end in a sentence and not in Python's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from weft.errors import ModelError, WeftWarning
+from weft.parallel.local_means import is_hugging_face_output, sum_of_hugging_face
+from weft.train.forward import LABELS
+
+#: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
+LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
+
+_FORM = 'return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])'
+_WANTED = "Weft divides once, over all ranks and microbatches, so it needs the sum of the losses and how many there are"
+
+
+class CheckedLoss:
+    """A loss function of (output, batch), with what it returns looked at: the sum of the losses, and their number.
+
+    warns_of_means: several ranks or microbatches read samples in a step, and this rank is to say what that changes.
+    """
+
+    def __init__(self, loss_fn: LossFn, *, warns_of_means: bool):
+        self.loss_fn = loss_fn
+        self._warns = warns_of_means
+
+    def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Raises ModelError for anything but a 0-d tensor with a gradient and a count."""
+        has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and _has_labels(batch)
+        try:
+            returned = self.loss_fn(output, batch)
+        except (AttributeError, TypeError) as error:
+            if has_no_loss and "NoneType" in str(error):
+                _refuse_none(output)
+            raise
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            _refuse(f"it returned {_described(returned)}")
+        loss_sum, number = returned
+        if loss_sum is None and has_no_loss:
+            _refuse_none(output)
+        _check_sum(loss_sum)
+        if not _is_count(number):
+            _refuse(f"the number of losses that it returned is {_described(number)}")
+        if self._warns and is_hugging_face_output(output) and loss_sum is output.get("loss"):
+            self._warn_of_mean(output)
+        return loss_sum, number
+
+    def _warn_of_mean(self, output: Any) -> None:
+        self._warns = False  # once is enough
+        warnings.warn(
+            f"loss_fn: it returns output.loss, which is a mean over the tokens of one rank's microbatch, where Weft "
+            f"expects their sum; the result is not that of one device unless all have equally many tokens. "
+            f"Write\n{sum_of_hugging_face(output)}",
+            WeftWarning,
+            stacklevel=6,  # the line that calls the step
+        )
+
+
+def _check_sum(loss_sum: Any) -> None:
+    if not isinstance(loss_sum, torch.Tensor):
+        _refuse(f"the sum of the losses that it returned is {_described(loss_sum)}")
+    if loss_sum.ndim:
+        raise ModelError(
+            f"loss_fn: the losses that it returned are a tensor of shape {tuple(loss_sum.shape)}, and Weft needs their "
+            f"sum. Return losses.sum() and their number."
+        )
+    if not loss_sum.requires_grad and torch.is_grad_enabled():
+        raise ModelError(
+            "loss_fn: the sum that it returned has no gradient, because .item(), .detach() or no_grad cut it off, or "
+            "it does not depend on the model's trained parameters. Return the sum as the model's output gives it."
+        )
+
+
+def _is_count(number: Any) -> bool:
+    if isinstance(number, torch.Tensor):
+        return number.ndim == 0
+    return isinstance(number, int | float)
+
+
+def _has_labels(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and LABELS in batch
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"one tensor of shape {tuple(value.shape)}" if value.ndim else "one number, like a mean"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _refuse(found: str) -> NoReturn:
+    raise ModelError(f"loss_fn: {found}. {_WANTED}. Write e.g.\n    {_FORM}")
+
+
+def _refuse_none(output: Any) -> NoReturn:
+    raise ModelError(
+        f"loss_fn: output.loss is None, because a train step keeps the batch's labels from the model: its own loss "
+        f"would be a mean over one rank's tokens. {_WANTED}. Write\n{sum_of_hugging_face(output)}"
+    )

@@ -1,0 +1,213 @@
+"""Means over one rank's samples: warned of where they make other numbers than one device, and what is said is true."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from weft.api import Run
+from weft.comm import Ledger
+from weft.errors import WeftWarning
+from weft.mesh import build_mesh
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.local_means import watch_local_means
+from weft.spec.plan import Plan
+from weft.train import TrainStep
+
+
+def start(plan: str) -> Run:
+    return Run(plan := Plan.parse(plan), build_mesh(plan), Ledger(), 0)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1)).double()
+
+
+def ragged(rank: int | None = None) -> dict[str, torch.Tensor]:
+    """Four samples of 6 tokens, with 5, 4, 1 and 1 labels."""
+    ids = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
+    labels = ids.masked_fill(torch.arange(6) > torch.tensor([5, 4, 1, 1])[:, None], -100)
+    batch = {"input_ids": ids, "labels": labels}
+    return batch if rank is None else {name: tensor.chunk(2)[rank] for name, tensor in batch.items()}
+
+
+def own_loop(plan: str, weighted: bool) -> tuple[dict[str, torch.Tensor], list[float], list[str]]:
+    """Weights after two steps, losses, and what was warned of."""
+    run = start(plan)
+    model, losses = run.parallelize(llama()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = ragged(run.mesh.data.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            output = model(**batch)
+            loss = output.loss
+            if weighted:
+                num_tokens = (batch["labels"][:, 1:] != -100).sum()
+                loss = run.global_mean(output.loss * num_tokens, num_tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    said = [str(one.message) for one in caught if one.category is WeftWarning]
+    return {name: weight.clone() for name, weight in data_parallel(model).weights()}, losses, said
+
+
+def one_device() -> tuple[dict[str, torch.Tensor], list[float]]:
+    model, losses = llama(), []
+    for _ in range(2):
+        loss = model(**ragged()).loss
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.5 * param.grad
+        losses.append(loss.item())
+    return {name: param.detach() for name, param in model.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3"])
+def test_global_mean_in_an_own_loop_is_one_devices_loss(plan, ranks2):
+    weights, losses = one_device()
+    for got, seen, said in ranks2.run(own_loop, plan + " precision=fp64", True):
+        assert said == []
+        assert seen == pytest.approx(losses, rel=1e-6)  # the model's own loss is computed in fp32
+        torch.testing.assert_close(got, weights, rtol=1e-6, atol=1e-8)
+
+
+def test_a_models_own_mean_in_an_own_loop_is_warned_of_once_on_the_first_rank(ranks2):
+    weights, _ = one_device()
+    (got, _, first), (_, _, second) = ranks2.run(own_loop, "dp_replicate=2 precision=fp64", False)
+    assert second == []
+    assert first == [
+        "loss: the model's own loss is a mean over this rank's tokens, and gradients are means over 2 ranks: the "
+        "result is not that of one device unless all ranks have equally many labels. Before backward() write\n"
+        '    num_tokens = (batch["labels"][:, 1:] != -100).sum()\n'
+        "    loss = run.global_mean(output.loss * num_tokens, num_tokens)"
+    ]
+    assert any(not torch.allclose(got[name], weight, rtol=1e-3) for name, weight in weights.items())
+
+
+def images(**kinds) -> nn.Module:
+    norm = kinds.get("norm", nn.BatchNorm2d)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), norm(4), nn.ReLU(), nn.Conv2d(4, 4, 3), norm(4), nn.Flatten())
+
+
+def said_by(plan: str, model: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallelize(model, build_mesh(Plan.parse(plan)))
+    return [str(one.message) for one in caught if one.category is WeftWarning]
+
+
+REMEDY = (
+    "so the numbers are not those of one device with the whole batch. Use GroupNorm, which looks at one sample at a "
+    "time:\n    torch.nn.GroupNorm(num_groups, num_channels)  # in the place of BatchNorm2d(num_channels)\n"
+    "or freeze the statistics of a pretrained model before run.parallelize: norm.eval() on each of them"
+)
+
+
+def said_of_batch_norm(plan: str) -> list[str]:
+    return said_by(plan, images())
+
+
+def test_batch_norm_over_several_ranks_is_warned_of_on_the_first(ranks2):
+    assert ranks2.run(said_of_batch_norm, "dp_replicate=2 accumulation=3") == [
+        [
+            "batch norm in 1, 4: each of 2 ranks x 3 microbatches normalises its own samples, " + REMEDY,
+        ],
+        [],
+    ]
+
+
+def test_batch_norm_on_one_device_is_warned_of_where_a_batch_is_cut():
+    assert said_by("accumulation=2", images()) == [
+        "batch norm in 1, 4: each of 2 microbatches normalises its own samples, " + REMEDY
+    ]
+    assert said_by("dp_replicate=1", images()) == []
+    assert said_by("accumulation=2", images(norm=lambda size: nn.GroupNorm(2, size))) == []
+    assert len(said_by("accumulation=2", images().eval())) == 1  # a train step brings it into training
+    frozen = images()
+    frozen[1].eval()
+    frozen[4].eval()
+    assert said_by("accumulation=2", frozen) == []
+
+
+def said_on_a_gpu(plan: str) -> list[list[str]]:
+    mesh = build_mesh(Plan.parse(plan))
+    mesh.device = torch.device("cuda")
+    found = []
+    for model in (images(), nn.SyncBatchNorm.convert_sync_batchnorm(images(), mesh.data.group)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            watch_local_means(model, mesh)
+        found.append([str(one.message).partition("Use GroupNorm")[2] for one in caught])
+    return found
+
+
+def test_on_gpus_batch_norm_may_join_the_ranks_and_not_the_microbatches(ranks2):
+    joins = (
+        ", which looks at one sample at a time, or join the ranks' statistics (not those of microbatches) before "
+        "run.parallelize:\n    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, run.mesh.data.group)"
+    )
+    assert ranks2.run(said_on_a_gpu, "dp_replicate=2")[0] == [[joins], []]
+    assert [len(said) for said in ranks2.run(said_on_a_gpu, "dp_replicate=2 accumulation=2")[0]] == [1, 1]
+
+
+def loss_fn(output: torch.Tensor, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+def test_group_norm_gives_one_devices_numbers_and_frozen_statistics_stay_frozen():
+    batch = [torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(3)).double(), torch.zeros(4)]
+    for make in (lambda: images(norm=lambda size: nn.GroupNorm(2, size)), lambda: frozen_statistics(images())):
+        found = []
+        for plan in ("precision=fp64", "precision=fp64 accumulation=2"):
+            torch.manual_seed(0)
+            mesh = build_mesh(Plan.parse(plan))
+            model = parallelize(make(), mesh)
+            step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, mesh)
+            found.append([step(batch).loss])
+            model.eval()  # an evaluation in between
+            found[-1] += [step(batch).loss for _ in range(2)]
+        assert found[1] == pytest.approx(found[0], rel=1e-12)
+        assert found[0][2] != found[0][0]
+
+
+def frozen_statistics(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    return model
+
+
+def same_batch(plan: str, alike: bool) -> list[str]:
+    run = start(plan)
+    model = run.parallelize(nn.Linear(3, 2))
+    step = run.train_step(model, torch.optim.SGD, lambda out, b: (F.mse_loss(out, b[1], reduction="sum"), 4), lr=0.1)
+    seed = 0 if alike else run.mesh.data.rank
+    generator = torch.Generator().manual_seed(seed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step([torch.randn(4, 3, generator=generator), torch.zeros(4, 2)])
+    return [str(one.message) for one in caught if one.category is WeftWarning]
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3"])
+def test_a_loader_that_nobody_sharded_is_warned_of_once_on_the_first_rank(plan, ranks2):
+    assert ranks2.run(same_batch, plan, False) == [[], []]
+    assert ranks2.run(same_batch, plan, True) == [
+        [
+            "batch: all 2 data-parallel ranks were given the same samples at the first step, so together they compute "
+            "what one would alone. Cut the loader for the ranks: loader = run.shard(loader)."
+        ],
+        [],
+    ]

@@ -1,0 +1,150 @@
+"""What a DataLoader gives, cut into microbatches and moved to the run's device."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
+
+import weft
+from weft.errors import ModelError
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.parallel.batches import map_tensors, move_batch, tensors_in
+from weft.spec.plan import Plan
+from weft.train.batch import microbatches_of, split_batch
+from weft.train.step import TrainStep
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Images:
+    pixels: torch.Tensor
+    name: str
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding: a mapping that is no dict, with its entries as attributes."""
+
+    def __getattr__(self, name):
+        return self.data[name]
+
+
+def x() -> torch.Tensor:
+    return torch.arange(8)
+
+
+BATCHES = {
+    "list": lambda: [x(), x() + 1],
+    "tuple": lambda: (x(), x() + 1),
+    "nested": lambda: {"a": [x(), (x(), {"b": x()})], "n": 3},
+    "named": lambda: Pair(x(), x() + 1),
+    "dataclass": lambda: Images(x(), "cats"),
+    "encoding": lambda: Encoding(input_ids=x(), labels=x()),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_containers_keep_their_types_when_they_are_cut_and_moved(name):
+    whole = BATCHES[name]()
+    parts = split_batch(whole, 4)
+    assert [[tensor.tolist() for tensor in tensors_in(part)] for part in parts] == [
+        [tensor[start : start + 2].tolist() for tensor in tensors_in(whole)] for start in (0, 2, 4, 6)
+    ]
+    moved = move_batch(whole, torch.device("meta"))
+    assert {tensor.device.type for tensor in tensors_in(moved)} == {"meta"}
+    assert {tensor.device.type for tensor in tensors_in(whole)} == {"cpu"}
+    for changed in (*parts, moved, map_tensors(torch.neg, whole)):
+        assert type(changed) is type(whole)
+        assert len(list(tensors_in(changed))) == len(list(tensors_in(whole)))
+
+
+def test_a_hugging_face_encoding_stays_one():
+    from transformers import BatchEncoding
+
+    whole = BatchEncoding({"input_ids": torch.arange(6).view(2, 3)})
+    first = split_batch(move_batch(whole, torch.device("meta")), 2)[0]
+    assert isinstance(first, BatchEncoding)
+    assert first.input_ids.shape == (1, 3)
+    assert first.input_ids.is_meta
+
+
+def test_what_moves_itself_is_asked_to():
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    assert move_batch({"x": packed}, torch.device("meta"))["x"].data.is_meta
+
+
+def test_text_for_each_sample_is_cut_and_settings_are_not():
+    batch = {"x": x(), "name": list("abcdefgh"), "size": (3, 4), "scale": torch.tensor(2.0), "mode": "train"}
+    last = split_batch(batch, 4)[3]
+    assert last["name"] == ["g", "h"]
+    assert (last["size"], last["scale"].item(), last["mode"]) == ((3, 4), 2.0, "train")
+
+
+def test_what_cannot_be_cut_is_refused():
+    with pytest.raises(ModelError, match=r"accumulation=2: the batch holds a set, .*step\(weft.Microbatches"):
+        split_batch([x(), {1, 2}], 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "field"), [("accumulation=2", "accumulation"), ("pp=2 microbatches=2", "microbatches")]
+)
+def test_as_many_microbatches_as_the_plan_says(plan, field):
+    plan = Plan.parse(plan)
+    assert microbatches_of(weft.Microbatches([x(), x()]), plan)[1].tolist() == list(range(8))
+    with pytest.raises(ModelError) as caught:
+        microbatches_of(weft.Microbatches([x()]), plan)
+    assert str(caught.value) == f"{field}=2: this step was given 1. Give as many as the plan says."
+
+
+def make_step(plan: str, model: nn.Module, loss_fn, **options) -> TrainStep:
+    mesh = build_mesh(Plan.parse(plan))
+    return TrainStep(parallelize(model, mesh), torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, mesh, **options)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_list_that_torchs_loader_gives_is_one_batch(accumulation):
+    samples = [(torch.full((3,), float(index)), torch.ones(3)) for index in range(4)]
+    [batch] = DataLoader(samples, batch_size=4)
+    assert isinstance(batch, list)
+    found = []
+    for given in (batch, tuple(batch)):
+        torch.manual_seed(0)
+        step = make_step(
+            f"accumulation={accumulation}", nn.Linear(3, 3), lambda out, b: ((out - b[1]).square().sum(), len(b[1]))
+        )
+        found.append(step(given))
+    assert found[0] == found[1]
+    assert found[0].num_tokens == 4
+
+
+class Seen(Exception):
+    """Raised where a batch has come to."""
+
+
+def test_every_tensor_of_a_batch_is_on_the_runs_device_before_forward():
+    seen = []
+
+    def forward(model, batch):
+        seen.extend(tensors_in(batch))
+        raise Seen
+
+    step = make_step("accumulation=2", nn.Linear(3, 3), lambda out, b: (out.sum(), len(out)), forward=forward)
+    step.mesh.device = torch.device("meta")
+    pixels = torch.zeros(8, 3)
+    cut = weft.Microbatches([Images(pixels, "cats")] * 2)
+    for batch, num_tensors in (([pixels, (pixels, {"y": x()})], 3), (cut, 1)):
+        seen.clear()
+        with pytest.raises(Seen):
+            step(batch)
+        assert [tensor.is_meta for tensor in seen] == [True] * num_tensors
