@@ -31,10 +31,11 @@ from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
+from weft.train.script_state import ScriptState
 from weft.train.step import ForwardFn, LossFn, TrainStep
 
 
-class Run:
+class Run(ScriptState):
     """What `init` gives: the plan, its mesh, and one call for each step of adoption."""
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int):

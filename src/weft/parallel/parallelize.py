@@ -21,8 +21,11 @@ from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.layout_find import find_layout
 from weft.parallel.materialise import move
+from weft.parallel.original import grown, originals_of
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, merge_placements
+from weft.parallel.precision import Precision
+from weft.parallel.state_guard import guard_model
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero3 import FullyShardedModel
 from weft.spec.layout import Layout
@@ -48,6 +51,9 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it was laid over a mesh before. Build a new one, or copy.deepcopy this one.")
+    before = originals_of(model)
+    if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
+        warnings.warn(said, stacklevel=3)
     placed = cut(model, mesh, layout) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
     _hold_back(model, mesh)
@@ -62,7 +68,9 @@ def parallelize(
         warnings.warn(
             f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}", stacklevel=2
         )
-    attach(model, _engine(model, mesh, host, placed, seed))
+    engine = _engine(model, mesh, host, placed, seed)
+    attach(model, engine, before)
+    guard_model(model, engine.axes)
     return model
 
 

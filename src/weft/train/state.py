@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.errors import CheckpointError
 from weft.parallel import data_parallel
+from weft.parallel.state_guard import pieces_allowed
 
 
 def capture(
@@ -25,24 +26,29 @@ def capture(
     the others get nothing back and hold no more than one piece at a time. Tensors may be the live ones: write them
     before the next step.
     """
+    tensors = capture_model(model, keep=keep)
+    return {"model": tensors, "optimizer": held(data_parallel(model).states(optimizer), keep)}
+
+
+def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The "model" group of `capture`, in the same manner."""
     engine = data_parallel(model)
-    weights = _held(chain(engine.weights(), engine.frozen()), keep)
-    states = _held(engine.states(optimizer), keep)
+    weights = held(chain(engine.weights(), engine.frozen()), keep)
     # On all ranks: under zero=3 looking at a module lets its gathered weights go.
     own = model_tensors(model)
     if not keep:
-        return {"model": {}, "optimizer": {}}
+        return {}
     # What is trained or divided comes from the engine; the rest is whole on every rank.
-    tensors = {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name}
-    return {"model": tensors | weights, "optimizer": states}
+    return {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name} | weights
 
 
-def _held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
-    held: dict[str, torch.Tensor] = {}
+def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
+    """Iterate to the end, as a collective wants it, and keep the tensors on the host where `keep`."""
+    kept: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:
         if keep:
-            held[name] = tensor.detach().cpu()  # a device has no room for what is sharded because it did not fit
-    return held
+            kept[name] = tensor.detach().cpu()  # a device has no room for what is sharded because it did not fit
+    return kept
 
 
 def restore(
@@ -89,7 +95,8 @@ def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, torc
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, each storage once."""
-    names = model.state_dict(keep_vars=True)
+    with pieces_allowed(model):
+        names = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, tensor in names.items():
         first.setdefault(id(tensor), name)
