@@ -59,7 +59,16 @@ class Script:
         whole = self.run.full_state_dict(self.model)
         with self.ema.swapped():
             averages = self.run.full_state_dict(self.model)
-        return {"weights": whole, "averages": averages, "lr": self.scheduler.get_last_lr()}
+            loss = self.evaluate()
+        return {"weights": whole, "averages": averages, "loss": loss, "lr": self.scheduler.get_last_lr()}
+
+    def evaluate(self) -> float:
+        """Of three batches, this rank's samples."""
+        axis, halves = self.run.mesh.data, []
+        for index in range(3):
+            batch = self.case.batch(10 + index)
+            halves.append({name: one.tensor_split(axis.size)[axis.rank] for name, one in batch.items()})
+        return self.run.evaluate(self.model, halves, self.case.loss, forward=self.case.forward).loss
 
 
 def save_half(plan_text: str, folder: str) -> str:
@@ -82,6 +91,7 @@ def go_on(plan_text: str, folders: list[str]) -> list[dict]:
 
 def assert_same(got: dict, want: dict, case: object) -> None:
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-10), case
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-10), case
     assert got["lr"] == want["lr"]
     for group in ("weights", "averages"):
         assert list(got[group]) == list(want[group]), case

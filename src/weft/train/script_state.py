@@ -6,6 +6,7 @@ the rest as JSON.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from weft.parallel import data_parallel
 from weft.parallel.dropout import drops_of
 from weft.parallel.gradients import is_attached, originals
 from weft.train.ema import Ema
+from weft.train.evaluate import mean_loss
 from weft.train.export import write_pretrained
 from weft.train.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
 from weft.train.state import capture, capture_model, restore
-from weft.train.step import TrainStep
+from weft.train.step import ForwardFn, LossFn, TrainStep, call_model
 from weft.train.together import on_each, on_first
 
 
@@ -43,8 +45,16 @@ class Loaded:
     passed_over: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What `run.evaluate` found. loss: the mean. number: of tokens or samples in it."""
+
+    loss: float
+    number: int
+
+
 class ScriptState:
-    """Saving, loading and export of models that this run parallelized. Every method is called by all ranks."""
+    """Saving, loading, export and evaluation of models that this run parallelized. All ranks call every method."""
 
     mesh: Mesh
 
@@ -168,6 +178,15 @@ class ScriptState:
         Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
         """
         return Ema(self._own(model), decay)
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
+    ) -> Evaluated:
+        """The mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
+
+        batches: this rank's, such as `shard` gives. loss_fn, forward: as `train_step` takes them.
+        """
+        return Evaluated(*mean_loss(self._own(model), batches, self.mesh, loss_fn, forward or call_model))
 
     def _own(self, model: nn.Module) -> nn.Module:
         """The model as `parallelize` knows it. ModelError where this run did not parallelize it."""
