@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.parity.cases import LLAMA, HuggingFaceCase
+from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase
 from weft.comm import Ledger
 from weft.errors import CheckpointError, ModelError, WeftError
 from weft.mesh import build_mesh
@@ -205,6 +206,8 @@ def test_ways_that_give_pieces_refuse_and_name_the_right_one(plan, words, refuse
 
 
 HF = {kind: HuggingFaceCase(LLAMA, kind=kind, num_steps=1) for kind in ("llama", "gpt2", "qwen2")}
+HF["mixtral"] = HuggingFaceMoECase(MOE, kind="mixtral", num_steps=1)
+EXPERTS = ["dp_shard=2 ep=2", "dp_shard=2 ep=2 zero=3"]
 
 
 def export(plan_text: str, kind: str, folder: str) -> None:
@@ -218,7 +221,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("kind", list(HF))
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
 def test_save_pretrained_writes_what_transformers_writes_of_the_whole(kind, tmp_path, ranks2):
     import transformers
 
@@ -232,6 +235,30 @@ def test_save_pretrained_writes_what_transformers_writes_of_the_whole(kind, tmp_
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "2", dtype="auto")
     ids = HF[kind].batch(0)["input_ids"]
     assert torch.equal(back(ids).logits, plain.eval()(ids).logits)
+
+
+def test_experts_of_several_ranks_are_written_as_transformers_writes_them(tmp_path, ranks2):
+    HF["mixtral"].model().save_pretrained(tmp_path / "plain")
+    for index, plan in enumerate(EXPERTS):
+        ranks2.run(export, plan, "mixtral", str(tmp_path / str(index)))
+        assert files(tmp_path / str(index)) == files(tmp_path / "plain"), plan
+
+
+def go_on_with_experts(plan_text: str, folder: str, first: int, last: int) -> dict:
+    script = Script(plan_text, MoECase(MOE, num_steps=STEPS))
+    loaded = script.run.load(folder, **script.state())
+    assert (loaded.step if loaded else 0) == first
+    losses = script.train(first, last)
+    script.run.save(folder, step=last, **script.state())
+    return {"losses": losses, **script.result()}
+
+
+def test_experts_of_several_ranks_go_on_on_one(tmp_path, ranks2):
+    go_on_with_experts("dp_replicate=1", str(tmp_path / "plain"), 0, HALF)
+    want = go_on_with_experts("dp_replicate=1", str(tmp_path / "plain"), HALF, STEPS)
+    ranks2.run(go_on_with_experts, EXPERTS[0], str(tmp_path / "cut"), 0, HALF)
+    got = ranks2.run(go_on_with_experts, EXPERTS[1], str(tmp_path / "cut"), HALF, STEPS)[0]
+    assert_same(got, want, EXPERTS)
 
 
 def export_rounded(plan_text: str, folder: str) -> list[str]:
