@@ -37,11 +37,12 @@ from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
 from weft.train.loss_check import LossFn
+from weft.train.script_state import ScriptState
 from weft.train.step import ForwardFn, TrainStep
 from weft.units import parse_seconds
 
 
-class Run:
+class Run(ScriptState):
     """What `init` gives: the plan, its mesh, and one call for each step of adoption."""
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int, watch: Watch | None = None):

@@ -55,7 +55,7 @@ class AxisMap:
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
         self.placements = placements
-        self._mesh = mesh
+        self.mesh = mesh
         self._sharded = sharded
         self._kinds: dict[tuple[object, ...], Axes] = {}
         self.batch = mesh.batch
@@ -120,7 +120,7 @@ class AxisMap:
         placement = self.placement(name)
         if not placement.is_cut:
             return whole
-        axis = self._mesh[placement.cut]
+        axis = self.mesh[placement.cut]
         return placement.local(whole, axis.rank, axis.size)
 
     def told(self, name: str) -> tuple[object, ...]:
@@ -197,28 +197,28 @@ class AxisMap:
         same = self._joined((*shard, *equal))
         if not self._sharded:
             equal = (*equal, *shard)
-        sums = self._mesh.ranks_over(self._lasting(equal))
+        sums = self.mesh.ranks_over(self._lasting(equal))
         over = self._joined(("dp_replicate", *shard, *extra))
         return Axes(
             shard=self._joined(shard) if self._sharded else self._nobody("dp_shard"),
             replicate=self._joined(("dp_replicate", *extra)) if self._sharded else over,
             over=over,
             same=same,
-            cut=self._mesh[cut] if cut else self._nobody("tp"),
+            cut=self.mesh[cut] if cut else self._nobody("tp"),
             extra=self._joined(extra) if extra else self._nobody("tp"),
-            share=(sums.index(self._mesh.rank), len(sums)),
+            share=(sums.index(self.mesh.rank), len(sums)),
             waits=ENDS in extra,
         )
 
     def _nobody(self, name: str) -> Axis:
-        return Axis(name, 1, 0, (self._mesh.rank,))
+        return Axis(name, 1, 0, (self.mesh.rank,))
 
     def _size(self, names: tuple[str, ...]) -> int:
-        return len(self._mesh.ranks_over(names)) if names else 1
+        return len(self.mesh.ranks_over(names)) if names else 1
 
     def _lasting(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Without axes of size 1 that would only make names longer; data axes keep theirs."""
         return tuple(name for name in names if name in (*_DATA, "beside_ep") or self._size((name,)) > 1)
 
     def _joined(self, names: tuple[str, ...]) -> Axis:
-        return self._mesh[self._lasting(names)]
+        return self.mesh[self._lasting(names)]

@@ -41,7 +41,7 @@ class Drops:
         self._data = mesh.data
         self._context = context
         self._seed = seed
-        self._count = 0  # of keys that were drawn here
+        self.num_keys = 0  #: how many were asked for here
         self._is_driven = False
         self._key = 0
         self._first_sample: int | None = None  # None: a rank's samples follow those of the rank before
@@ -59,8 +59,8 @@ class Drops:
 
     def next_key(self) -> int:
         """A key from the seed and how many were asked for: for steps and forwards that nobody numbers."""
-        self._count += 1
-        return key_of(self._seed, self._count)
+        self.num_keys += 1
+        return key_of(self._seed, self.num_keys)
 
     @contextlib.contextmanager
     def microbatch(self, key: int, first_sample: int | None) -> Iterator[None]:

@@ -38,6 +38,7 @@ from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.reducer import Reducer, shard_of
 from weft.parallel.stages import across_stages
+from weft.parallel.state_guard import guard_optimizer
 from weft.parallel.states import gather_states, load_states
 
 
@@ -171,6 +172,7 @@ class FlatModel:
             step_on_host(optimizer)
         self.adoptions.append(adoption)
         self.own_loop.watch(adoption)
+        guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `adopt` was called with it."""
@@ -217,6 +219,13 @@ class FlatModel:
         for bucket in self.reducer.buckets:
             flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
+
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        for bucket in self.reducer.buckets:
+            if bucket.host is not None:
+                bucket.host.arrive()
+        pieces = {slot.name: slot.piece(_bucket(slot).master, _bucket(slot).own) for slot in self._slots}
+        return {name: piece.detach() for name, piece in pieces.items() if piece is not None}
 
     def held_gradients(self) -> list[torch.Tensor]:
         kept = [tensor for bucket in self.reducer.buckets for tensor in (bucket.grads, bucket.shard)]

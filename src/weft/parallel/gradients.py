@@ -29,6 +29,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.parallel.axes import AxisMap
+from weft.parallel.original import Original
 
 _ATTRIBUTE = "_weft_data_parallel"
 
@@ -109,6 +110,13 @@ class DataParallel(Protocol):
         """Whole gradients by name after `finish` or `publish`, in the same manner as `weights`."""
         ...
 
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the trainable parameters by name, in the master's format and memory; no collective.
+
+        May be written to between steps; `publish` then brings it into the parameters of all ranks.
+        """
+        ...
+
     def held_gradients(self) -> list[torch.Tensor]:
         """The tensors that this rank's gradients lie in now; no collective. For counting bytes."""
         ...
@@ -132,8 +140,9 @@ class DataParallel(Protocol):
 class _Attached:
     """Keeps the engine with its module, but out of copies and pickles: a copy of the module is a plain module."""
 
-    def __init__(self, engine: DataParallel):
+    def __init__(self, engine: DataParallel, originals: Mapping[str, Original]):
         self.engine = engine
+        self.originals = originals
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -142,14 +151,19 @@ class _Attached:
         return type(None), ()
 
 
-def attach(model: nn.Module, engine: DataParallel) -> None:
-    """Keep the engine with its module, for `data_parallel`."""
-    setattr(model, _ATTRIBUTE, _Attached(engine))
+def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
+    """Keep the engine with its module, for `data_parallel`, and what the module held before, for `originals`."""
+    setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
 
 
 def is_attached(model: nn.Module) -> bool:
     """Whether `parallelize` was called on this module."""
     return getattr(model, _ATTRIBUTE, None) is not None
+
+
+def originals(model: nn.Module) -> Mapping[str, Original]:
+    """Tensors that a parallelized module held before, by name."""
+    return getattr(model, _ATTRIBUTE).originals
 
 
 def data_parallel(model: nn.Module) -> DataParallel:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from weft.errors import ModelError
+from weft.errors import ModelError, WeftWarning
 from weft.memory import apply_recompute, repeated_blocks
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
@@ -22,8 +22,11 @@ from weft.parallel.gradients import DataParallel, attach, is_attached
 from weft.parallel.layout_find import find_layout
 from weft.parallel.local_means import watch_local_means
 from weft.parallel.materialise import move
+from weft.parallel.original import grown, originals_of
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, merge_placements
+from weft.parallel.precision import Precision
+from weft.parallel.state_guard import guard_model
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero3 import FullyShardedModel
 from weft.spec.layout import Layout
@@ -49,6 +52,9 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
+    before = originals_of(model)
+    if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
+        warnings.warn(said, WeftWarning, stacklevel=3)
     placed = cut(model, mesh, layout) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
     _hold_back(model, mesh)
@@ -63,7 +69,9 @@ def parallelize(
         warnings.warn(
             f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}", stacklevel=2
         )
-    attach(model, _engine(model, mesh, host, placed, seed))
+    engine = _engine(model, mesh, host, placed, seed)
+    attach(model, engine, before)
+    guard_model(model, engine.axes)
     watch_local_means(model, mesh)
     return model
 

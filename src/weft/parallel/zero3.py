@@ -38,6 +38,7 @@ from weft.parallel.materialise import Materialise
 from weft.parallel.placement import Placement
 from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.stages import across_stages
+from weft.parallel.state_guard import guard_optimizer
 from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
 from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
@@ -258,6 +259,7 @@ class FullyShardedModel:
         if self._has_host:
             step_on_host(optimizer)
         watch_steps(optimizer, weakref.ref(self), self._adoption)
+        guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `adopt` was called with it."""
@@ -280,6 +282,12 @@ class FullyShardedModel:
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gradients by name, whole. A collective."""
         return self._whole(lambda param: param.grad)
+
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        for module in self._modules:
+            module.reshard()  # what was gathered from them would not follow
+        params = {name: shard.local for name, shard in self.shards.items()} | self.plain
+        return {name: param.detach() for name, param in params.items() if param.requires_grad}
 
     def held_gradients(self) -> list[torch.Tensor]:
         return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]

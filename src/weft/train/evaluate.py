@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from weft.comm import all_reduce
 from weft.mesh import Axis, Mesh
@@ -16,6 +17,8 @@ from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.head import expect_labels
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
+from weft.train.loss_check import LossFn
+from weft.train.step import ForwardFn
 
 Batch = dict[str, torch.Tensor]
 
@@ -36,7 +39,6 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
     token_bytes: number of bytes of text behind each token id (vocabulary,), on the mesh's device.
     """
     totals = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-    model.eval()
 
     def add(output: Any, local: Batch) -> None:
         loss_sum, num_tokens = token_cross_entropy(output, local)
@@ -46,25 +48,65 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
             labels = local["labels"]
             totals[2] += token_bytes[labels[labels != IGNORE]].sum()
 
-    def forward(model: nn.Module, local: Batch) -> Any:
-        with expect_labels(model, token_cross_entropy, local):
-            return model_forward(model, local)
-
-    parts = (cut_sequence(model, {n: tensor.to(mesh.device) for n, tensor in batch.items()}) for batch in batches)
-    pipeline = pipeline_of(model)
-    with sequence_in_use(model):
-        if pipeline is not None:
-            pipeline.evaluate(parts, forward, add)
-        else:
-            for local in parts:
-                add(forward(model, local), local)
-    model.train()
+    _each_output(model, batches, mesh, token_cross_entropy, model_forward, add)
     loss_sum, num_tokens, num_bytes = all_reduce(totals, _counted(mesh)).tolist()
     return Evaluation(
         loss=loss_sum / max(num_tokens, 1.0),
         bits_per_byte=loss_sum / (math.log(2) * num_bytes) if num_bytes else None,
         num_tokens=round(num_tokens),
     )
+
+
+def mean_loss(
+    model: nn.Module, batches: Iterable[Any], mesh: Mesh, loss_fn: LossFn, forward: ForwardFn
+) -> tuple[float, int]:
+    """The mean loss of this rank's batches and those of the other data-parallel ranks, and the number in it.
+
+    loss_fn, forward: as `TrainStep` takes them. Equal on all ranks; a collective.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+
+    def add(output: Any, local: Any) -> None:
+        loss_sum, number = loss_fn(output, local)
+        totals[0] += loss_sum
+        totals[1] += number
+
+    _each_output(model, batches, mesh, loss_fn, forward, add)
+    loss_sum, number = all_reduce(totals, _counted(mesh)).tolist()
+    return loss_sum / max(number, 1.0), round(number)
+
+
+@torch.no_grad()
+def _each_output(
+    model: nn.Module,
+    batches: Iterable[Any],
+    mesh: Mesh,
+    loss_fn: LossFn,
+    forward: ForwardFn,
+    add: Callable[[Any, Any], None],
+) -> None:
+    """Forward each batch in evaluation mode; `add` gets output and batch, on the last stage alone under a pipeline."""
+
+    def forward_to_loss(model: nn.Module, local: Any) -> Any:
+        with expect_labels(model, loss_fn, local):
+            return forward(model, local)
+
+    def here(batch: Any) -> Any:
+        moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
+        return cut_sequence(model, moved)
+
+    was_training = model.training
+    model.eval()
+    pipeline = pipeline_of(model)
+    try:
+        with sequence_in_use(model):
+            if pipeline is not None:
+                pipeline.evaluate(map(here, batches), forward_to_loss, add)
+            else:
+                for local in map(here, batches):
+                    add(forward_to_loss(model, local), local)
+    finally:
+        model.train(was_training)
 
 
 def _counted(mesh: Mesh) -> Axis:

@@ -17,6 +17,7 @@ from weft.errors import CheckpointError
 from weft.models import build_decoder
 from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel
+from weft.parallel.state_guard import pieces_allowed
 from weft.spec.config import OptimizerSection
 from weft.spec.model import DecoderSpec
 
@@ -30,16 +31,20 @@ def capture(
     the others get nothing back and hold no more than one piece at a time. Tensors may be the live ones: write them
     before the next step.
     """
+    tensors = capture_model(model, keep=keep)
+    return {"model": tensors, "optimizer": held(data_parallel(model).states(optimizer), keep)}
+
+
+def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The "model" group of `capture`, in the same manner."""
     engine = data_parallel(model)
-    weights = _held(chain(engine.weights(), engine.frozen()), keep)
-    states = _held(engine.states(optimizer), keep)
+    weights = held(chain(engine.weights(), engine.frozen()), keep)
     # On all ranks: under zero=3 looking at a module lets its gathered weights go.
     own = model_tensors(model)
     if not keep:
-        return {"model": {}, "optimizer": {}}
+        return {}
     # What is trained or divided comes from the engine; the rest is whole on every rank.
-    tensors = {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name}
-    return {"model": tensors | weights, "optimizer": states}
+    return {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name} | weights
 
 
 def expected_bytes(spec: DecoderSpec, optimizer: OptimizerSection, master: torch.dtype) -> int:
@@ -62,12 +67,13 @@ def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> int:
     return 1 if group.get("matrices") else 2
 
 
-def _held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
-    held: dict[str, torch.Tensor] = {}
+def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
+    """Iterate to the end, as a collective wants it, and keep the tensors on the host where `keep`."""
+    kept: dict[str, torch.Tensor] = {}
     for name, tensor in pairs:
         if keep:
-            held[name] = tensor.detach().cpu()  # a device has no room for what is sharded because it did not fit
-    return held
+            kept[name] = tensor.detach().cpu()  # a device has no room for what is sharded because it did not fit
+    return kept
 
 
 def restore(
@@ -114,7 +120,8 @@ def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, torc
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, each storage once."""
-    names = model.state_dict(keep_vars=True)
+    with pieces_allowed(model):
+        names = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
     for name, tensor in names.items():
         first.setdefault(id(tensor), name)

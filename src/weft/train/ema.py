@@ -1,0 +1,89 @@
+"""An exponential moving average of the weights, under every plan: each rank averages the part that it trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+from weft.parallel import data_parallel
+from weft.train.state import held
+
+
+class Ema:
+    """average = decay * average + (1 - decay) * weights, of all trained weights, in the master's format.
+
+    The first update takes the weights as they are, as torch's AveragedModel does. It costs as much memory as the
+    masters on this rank, on the same device.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999):
+        if not 0.0 <= decay < 1.0:
+            raise ModelError(f"decay={decay}: it is the share of the average that stays, from 0 up to 1. Use 0.999.")
+        self.decay = decay
+        self.num_updates = 0
+        self._engine = data_parallel(model)
+        self._is_swapped = False
+        self._average = {name: weight.clone() for name, weight in self._engine.held_weights().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After each optimizer step; no collective."""
+        if self._is_swapped:
+            raise ModelError("ema.update(): the averages are in the model now. Call it outside of ema.swapped().")
+        weights = self._engine.held_weights()
+        if self.num_updates == 0:
+            self._average = {name: weight.clone() for name, weight in weights.items()}
+        else:
+            averages, live = self._paired(weights)
+            if averages:
+                torch._foreach_lerp_(averages, live, 1.0 - self.decay)
+        self.num_updates += 1
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """While inside, the model has the averages, in place, and the averages are the weights. All ranks call it.
+
+        For evaluation and export; a step inside would train the averages. Under zero=1 and 2 it gathers the weights.
+        """
+        if self._is_swapped:
+            raise ModelError("ema.swapped(): the averages are in the model already. Leave the block around it first.")
+        self._swap()
+        self._is_swapped = True
+        try:
+            yield
+        finally:
+            self._is_swapped = False
+            self._swap()
+
+    def whole(self, keep: bool) -> dict[str, torch.Tensor]:
+        """The averages as whole tensors on the host, where `keep`; nothing elsewhere. A collective."""
+        with self.swapped():
+            return {name: tensor.clone() for name, tensor in held(self._engine.weights(), keep).items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
+        """Take what `whole` gave under any plan. The model's weights are the averages afterwards: restore them next."""
+        self._engine.load_weights(tensors)
+        self._average = {name: weight.clone() for name, weight in self._engine.held_weights().items()}
+        self.num_updates = num_updates
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        averages, live = self._paired(self._engine.held_weights())
+        for average, weight in zip(averages, live, strict=True):
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
+        self._engine.publish()
+
+    def _paired(self, weights: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Averages, and this rank's weights in the same order."""
+        own = {name: average.shape for name, average in self._average.items()}
+        if own != {name: weight.shape for name, weight in weights.items()}:
+            if self.num_updates:
+                raise ModelError("ema: an optimizer divided the weights anew. Make the ema after the last optimizer.")
+            self._average = {name: weight.clone() for name, weight in weights.items()}
+        return [self._average[name] for name in weights], list(weights.values())

@@ -1,0 +1,265 @@
+"""What a script of one's own saves, loads and exports, the same under every plan: the part of `weft.Run` for it.
+
+A checkpoint is a folder as `weft.checkpoint` writes it: tensors "model", "optimizer" and "ema", whole and by name, and
+the rest as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
+from weft.checkpoint.folders import folder_name
+from weft.checkpoint.load import Checkpoint
+from weft.errors import CheckpointError, ModelError
+from weft.mesh import Mesh
+from weft.parallel import data_parallel
+from weft.parallel.dropout import drops_of
+from weft.parallel.gradients import is_attached, originals
+from weft.train.ema import Ema
+from weft.train.evaluate import mean_loss
+from weft.train.export import write_pretrained
+from weft.train.forward import call_model
+from weft.train.loss_check import LossFn
+from weft.train.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
+from weft.train.state import capture, capture_model, restore
+from weft.train.step import ForwardFn, TrainStep
+from weft.train.together import on_each, on_first
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `run.load` found. step: optimizer steps done. extra: what was given to `run.save`.
+
+    plan: under which it was saved. passed_over: newer checkpoints that were not whole, each with the reason.
+    """
+
+    step: int
+    extra: Any
+    path: Path
+    plan: str
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What `run.evaluate` found. loss: the mean. number: of tokens or samples in it."""
+
+    loss: float
+    number: int
+
+
+class ScriptState:
+    """Saving, loading, export and evaluation of models that this run parallelized. All ranks call every method."""
+
+    mesh: Mesh
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | TrainStep,
+        loader: Any = None,
+        scheduler: Any = None,
+        ema: Ema | None = None,
+        extra: Any = None,
+        keep: int | None = None,
+    ) -> Path:
+        """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
+
+        step: optimizer steps done. optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
+        loader: what `shard` returned. scheduler: of torch.optim.lr_scheduler. extra: JSON values of your own.
+        keep: how many of the newest checkpoints stay in the folder; None: all.
+        Raises CheckpointError, on all ranks, when it cannot be written; ModelError for a model of another run.
+        """
+        model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
+        is_first = self.mesh.rank == 0
+        state = self._state(model, optimizer, loader, scheduler, ema, extra)
+        averages = {"ema": ema.whole(is_first)} if ema is not None else {}
+        groups = capture(model, torch_optimizer, keep=is_first) | averages
+
+        def write() -> str:
+            path = save_checkpoint(Path(folder), step, groups, state)
+            if keep is not None:
+                prune_checkpoints(Path(folder), keep)
+            return str(path)
+
+        return Path(on_first(self.mesh, write))
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | TrainStep,
+        loader: Any = None,
+        scheduler: Any = None,
+        ema: Ema | None = None,
+        step: int | None = None,
+    ) -> Loaded | None:
+        """Go on from the newest whole checkpoint of the folder, saved under any plan. None where none was ever saved.
+
+        step: of the checkpoint to load instead. All ranks call it, each with access to the folder.
+        Raises CheckpointError where all are damaged, or it is of another model; ModelError for a model of another run.
+        """
+        model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
+        found = on_first(self.mesh, lambda: _find(Path(folder), step))
+        if found is None:
+            return None
+        path = Path(found["path"])
+
+        def read() -> Checkpoint:
+            checkpoint = load_checkpoint(path)
+            _check_model(checkpoint, model)
+            given = {"loader": loader, "scheduler": scheduler, "ema": ema}
+            for name in [name for name, value in given.items() if value is not None]:
+                if checkpoint.state.get(name) is None:
+                    raise CheckpointError(f"{name}: {path.name} was saved without it. Leave {name}= out.")
+            return checkpoint
+
+        checkpoint = on_each(self.mesh, read)
+        state = checkpoint.state
+        if ema is not None:
+            ema.restore(checkpoint.tensors("ema"), int(state["ema"]["num_updates"]))
+        restore(model, torch_optimizer, {group: checkpoint.tensors(group) for group in ("model", "optimizer")})
+        if "settings" in state:
+            restore_settings(torch_optimizer, state["settings"])
+        if isinstance(optimizer, TrainStep) and state.get("loss_scale"):
+            optimizer.loss_scale.restore(state["loss_scale"])
+        if loader is not None:
+            loader.load_state_dict(state["loader"])
+        if scheduler is not None:
+            restore_scheduler(scheduler, state["scheduler"])
+        if (drops := drops_of(model)) is not None:
+            drops.num_keys = int(state.get("dropout_keys", 0))
+        return Loaded(checkpoint.step, state.get("extra"), path, state.get("plan", ""), tuple(found["passed_over"]))
+
+    def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
+
+        The first rank gets them, the others an empty dict, or all ranks with `everywhere`. Trained weights are the
+        masters: float32 under bf16 and fp16. All ranks call it.
+        """
+        model = self._own(model)
+        keeps = everywhere or self.mesh.rank == 0
+        found = capture_model(model, keep=keeps)
+        if not keeps:
+            return {}
+        # Each its own memory: what was captured may be the live tensors, or views of a larger one.
+        own = {name: tensor.clone() for name, tensor in found.items()}
+        return {name: own[one.first] for name, one in originals(model).items()}
+
+    def save_pretrained(
+        self, model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> None:
+        """Write what `model.save_pretrained` would write on one process: of transformers, or peft's adapters.
+
+        dtype: of floating tensors in the files; None: that in which the model was loaded. options: for the model's own
+        save_pretrained. All ranks call it, and the first one writes.
+        """
+        model = self._own(model)
+        if not callable(getattr(model, "save_pretrained", None)):
+            raise ModelError(
+                f"model of type {type(model).__name__}: it has no save_pretrained. "
+                f"Use run.full_state_dict(model), and write what it gives."
+            )
+        whole = self.full_state_dict(model)
+        on_first(self.mesh, lambda: write_pretrained(model, folder, whole, originals(model), dtype, options))
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
+        """An exponential moving average of the trained weights; make it after the optimizer.
+
+        Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
+        """
+        return Ema(self._own(model), decay)
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
+    ) -> Evaluated:
+        """The mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
+
+        batches: this rank's, such as `shard` gives. loss_fn, forward: as `train_step` takes them.
+        """
+        return Evaluated(*mean_loss(self._own(model), batches, self.mesh, loss_fn, forward or call_model))
+
+    def _own(self, model: nn.Module) -> nn.Module:
+        """The model as `parallelize` knows it. ModelError where this run did not parallelize it."""
+        found: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        if not isinstance(found, nn.Module) or not is_attached(found):
+            raise ModelError(
+                f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
+                f"run.parallelize(model) returned, not a copy of it nor a wrapper around it."
+            )
+        if data_parallel(found).axes.mesh is not self.mesh:
+            raise ModelError(
+                f"model of type {type(model).__name__}: another run parallelized it. Use the run whose "
+                f"run.parallelize(model) returned it."
+            )
+        return found
+
+    def _state(
+        self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any, ema: Ema | None, extra: Any
+    ) -> dict[str, Any]:
+        """All but tensors."""
+        if loader is not None and not hasattr(loader, "state_dict"):
+            raise CheckpointError(
+                f"loader={type(loader).__name__}: it has no state_dict. Give what run.shard(loader) returned."
+            )
+        drops = drops_of(model)
+        return {
+            "plan": str(self.mesh.plan),
+            "settings": group_settings(_torch_optimizer(optimizer)),
+            "loss_scale": optimizer.loss_scale.state() if isinstance(optimizer, TrainStep) else None,
+            "loader": None if loader is None else loader.state_dict(),
+            "scheduler": None if scheduler is None else scheduler_state(scheduler),
+            "ema": None if ema is None else {"decay": ema.decay, "num_updates": ema.num_updates},
+            "dropout_keys": 0 if drops is None else drops.num_keys,
+            "extra": extra,
+        }
+
+
+def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.optim.Optimizer:
+    found = optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ModelError(
+            f"optimizer of type {type(optimizer).__name__}: it is no torch optimizer. Give the optimizer, or what "
+            f"run.train_step returned."
+        )
+    return found
+
+
+def _find(folder: Path, step: int | None) -> dict[str, Any] | None:
+    """Path of the checkpoint to load, verified, and the newer ones that were passed over."""
+    if step is not None:
+        path = folder / folder_name(step)
+        load_checkpoint(path, verify=True)
+        return {"path": str(path), "passed_over": []}
+    found = newest_checkpoint(folder)
+    return found and {"path": str(found.path), "passed_over": [str(one) for one in found.passed_over]}
+
+
+def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """CheckpointError where the checkpoint is of another model; under a pipeline no rank sees all of its own."""
+    saved = checkpoint.tensors("model")
+    wanted = {name for name, one in originals(model).items() if one.first == name}
+    missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
+    if missing or extra:
+        lacks = f"it lacks {_listed(missing)}" if missing else ""
+        has = f"it has {_listed(extra)}, which the model has not" if extra else ""
+        raise CheckpointError(
+            f"{checkpoint.path}: a checkpoint of another model: {' and '.join(filter(None, (lacks, has)))}. "
+            f"Load it into the model it was saved from, or save this one to another folder."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
