@@ -38,7 +38,7 @@ _ADVICE = {
         "more microbatches shorten it; so does a zero-bubble schedule (zb_h1, zb_v), where there is none yet",
     ),
     "data": (0.05, "data comes too slowly: look at the storage of the token cache"),
-    "checkpoint": (0.1, "checkpoint.every saves more often than this step time bears"),
+    "checkpoint": (0.1, "raise checkpoint.every"),
     "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),
 }
 

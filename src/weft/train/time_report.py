@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +50,22 @@ def report_times(
     )
     if mesh.rank:
         return []
+    try:
+        return _written(folder, mesh, pipeline_of(model), ranks, book, config)
+    except Exception as error:  # The run is done and saved: a report must not fail it.
+        traceback.print_exc()
+        return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
+
+
+def _written(
+    folder: RunFolder,
+    mesh: Mesh,
+    pipeline: Pipeline | None,
+    ranks: Sequence[Mapping[str, Any]],
+    book: TimeBook,
+    config: RunConfig | None,
+) -> list[str]:
+    """The pictures, on disk, and the lines."""
     seconds = [one["seconds"] for one in ranks]
     (folder.path / "times.svg").write_text(draw_times(seconds, book.num_steps))
     tracks = [("phases", f"rank {rank}", one["spans"]) for rank, one in enumerate(ranks) if one["spans"]]
