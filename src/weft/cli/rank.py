@@ -1,4 +1,4 @@
-"""One rank's process: `python -m weft.cli.rank RUN_DIR`, started once per rank by the launcher.
+"""One rank's process: `python -m weft.cli.rank RUN_DIR [WORDS that the user typed]`, started by the launcher.
 
 What compiled code prints goes past sys.stdout, so the streams are redirected at the file descriptors.
 """
@@ -126,7 +126,7 @@ def main() -> None:
         # torch loads here, behind the redirection, so that its warnings land in the log.
         from weft.train import run_rank
 
-        return run_rank(run_dir, place, terminal)
+        return run_rank(run_dir, place, terminal, sys.argv[2:])
 
     run_as_rank(run_dir / "logs", place, body)
     gc.freeze()  # as in main.py: ending takes no second

@@ -14,6 +14,7 @@ import typer
 from weft import env
 from weft.cli.console import progress_report, say
 from weft.cli.launch import launch_ranks
+from weft.cli.typed import typed_command
 from weft.cli.world import count_ranks, threads_variables, usable_cores, visible_gpus
 from weft.errors import ConfigError, WeftError
 
@@ -72,7 +73,7 @@ def train_here(config: RunConfig) -> None:
         folder = prepare_run(config, num_ranks, report)
     if chosen is not None:
         record_choice(folder.path, asked, chosen)
-    command = [sys.executable, "-m", "weft.cli.rank", str(folder.path)]
+    command = [sys.executable, "-m", "weft.cli.rank", str(folder.path), *typed_command()]
     variables = threads_variables(num_ranks, cores)
     launch_ranks(command, num_ranks, folder.logs, variables=variables, notice=say)
 
@@ -94,7 +95,8 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
             record_choice(folder.path, asked, chosen)
     else:
         folder = prepare_run(config, place.world_size, None)
-    run_as_rank(folder.logs, place, lambda terminal: run_rank(folder.path, place, terminal))
+    typed = typed_command() if place.rank == 0 else []
+    run_as_rank(folder.logs, place, lambda terminal: run_rank(folder.path, place, terminal, typed))
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:

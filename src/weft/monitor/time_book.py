@@ -109,14 +109,15 @@ class TimeBook:
         return {**self._seconds, "host": max(0.0, total - known), "total": total}
 
 
-def time_lines(ranks: Sequence[Mapping[str, float]], num_steps: int) -> list[str]:
-    """The report in words. ranks: `TimeBook.seconds()` of each rank."""
+def time_lines(ranks: Sequence[Mapping[str, float]], num_steps: int, start_step: int = 0) -> list[str]:
+    """The report in words. ranks: `TimeBook.seconds()` of each rank. start_step: what an earlier start had done."""
     total = max(one["total"] for one in ranks)
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in _kinds(ranks)}
     shares = sorted(((seconds / total, kind) for kind, seconds in means.items()), reverse=True)
     told = ", ".join(f"{_word(kind)} {share:.0%}" for share, kind in shares if share >= 0.005)
     of = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
-    lines = [f"time    {num_steps} steps in {total:.1f} s{of}: {told}"]
+    since = f" since step {start_step}" if start_step else ""
+    lines = [f"time    {num_steps} steps{since} in {total:.1f} s{of}: {told}"]
     if len(ranks) > 1:
         busy = [one.get("compute", 0.0) for one in ranks]
         slowest = busy.index(max(busy))
@@ -129,7 +130,7 @@ def time_lines(ranks: Sequence[Mapping[str, float]], num_steps: int) -> list[str
     return lines
 
 
-def draw_times(ranks: Sequence[Mapping[str, float]], num_steps: int) -> str:
+def draw_times(ranks: Sequence[Mapping[str, float]], num_steps: int, start_step: int = 0) -> str:
     """The report as a picture: SVG text, one row for each rank (at most 64, evenly chosen)."""
     kinds = _kinds(ranks)
     axes = [kind for kind in kinds if kind.startswith("over ")]
@@ -144,7 +145,8 @@ def draw_times(ranks: Sequence[Mapping[str, float]], num_steps: int) -> str:
             at += seconds
         rows.append((f"rank {rank}", bars))
     longest = max(one["total"] for one in ranks)
-    title = f"Where the time of {num_steps} steps went: {longest:.1f} s"
+    since = f" since step {start_step}" if start_step else ""
+    title = f"Where the time of {num_steps} steps{since} went: {longest:.1f} s"
     return draw_bars(rows, title, [(_word(kind), colour[kind]) for kind in kinds])
 
 

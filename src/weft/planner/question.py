@@ -203,7 +203,7 @@ def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: 
         return
     if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats
         rule = f"not measured with {num_ranks} rank{'s' if num_ranks > 1 else ''} on this machine"
-        remedy = f"Measure it, with more time: weft calibrate --budget 5m"
+        remedy = "Measure it, with more time: weft calibrate --budget 5m"
         raise _error("precision", f"precision={precision}: {rule}. {remedy}.")
 
 

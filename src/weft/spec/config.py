@@ -230,6 +230,12 @@ class CheckpointSection(Section):
     """The checkpoint with the lowest evaluation loss stays too."""
 
 
+class ResumeSection(Section):
+    step: PositiveInt | None = None
+    """Go back to the checkpoint of this step; newer ones are set aside. Give it once: the next command would go back
+    again. Absent: the newest valid checkpoint."""
+
+
 class MemorySection(Section):
     pinned_limit: ShareOrSize = "60%"
     """Host memory that all ranks of one machine may pin together for what the plan offloads: a size, or a share of what
@@ -277,6 +283,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    resume: ResumeSection = ResumeSection()
     memory: MemorySection = MemorySection()
     sample: SampleSection = SampleSection()
     log: LogSection = LogSection()

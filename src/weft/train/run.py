@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,8 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from weft import env
-from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
-from weft.comm import Ledger, barrier, broadcast
+from weft.comm import Ledger
 from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
 from weft.memory import recompute_of
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
@@ -30,11 +29,12 @@ from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
-from weft.train.loop import ASKED_TO_STOP, Progress, Trainer
+from weft.train.keeping import Keeper
+from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.progress import Progress
 from weft.train.recorder import Recorder
 from weft.train.sample import write_sample
-from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 from weft.train.summary import already_done, closing_lines, opening_lines
 from weft.train.time_report import report_times
@@ -48,10 +48,16 @@ class RunResult:
     reason: str
 
 
-def run_rank(run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO | None = None) -> RunResult:
+def run_rank(
+    run_dir: Path,
+    place: env.RankEnv | None = None,
+    terminal: TextIO | None = None,
+    command: Sequence[str] = (),
+) -> RunResult:
     """Train, as one rank, the run whose folder `prepare_run` wrote; goes on from the newest valid checkpoint.
 
     place: this process among the ranks; None is a single rank. terminal: where the first rank shows progress.
+    command: the words that the user typed, for the lines that say what to type next.
     """
     folder = RunFolder(Path(run_dir))
     config = folder.config()
@@ -61,7 +67,7 @@ def run_rank(run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO |
     ledger = Ledger()
     mesh = build_mesh(folder.plan(), device, ledger.record)
     with folder.lock() if mesh.rank == 0 else contextlib.nullcontext():
-        result = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout).train()
+        result = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout, command).train()
     # Not after an error: the others may be in a collective and would never come; the launcher ends them.
     leave_ranks()
     return result
@@ -70,9 +76,17 @@ def run_rank(run_dir: Path, place: env.RankEnv | None = None, terminal: TextIO |
 class _RankRun:
     """Builds the pieces of one rank's run and joins them."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, mesh: Mesh, ledger: Ledger, terminal: TextIO):
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        mesh: Mesh,
+        ledger: Ledger,
+        terminal: TextIO,
+        command: Sequence[str],
+    ):
         self.folder, self.config, self.mesh = folder, config, mesh
-        self.terminal = terminal
+        self.terminal, self.command = terminal, command
         self.tokenizer = Tokenizer.load(folder.tokenizer)
         data = folder.data()
         self.stream = self._stream(data.train, shuffle=True)
@@ -106,11 +120,14 @@ class _RankRun:
 
     def train(self) -> RunResult:
         """Resume or start, train to the end, sample, sum up."""
-        progress, notes = self._resume()
+        keeper = Keeper(self.folder, self.config, self.mesh, self.model, self.step, self.stream.state_at)
+        progress, notes = keeper.resume()
         if progress.step >= self.config.train.steps:
             if self.mesh.rank == 0:
-                print("\n".join([*notes, *already_done(self.folder, progress.step)]), file=self.terminal, flush=True)
+                done = already_done(self.folder, self.config, progress.step, self.command)
+                print("\n".join([*notes, *done]), file=self.terminal, flush=True)
             return RunResult(progress.step, "finished")
+        start_step = progress.step
         recorder = self._recorder(progress, notes) if self.mesh.rank == 0 else None
         trainer = Trainer(
             config=self.config,
@@ -120,7 +137,9 @@ class _RankRun:
             loader=self.loader,
             eval_batches=self._eval_batches if self.eval_stream.num_sequences else None,
             token_bytes=torch.from_numpy(self.tokenizer.token_bytes).to(self.mesh.device),
-            save=lambda progress: self._save(progress, recorder),
+            save=lambda progress, is_good: keeper.save(progress, is_good, recorder.on_checkpoint if recorder else None),
+            confirm=keeper.confirm,
+            halted=keeper.halted,
             meter=self.meter,
             hooks=[recorder] if recorder else [],
             flops_per_token=decoder_flops_per_token(self.folder.decoder(), self.config.train.seq_len),
@@ -133,12 +152,12 @@ class _RankRun:
         finally:
             if recorder:
                 recorder.close()
-        times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config)
+        times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config, start_step)
         if self.mesh.rank == 0:
             # Who stops a run wants it to end: writing a sample takes seconds.
             wanted = self.config.sample if reason != ASKED_TO_STOP else SampleSection(prompt="")
             sample = write_sample(self.folder, wanted, progress.step)
-            lines = closing_lines(self.folder, self.config, progress, reason, sample, times)
+            lines = closing_lines(self.folder, self.config, progress, reason, sample, times, self.command)
             print("\n".join(lines), file=self.terminal, flush=True)
         return RunResult(progress.step, reason)
 
@@ -177,47 +196,6 @@ class _RankRun:
             dp_rank=self.mesh.data.rank,
             dp_size=self.mesh.data.size,
         )
-
-    def _resume(self) -> tuple[Progress, list[str]]:
-        """Load the newest valid checkpoint, the same on all ranks: the first rank looks, the others follow."""
-        notes: list[str] = []
-        chosen = torch.full((1,), -1, dtype=torch.int64, device=self.mesh.device)
-        if self.mesh.rank == 0 and (found := newest_checkpoint(self.folder.checkpoints)) is not None:
-            notes.extend(f"checkpoint passed over: {one}" for one in found.passed_over)
-            chosen[0] = found.step
-        step = int(broadcast(chosen, self.mesh.world))
-        if step < 0:
-            return Progress(), notes
-        checkpoint = load_checkpoint(self.folder.checkpoint(step))
-        groups = {group: checkpoint.tensors(group) for group in ("model", "optimizer")}
-        restore(self.model, self.optimizer, groups)
-        self.step.loss_scale.restore(checkpoint.state["loss_scale"])
-        notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
-        return Progress(**checkpoint.state["progress"]), notes
-
-    def _save(self, progress: Progress, recorder: Recorder | None) -> None:
-        """Gather a checkpoint on the first rank, write it, and drop those no longer wanted."""
-        tensors = capture(self.model, self.optimizer, keep=self.mesh.rank == 0)
-        if self.mesh.rank == 0:
-            position = progress.step * self.config.train.global_batch
-            path = save_checkpoint(
-                self.folder.checkpoints,
-                progress.step,
-                tensors,
-                {
-                    "progress": asdict(progress),
-                    "plan": str(self.mesh.plan),
-                    "loss_scale": self.step.loss_scale.state(),
-                    "data": {"next_sample": position, "sources": self.stream.state_at(position)},
-                    # Random numbers of a step are drawn from seeds derived from these: there is no other state.
-                    "rng": {"seed": self.config.seed, "next_step": progress.step},
-                },
-            )
-            best = progress.best_step if self.config.checkpoint.keep_best else None
-            prune_checkpoints(self.folder.checkpoints, self.config.checkpoint.keep, best)
-            if recorder:
-                recorder.on_checkpoint(progress.step, path)
-        barrier(self.mesh.world)
 
     def _recorder(self, progress: Progress, notes: list[str]) -> Recorder:
         config = self.config
