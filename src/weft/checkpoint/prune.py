@@ -53,7 +53,7 @@ def _doomed(
         return not verify_checkpoint(folder.path, digests=verify)
 
     if doomed and not any(is_whole(folder) for folder in reversed(kept)):
-        spared = next((folder for folder in reversed(doomed) if is_whole(folder)), None)
-        doomed = [folder for folder in doomed if folder is not spared]
+        whole = next((folder for folder in reversed(doomed) if is_whole(folder)), None)
+        doomed = [folder for folder in doomed if folder is not whole]
     dead = [folder for folder in found if not folder.committed and folder.step < committed[-1].step]
     return doomed, dead

@@ -38,7 +38,7 @@ _ADVICE = {
         "more microbatches shorten it; so does a zero-bubble schedule (zb_h1, zb_v), where there is none yet",
     ),
     "data": (0.05, "data comes too slowly: look at the storage of the token cache"),
-    "checkpoint": (0.1, "raise checkpoint.every"),
+    "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
     "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),
 }
 
@@ -126,7 +126,8 @@ def time_lines(ranks: Sequence[Mapping[str, float]], num_steps: int, start_step:
     for share, kind in shares:
         least, advice = _ADVICE.get(kind, (2.0, ""))
         if share >= least:
-            lines.append(f"        {_word(kind)}: {advice}")
+            told = advice.format(share=share) if "{share" in advice else f"{_word(kind)}: {advice}"
+            lines.append(f"        {told}")
     return lines
 
 
