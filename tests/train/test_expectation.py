@@ -43,8 +43,7 @@ def here_profile(home: Path) -> Path:
 
 def test_nothing_is_guessed_of_an_unknown_machine(home: Path) -> None:
     [line] = lines(home)
-    assert line.startswith("planned nothing to compare with: nothing is known of this machine's processor")
-    assert "weft calibrate" in line
+    assert line == "planned: no estimate; run `weft calibrate` once (1.5 min)"
     assert json.loads((home / FILE).read_text())["expected"] is None
 
 
@@ -65,6 +64,32 @@ def test_a_stale_profile_is_said(home: Path) -> None:
     profile().save(home / "home" / "profile.json")
     [line] = lines(home)
     assert "device loom, here " in line
+
+
+def test_a_format_that_was_not_measured_with_so_many_ranks_is_said(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = replace(profile(), machine=this_host())
+    alone = [replace(each, dtype="bf16") for each in made.samples if each.ranks == 1]
+    replace(made, samples=(*made.samples, *alone)).save(home / "home" / "profile.json")
+    words = ["plan", "tiny", "2xhere", "--seq-len", "64", "--global-batch", "8", "--top", "1"]
+    assert run([*words, "--fix", "precision=bf16"]) == 2
+    told = capsys.readouterr().err
+    assert told == (
+        "error: precision=bf16: not measured with 2 ranks on this machine. "
+        "Measure it, with more time: weft calibrate --budget 5m.\n"
+    )
+    assert run(words) == 0  # fp32 was measured: the planner looks there
+    assert "bf16" not in capsys.readouterr().out
+    assert run([*words[:2], "1xhere", *words[3:], "--fix", "precision=bf16"]) == 0
+
+
+def test_whatever_the_planner_raises_is_one_line(home: Path, monkeypatch, capsys) -> None:
+    here_profile(home)
+    monkeypatch.setattr("weft.train.expectation.estimate", lambda *_: {}["linear_f"])
+    [line] = lines(home)
+    assert line == "planned: not measured (KeyError: 'linear_f'; the traceback is in the log of rank 0)"
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_what_the_run_taught_changes_the_next_plan(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

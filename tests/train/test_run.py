@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import shutil
 import signal
@@ -14,57 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.train.conftest import SMALL
 from weft.checkpoint import load_checkpoint
-from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError, TrainingHalted
+from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError
 from weft.monitor import read_events
 from weft.spec.config_file import load_config
 from weft.train import RunFolder, generate_text, prepare_run, run_rank
 from weft.train.lock import run_lock
 from weft.train.state import expected_bytes
-
-SMALL = [
-    "tokenizer.kind=bytes",
-    "model.name=tiny",
-    "model.dim=32",
-    "model.num_layers=2",
-    "model.num_heads=2",
-    "model.num_kv_heads=1",
-    "model.ffn_dim=64",
-    "train.seq_len=32",
-    "train.global_batch=4",
-    "train.steps=12",
-    "schedule.warmup_steps=2",
-    "eval.every=4",
-    "eval.batches=2",
-    "checkpoint.every=3",
-    "data.holdout=0.2",
-    "sample.max_tokens=8",
-    "launch.device=cpu",
-]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """Forty short documents of a language with some order in it."""
-    file = tmp_path / "text.jsonl"
-    words = ["warp", "weft", "loom", "thread", "cloth", "shuttle", "heddle"]
-    lines = [" ".join(words[(i * k) % 7] for k in range(1, 40)) for i in range(1, 41)]
-    file.write_text("".join(json.dumps({"text": f"{index} {line}"}) + "\n" for index, line in enumerate(lines)))
-    return file
-
-
-@pytest.fixture
-def start(tmp_path: Path, text: Path):
-    """Prepare and train with some overrides; returns (folder, result, what the terminal showed)."""
-
-    def run(*overrides: str):
-        settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
-        folder = prepare_run(load_config(None, [*settings, *overrides]).config, world_size=1)
-        terminal = io.StringIO()
-        result = run_rank(folder.path, None, terminal)
-        return folder, result, terminal.getvalue()
-
-    return run
 
 
 def test_a_layout_is_checked_before_the_ranks_start_and_kept_in_the_folder(tmp_path, text):
@@ -136,7 +92,7 @@ def test_a_run_in_two_halves_ends_on_the_same_bits(start):
     _, result, shown = start("run.name=halves", "checkpoint.keep=9")
     assert result.step == 12
     assert "resumed from step 8" in shown
-    assert "checkpoint passed over: step_00000009" in shown
+    assert "2 unfinished checkpoints ignored: step 9, 12; COMMIT is missing" in shown
     assert_same_bits(weights(whole, 12), weights(halves, 12))
 
 
@@ -212,26 +168,6 @@ def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):
     )
     assert result.step < 200
     assert result.reason == "no better evaluation loss in 2 evaluations"
-
-
-def test_a_run_that_diverges_is_halted_with_its_state_saved(start, monkeypatch):
-    from weft.train import run as run_module
-
-    def poisoned(logits, batch):
-        from weft.train.loss import token_cross_entropy
-
-        loss, count = token_cross_entropy(logits, batch)
-        return (loss * float("nan") if poison else loss), count
-
-    poison = False
-    monkeypatch.setattr(run_module, "token_cross_entropy", poisoned)
-    folder, _, _ = start("train.steps=3")
-    good = weights(folder, 3)
-    poison = True
-    with pytest.raises(TrainingHalted, match=r"train.max_bad_steps=2.*3 steps in a row \(4 to 6\)"):
-        start("train.steps=12", "train.max_bad_steps=2")
-    # Three skipped steps changed nothing, and the state is on disk.
-    assert_same_bits(good, weights(folder, 6))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])

@@ -24,7 +24,8 @@ Report = Callable[[str, int, int], None]
 _LONGEST_S, _SHORTEST_S, _BESIDE = 0.06, 0.001, 2.0
 #: How often all is measured, some time apart: machines have slow minutes, and the fastest of what was measured counts.
 ROUNDS = 2
-_STARTING_S = 3.0  # of ranks, for each that shares a core
+#: How many times the budget the first round may take before formats beside fp32 are left out.
+_PATIENCE = 2.0
 MOST_BUDGET_S = 600.0
 
 
@@ -54,17 +55,26 @@ def calibrate(
     with RankPool(
         most, timeout_s=MOST_BUDGET_S, backend="cpu:gloo,cuda:nccl" if machine.kind == "cuda" else "gloo"
     ) as pool:
-        points = ROUNDS * sum(len(chapter.points) for chapter in chapters)
-        left = budget_s - _STARTING_S * max(1.0, most / machine.cores)
-        window_s = min(_LONGEST_S, max(_SHORTEST_S, left / (points * (WINDOWS + _BESIDE))))
+        left = ROUNDS * sum(len(chapter.points) for chapter in chapters)
+        pool.run(_nothing)  # ranks are there
         for place, chapter in enumerate(chapters * ROUNDS):
             report(chapter.name, place, len(chapters) * ROUNDS)
-            if chapter.dtype != "fp32" and time.monotonic() - start > budget_s:
+            spent = time.monotonic() - start
+            # The first round is whole, up to twice the budget: half of a format is of no use to the planner.
+            limit = _PATIENCE * budget_s if place < len(chapters) else budget_s
+            # Windows as long as what is left allows: a slow chapter shortens the next ones instead of ending the run.
+            window_s = min(_LONGEST_S, max(_SHORTEST_S, (budget_s - spent) / (left * (WINDOWS + _BESIDE))))
+            left -= len(chapter.points)
+            if chapter.dtype != "fp32" and spent > limit:
                 continue
             samples += joined(pool.run(measure, chapter, most, window_s, machine.kind))
     report("done", len(chapters) * ROUNDS, len(chapters) * ROUNDS)
     made = datetime.datetime.now().isoformat(timespec="seconds")
     return Profile(machine=machine, samples=fastest(samples), made=made, took_s=time.monotonic() - start)
+
+
+def _nothing() -> None:
+    """What ranks do first: be there."""
 
 
 def fastest(samples: Sequence[Sample]) -> tuple[Sample, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from weft.checkpoint import folders
@@ -10,8 +11,11 @@ from weft.checkpoint.load import verify_checkpoint
 from weft.errors import CheckpointError
 
 
-def prune_checkpoints(root: Path, keep: int, best_step: int | None = None, *, verify: bool = True) -> list[Path]:
-    """Keep the newest `keep` checkpoints and that of `best_step`; delete the others and return where they were.
+def prune_checkpoints(
+    root: Path, keep: int, best_step: int | None = None, *, spared: Collection[int] = (), verify: bool = True
+) -> list[Path]:
+    """Keep the newest `keep` checkpoints, that of `best_step` and the spared steps; delete the others and return
+    where they were.
 
     Before anything is deleted the kept ones are verified, newest first, until one proves whole; when none does, the
     newest whole one of the others stays too. verify=False trusts the digests and checks the rest. Deleting is a
@@ -25,7 +29,7 @@ def prune_checkpoints(root: Path, keep: int, best_step: int | None = None, *, ve
         return []
     try:
         with folders.writer_lock(root):
-            doomed, dead = _doomed(root, keep, best_step, verify)
+            doomed, dead = _doomed(root, keep, {best_step, *spared}, verify)
             for folder in (*doomed, *dead):
                 folders.move_to_trash(folder.path)
             folders.empty_trash(root)
@@ -34,11 +38,13 @@ def prune_checkpoints(root: Path, keep: int, best_step: int | None = None, *, ve
     return [folder.path for folder in doomed]
 
 
-def _doomed(root: Path, keep: int, best_step: int | None, verify: bool) -> tuple[list[StepFolder], list[StepFolder]]:
+def _doomed(
+    root: Path, keep: int, spared: Collection[int | None], verify: bool
+) -> tuple[list[StepFolder], list[StepFolder]]:
     """The checkpoints to delete, and the older folders that were never finished."""
     found = folders.step_folders(root)
     committed = [folder for folder in found if folder.committed]
-    kept_steps = set(sorted({folder.step for folder in committed})[-keep:]) | {best_step}
+    kept_steps = set(sorted({folder.step for folder in committed})[-keep:]) | {*spared}
     # An `.again` folder is a replacement that the next save finishes: it counts as its step does.
     doomed = [folder for folder in committed if folder.step not in kept_steps]
     kept = [folder for folder in committed if folder.step in kept_steps]
@@ -47,7 +53,7 @@ def _doomed(root: Path, keep: int, best_step: int | None, verify: bool) -> tuple
         return not verify_checkpoint(folder.path, digests=verify)
 
     if doomed and not any(is_whole(folder) for folder in reversed(kept)):
-        spared = next((folder for folder in reversed(doomed) if is_whole(folder)), None)
-        doomed = [folder for folder in doomed if folder is not spared]
+        whole = next((folder for folder in reversed(doomed) if is_whole(folder)), None)
+        doomed = [folder for folder in doomed if folder is not whole]
     dead = [folder for folder in found if not folder.committed and folder.step < committed[-1].step]
     return doomed, dead

@@ -52,6 +52,9 @@ def calibrate(
         )
     found.save(path)
     print("\n".join(_lines(found)))
+    for dtype in dtypes.split(","):
+        if dtype not in found.formats(max(found.ranks)):
+            say(f"{dtype} is not measured with {max(found.ranks)} ranks: no time was left. Use e.g. --budget 5m.")
     say(f"{path}: {len(found.samples)} measurements in {found.took_s:.0f} s. Plan with it: weft plan MODEL here")
 
 

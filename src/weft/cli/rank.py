@@ -1,4 +1,4 @@
-"""One rank's process: `python -m weft.cli.rank RUN_DIR`, started once per rank by the launcher.
+"""One rank's process: `python -m weft.cli.rank RUN_DIR [WORDS that the user typed]`, started by the launcher.
 
 Settings come over the line to the launcher (line.py), not from the run's folder; a failure goes back the same way.
 What compiled code prints goes past sys.stdout, so the streams are redirected at the file descriptors.
@@ -162,7 +162,7 @@ def main() -> None:
 
         given = json.loads(line.settings)
         run = RunFolder(run_dir, given["texts"])
-        return run_rank(run, place, terminal, alarm, locked=True, started=given["started"])
+        return run_rank(run, place, terminal, alarm, locked=True, started=given["started"], command=given["command"])
 
     run_as_rank(run_dir / "logs", place, body, line)
     gc.freeze()  # as in main.py: ending takes no second

@@ -17,6 +17,7 @@ from weft import env
 from weft.cli.console import progress_report, say
 from weft.cli.failure import exit_code_of
 from weft.cli.launch import launch_ranks
+from weft.cli.typed import typed_command
 from weft.cli.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
 from weft.errors import ConfigError, WeftError
 from weft.monitor.terminal import busy
@@ -74,7 +75,8 @@ def train_here(config: RunConfig) -> None:
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
     with run_lock(run_folder(config).path) as lock:
         folder = _prepare(config, num_ranks, num_ranks)
-        settings = json.dumps({"texts": folder.texts, "started": time.monotonic() - process_age_s()}).encode()
+        given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
+        settings = json.dumps(given).encode()
         command = [sys.executable, "-m", "weft.cli.rank", str(folder.path)]
         variables = threads_variables(num_ranks, cores)
         launch_ranks(command, num_ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
@@ -100,7 +102,9 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
         run_as_rank(
             folder.logs,
             place,
-            lambda terminal: run_rank(folder, place, terminal, alarm, locked=True, started=started, store=store),
+            lambda terminal: run_rank(
+                folder, place, terminal, alarm, locked=True, started=started, store=store, command=typed_command()
+            ),
         )
 
 

@@ -17,11 +17,22 @@ class NonFiniteGuard:
         self.limit = limit
         self._row: list[tuple[int, str]] = []
 
+    @property
+    def num_bad(self) -> int:
+        """Bad steps in a row, up to the last one observed."""
+        return len(self._row)
+
+    @property
+    def first_bad(self) -> int | None:
+        """The first of them; None after a good step."""
+        return self._row[0][0] if self._row else None
+
     def observe(self, step: int, loss: float, grad_norm: float, *, loss_scale: float | None = None) -> str | None:
         """Why this step must not change the weights, or None when it may.
 
         step: counts from 1. loss_scale: of fp16. While it is above 1, a gradient that overflowed is the scaler's
-        search for its scale, and does not count against the limit. Raises TrainingHalted beyond the limit.
+        search for its scale, and does not count against the limit. Raises TrainingHalted beyond the limit, with a
+        sentence that its catcher ends: where the command resumes.
         """
         reason = _reason(loss, grad_norm)
         if reason is None:
@@ -48,7 +59,7 @@ class NonFiniteGuard:
             advice = "Lower optimizer.lr or optimizer.max_grad_norm, or use bf16 or fp32 in place of fp16"
         return (
             f"train.max_bad_steps={self.limit}: the {what} was not finite {where}; the last: {reason}."
-            f" {advice}, and run the command again: it resumes from the last checkpoint."
+            f" {advice}, and run the command again"
         )
 
 

@@ -38,7 +38,7 @@ _ADVICE = {
         "more microbatches shorten it; so does a zero-bubble schedule (zb_h1, zb_v), where there is none yet",
     ),
     "data": (0.05, "data comes too slowly: look at the storage of the token cache"),
-    "checkpoint": (0.1, "checkpoint.every saves more often than this step time bears"),
+    "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
     "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),
 }
 #: Seconds that a kind has taken before there is advice about it: nobody tunes a run of a minute.
@@ -114,16 +114,19 @@ class TimeBook:
 
 
 def time_lines(
-    ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None
+    ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> list[str]:
-    """The report in words. ranks: `TimeBook.seconds()` of each rank. sizes: of the mesh's axes, so that joined axes
-    are told without those of one rank."""
+    """The report in words. ranks: `TimeBook.seconds()` of each rank. start_step: what an earlier start had done.
+
+    sizes: of the mesh's axes, so that joined axes are told without those of one rank.
+    """
     total = max(one["total"] for one in ranks)
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in _kinds(ranks)}
     shares = sorted(((seconds / total, kind) for kind, seconds in means.items()), reverse=True)
     told = ", ".join(f"{_word(kind, sizes)} {share:.0%}" for share, kind in shares if share >= 0.005)
     of = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
-    lines = [f"time    {num_steps} steps in {total:.1f} s{of}: {told}"]
+    since = f" since step {start_step}" if start_step else ""
+    lines = [f"time    {num_steps} steps{since} in {total:.1f} s{of}: {told}"]
     if len(ranks) > 1:
         busy = [one.get("compute", 0.0) for one in ranks]
         slowest = busy.index(max(busy))
@@ -133,11 +136,14 @@ def time_lines(
     for share, kind in shares:
         least, advice = _ADVICE.get(kind, (2.0, ""))
         if share >= least and share * total >= _WORTH_ADVICE_S:
-            lines.append(f"        {_word(kind, sizes)}: {advice}")
+            told = advice.format(share=share) if "{share" in advice else f"{_word(kind, sizes)}: {advice}"
+            lines.append(f"        {told}")
     return lines
 
 
-def draw_times(ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None) -> str:
+def draw_times(
+    ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
+) -> str:
     """The report as a picture: SVG text, one row for each rank (at most 64, evenly chosen). The arguments are those of
     `time_lines`."""
     kinds = _kinds(ranks)
@@ -157,7 +163,8 @@ def draw_times(ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapp
             bars.append(Bar(at, at + seconds, colour[kind], label, title))
             at += seconds
         rows.append((f"rank {rank}", bars))
-    title = f"Where the time of {num_steps} steps went: {longest:.1f} s"
+    since = f" since step {start_step}" if start_step else ""
+    title = f"Where the time of {num_steps} steps{since} went: {longest:.1f} s"
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
     # Bars may be too narrow for numbers; the legend has those of all.
     legend = [

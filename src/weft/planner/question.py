@@ -80,6 +80,8 @@ class Question:
         if seq_len > planned.spec.max_seq_len:
             rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
+        decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
+        _expect_measured(decided.get("precision"), measured, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
         return cls(
             model=planned,
@@ -90,7 +92,7 @@ class Question:
                 global_batch=_positive("global-batch", global_batch),
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
             ),
-            fixed=read_fixed(fixed) if isinstance(fixed, str) else dict(fixed),
+            fixed=decided,
             profile=measured,
             assumed=tuple(words[name] for name in assumed),
             **options,
@@ -193,6 +195,16 @@ def read_fixed(text: str) -> dict[str, Any]:
     if fixed.get("cp_mode") == "auto":
         del fixed["cp_mode"]  # every way is looked at then
     return fixed
+
+
+def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
+    """ConfigError for a decided number format of which the host's profile says nothing with so many ranks."""
+    if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16"):
+        return
+    if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats
+        rule = f"not measured with {num_ranks} rank{'s' if num_ranks > 1 else ''} on this machine"
+        remedy = "Measure it, with more time: weft calibrate --budget 5m"
+        raise _error("precision", f"precision={precision}: {rule}. {remedy}.")
 
 
 def _positive(name: str, value: int) -> int:

@@ -289,6 +289,12 @@ class CheckpointSection(Section):
     """Whether to keep the checkpoint with the lowest evaluation loss too."""
 
 
+class ResumeSection(Section):
+    step: PositiveInt | None = None
+    """Go back to the checkpoint of this step; newer ones are set aside. Give it once: the next command would go back
+    again. Absent: the newest valid checkpoint."""
+
+
 class MemorySection(Section):
     pinned_limit: ShareOrSize = "60%"
     """Most host memory that the ranks of one machine pin together for offload: a size, or a share of the memory of the
@@ -342,6 +348,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    resume: ResumeSection = ResumeSection()
     memory: MemorySection = MemorySection()
     sample: SampleSection = SampleSection()
     log: LogSection = LogSection()

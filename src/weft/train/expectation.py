@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from weft.units import format_bytes, format_seconds
 
 #: Parts of the report, where their share of a step is at least this.
 _WORTH_TELLING = 0.01
-_TOLD = "measure this machine once and it is: weft calibrate"
+_TOLD = "no estimate; run `weft calibrate` once (1.5 min)"
 
 
 def expectation_lines(
@@ -59,7 +60,7 @@ def expectation_lines(
     draft.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     os.replace(draft, folder / FILE)
     if expected is None:
-        return [f"planned nothing to compare with: {reason}"]
+        return [f"planned: {' '.join(reason.split())}"]
     return _lines(measured, expected, mesh.device.type)
 
 
@@ -75,7 +76,10 @@ def _expected(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> tuple[dict[st
         columns = Columns.of([mesh.plan], asked.job)
         found = estimate(asked.job, asked.cluster, columns, asked.tables)
     except WeftError as error:
-        return None, str(error)
+        return None, f"not measured ({error})"
+    except Exception as error:  # The run is done and saved: whatever the planner stumbles over must not fail it.
+        traceback.print_exc()
+        return None, f"not measured ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"
     terms = {name: float(np.asarray(seconds)[0]) for name, seconds in found.terms.items()}
     return {
         "basis": basis,
@@ -95,14 +99,14 @@ def _machines(mesh: Mesh) -> tuple[ClusterSpec | None, Profile | None, str]:
         if profile.machine.kind == mesh.device.type:
             return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
     if mesh.device.type != "cuda":
-        return None, None, f"nothing is known of this machine's processor; {_TOLD}"
+        return None, None, _TOLD
     name = torch.cuda.get_device_name(mesh.device)
     device = device_by_torch_name(name)
     if device is None:
-        return None, None, f"the device {name!r} is not in the device table; {_TOLD}"
+        return None, None, f"{_TOLD}: {name!r} is not in the device table"
     local = min(size, torch.cuda.device_count())
     if size % local:
-        return None, None, f"{size} ranks do not fill whole machines of {local}"
+        return None, None, f"no estimate: {size} ranks do not fill whole machines of {local}"
     return ClusterSpec(nodes=size // local, devices_per_node=local, device=device), None, f"tables of {device.name}"
 
 

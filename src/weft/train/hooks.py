@@ -28,6 +28,9 @@ class Hook:
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
         """An evaluation is done. Return a reason to stop, or None."""
 
+    def on_warning(self, step: int, text: str) -> None:
+        """Something that a person should know, in one line: a step that was not saved, a jump of the loss."""
+
     def on_checkpoint(self, step: int, path: Path) -> None:
         """A checkpoint is complete on disk (first rank only)."""
 

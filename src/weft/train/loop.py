@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from weft.spec.config import RunConfig
 from weft.train.batch import Microbatches
 from weft.train.evaluate import Batch, evaluate
 from weft.train.hooks import Hook
+from weft.train.progress import Progress
 from weft.train.step import StepMetrics, TrainStep
 
 #: Why a run ended that a signal or a hook stopped.
@@ -32,30 +34,15 @@ class Batches(Protocol):
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Batch]]]: ...
 
 
-@dataclass(slots=True)
-class Progress:
-    """What a resumed run must know of its past, besides weights and optimizer."""
-
-    step: int = 0  # optimizer steps done
-    best_loss: float | None = None
-    best_step: int | None = None
-    evaluations_without_gain: int = 0
-
-    def note_evaluation(self, step: int, loss: float, min_delta: float) -> bool:
-        """Account for one evaluation; True when it is the best so far."""
-        if self.best_loss is not None and loss >= self.best_loss - min_delta:
-            self.evaluations_without_gain += 1
-            return False
-        self.best_loss, self.best_step, self.evaluations_without_gain = loss, step, 0
-        return True
-
-
 @dataclass
 class Trainer:
     """One run on one rank: what to train, on what, and who watches.
 
-    save: writes a checkpoint of the progress given; called on every rank. flops_per_token, peak_flops: for MFU;
-    peak_flops is None where the device's peak is not known. eval_batches is None where there is no evaluation data.
+    save: writes a checkpoint of the progress given, or says why it does not; its second argument: an evaluation of
+    these weights gave a finite loss. confirm: the weights after so many steps gave a finite loss. halted: where the
+    same command resumes after a first bad step, in words. All three are called on every rank. flops_per_token and
+    peak_flops: for MFU; peak_flops is None where the device's peak is not known. eval_batches is None where there is
+    no evaluation data.
     """
 
     config: RunConfig
@@ -65,20 +52,24 @@ class Trainer:
     loader: Batches
     eval_batches: Callable[[], Iterable[Batch]] | None
     token_bytes: torch.Tensor | None
-    save: Callable[[Progress], None]
+    save: Callable[[Progress, bool], str | None]
     meter: Meter
+    confirm: Callable[[int], None] = lambda step: None
+    halted: Callable[[int], str] = lambda first_bad: "it resumes from the last checkpoint"
     hooks: Sequence[Hook] = ()
     flops_per_token: float = 0.0
     peak_flops: float | None = None
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
+    _saved_step: int = 0
+    _sound_step: int | None = None
 
     def fit(self) -> str:
         """Train until the last step or a reason to stop; returns "finished" or the reason."""
         num_steps = self.config.train.steps
         guard = NonFiniteGuard(self.config.train.max_bad_steps)
-        self._saved_step = self.progress.step
         self._started = False
+        self._saved_step, self._sound_step = self.progress.step, None
         self.book.start()
         for hook in self.hooks:
             hook.on_start(self.progress.step)
@@ -87,8 +78,8 @@ class Trainer:
             reason = next(
                 (stop for batches in self._awaited(steps) if (stop := self._advance(batches, guard))), "finished"
             )
-        if self._saved_step != self.progress.step:
-            self._save()
+        if self._saved_step != self.progress.step and (why := self._save(guard)) and reason == "finished":
+            raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
         self._end(reason)
         return reason
 
@@ -100,12 +91,12 @@ class Trainer:
         try:
             guard.observe(record.step, metrics.loss, metrics.grad_norm, loss_scale=metrics.loss_scale)
         except TrainingHalted as halt:
-            self._save()
-            self._end(str(halt))
-            raise
+            raise self._halt(str(halt), guard) from None
+        if not guard.num_bad:
+            self.confirm(record.step - 1)
         stop = ASKED_TO_STOP if metrics.wants_stop else self._evaluate_if_due()
         if stop or self._due(self.config.checkpoint.every) or self._is_best_now():
-            self._save()
+            self._save(guard)
         return stop
 
     def _awaited(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
@@ -128,10 +119,26 @@ class Trainer:
         for hook in self.hooks:
             hook.on_phase("")
 
-    def _save(self) -> None:
-        with self._phase("saving", "checkpoint", "saves a checkpoint"):
-            self.save(self.progress)
-        self._saved_step = self.progress.step
+    def _halt(self, sentence: str, guard: NonFiniteGuard) -> TrainingHalted:
+        """The end of a run that went wrong: nothing more is saved."""
+        text = f"{sentence}: {self.halted(guard.first_bad or self.progress.step + 1)}."
+        self._end(text)
+        return TrainingHalted(text)
+
+    def _save(self, guard: NonFiniteGuard) -> str | None:
+        """Save what is sound; why it is not, or None. Weights of a bad step wait for one that is good again."""
+        is_good = self._sound_step == self.progress.step
+        if guard.num_bad and not is_good:
+            why: str | None = f"no step since {guard.first_bad} had a finite loss and gradient"
+        else:
+            with self._phase("saving", "checkpoint", "saves a checkpoint"):
+                why = self.save(self.progress, is_good)
+        if why is None:
+            self._saved_step = self.progress.step
+        else:
+            for hook in self.hooks:
+                hook.on_warning(self.progress.step, f"step {self.progress.step} is not saved: {why}")
+        return why
 
     def _end(self, reason: str) -> None:
         self.book.stop()
@@ -205,6 +212,8 @@ class Trainer:
         with self._phase("evaluating", "evaluation", "evaluates"):
             evaluation = evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
         rule = self.config.train.early_stop
+        if math.isfinite(evaluation.loss):
+            self._sound_step = self.progress.step
         self.progress.note_evaluation(self.progress.step, evaluation.loss, rule.min_delta)
         for hook in self.hooks:
             if hook.on_evaluation(self.progress.step, evaluation):

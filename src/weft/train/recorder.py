@@ -1,10 +1,12 @@
-"""The first rank's observer: writes events.jsonl, draws loss.png, and shows progress on the terminal."""
+"""The first rank's observer: writes events.jsonl, has loss.png drawn, and shows progress on the terminal."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from weft.monitor import Display, EventLog, StepRecord, plot_loss, read_events
+from weft.monitor.artist import Artist
+from weft.monitor.spikes import SpikeWatch
 from weft.train.evaluate import Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook
@@ -19,12 +21,16 @@ class Recorder(Hook):
         self._goes_on = folder.events.exists()
         self._log = EventLog(folder.events)
         self._start = start
+        self._artist = Artist(folder.events, folder.loss_plot, folder.path.name)
+        self._spikes = SpikeWatch()
+        self._saved: int | None = None
 
     def on_start(self, start_step: int) -> None:
         if self._goes_on:
             # Readers then forget what was logged beyond this step: it is done again.
             self._log.write({"event": "resume", "step": start_step})
         self._log.write({"event": "start", "step": start_step, **self._start})
+        self._saved = start_step or None
 
     def on_phase(self, name: str) -> None:
         self._display.phase(name)
@@ -32,6 +38,15 @@ class Recorder(Hook):
     def on_step(self, record: StepRecord) -> str | None:
         self._log.write(record.to_event())
         self._display.step(record)
+        if (usual := self._spikes.observe(record.loss)) is not None:
+            back = f", or go back with resume.step={self._saved}" if self._saved else ""
+            self.on_warning(
+                record.step,
+                f"step {record.step}: the loss jumped to {record.loss:.4g}; {usual:.4g} is usual of the last steps. "
+                f"Where it stays high, lower optimizer.lr or optimizer.max_grad_norm{back}.",
+            )
+        self._artist.draw_when_late()
+        return None
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
         self._log.write(
@@ -44,15 +59,25 @@ class Recorder(Hook):
             }
         )
         self._display.evaluation(step, evaluation.loss, evaluation.bits_per_byte)
+        self._artist.draw_soon()
+        return None
+
+    def on_warning(self, step: int, text: str) -> None:
+        self._log.write({"event": "warning", "step": step, "text": text})
+        self._display.note(text)
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         self._log.write({"event": "checkpoint", "step": step, "path": path.name})
+        self._saved = step
+        self._artist.draw_soon()
 
     def on_end(self, step: int, reason: str) -> None:
         self._log.write({"event": "end", "step": step, "reason": reason})
+        self._artist.close()
         plot_loss(read_events(self._folder.events), self._folder.loss_plot, title=str(self._folder.path.name))
 
     def close(self) -> None:
-        """Let go of the terminal and the event log."""
+        """Let go of the terminal, the event log and the process that draws."""
         self._display.close()
+        self._artist.close()
         self._log.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,15 +14,13 @@ import torch
 from torch.distributed import Store
 
 from weft import env
-from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, require_space, save_checkpoint
-from weft.comm import Ledger, barrier, broadcast
-from weft.comm.watch import Watch
+from weft.checkpoint import require_space
+from weft.comm import Ledger, barrier
 from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
 from weft.memory import recompute_of
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models import build_decoder
-from weft.monitor import Display, Meter, busy, flops_per_token, make_display, tail_events, tell
-from weft.monitor.display import LastingStream
+from weft.monitor import Meter, busy, flops_per_token, make_display, tail_events, tell
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
@@ -32,17 +30,20 @@ from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
+from weft.train.keeping import Keeper
 from weft.train.lock import run_lock
-from weft.train.loop import ASKED_TO_STOP, Progress, Trainer
+from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.progress import Progress
 from weft.train.recorder import Recorder
 from weft.train.sample import write_sample
 from weft.train.signals import stop_on_signal
-from weft.train.state import capture, expected_bytes, restore
+from weft.train.state import expected_bytes
 from weft.train.step import TrainStep
 from weft.train.summary import already_done, closing_lines, model_line, opening_lines
 from weft.train.time_limit import TimeLimit
 from weft.train.time_report import report_times
+from weft.train.voice import Voice, watched
 from weft.units import parse_seconds
 
 
@@ -63,6 +64,7 @@ def run_rank(
     locked: bool = False,
     started: float | None = None,
     store: Store | None = None,
+    command: Sequence[str] = (),
 ) -> RunResult:
     """Train, as one rank, the run that `prepare_run` made; goes on from the newest valid checkpoint.
 
@@ -70,6 +72,7 @@ def run_rank(
     terminal: where the first rank shows progress. alarm: where another rank tells that it waits, when the first cannot.
     locked: whether the caller holds `run_lock`; else the first rank does while it trains. started: when the command
     began, for train.max_time (s of time.monotonic); by default now. store: where the ranks have met already.
+    command: the words that the user typed, for the lines that say what to type next.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     started = time.monotonic() if started is None else started
@@ -83,10 +86,10 @@ def run_rank(
             join_ranks(place, device, parse_seconds(config.launch.timeout), store)
         ledger = Ledger()
         mesh = build_mesh(folder.plan(), device, ledger.record)
-        voice = _Voice((terminal if mesh.rank == 0 else alarm) or sys.stdout)
-        with _watched(folder, config, mesh, voice, owns_process=place is not None):
+        voice = Voice((terminal if mesh.rank == 0 else alarm) or sys.stdout)
+        with watched(folder, config, mesh, voice, owns_process=place is not None):
             with busy(terminal if mesh.rank == 0 else None, "loading the model and the data"):
-                rank = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout, voice)
+                rank = _RankRun(folder, config, mesh, ledger, terminal or sys.stdout, voice, command)
             result = rank.train(started, until_left)
             # Who is through waits for the first rank here, where it is watched, and not in the parting.
             barrier(mesh.world)
@@ -95,44 +98,21 @@ def run_rank(
     return result
 
 
-def _watched(folder: RunFolder, config: RunConfig, mesh: Mesh, voice: _Voice, *, owns_process: bool) -> Watch:
-    """Tells when this rank waits for another one for long."""
-    return Watch(
-        mesh,
-        voice.tell,
-        warn_after_s=parse_seconds(config.launch.warn_after),
-        limit_s=parse_seconds(config.launch.timeout),
-        limit_name=f"launch.timeout={config.launch.timeout}",
-        where_stacks=f"{folder.logs}/rank_*.log",
-        owns_process=owns_process,
-    )
-
-
-class _Voice:
-    """Where this rank tells people that it waits: above the display where it has one; and in its log."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = LastingStream(stream)
-        self.display: Display | None = None
-
-    def tell(self, text: str) -> None:
-        if self.display is not None:
-            self.display.note(text)
-        else:
-            self._stream.write(f"weft: {text}\n")
-            self._stream.flush()
-        print(text, file=sys.stderr, flush=True)
-
-
 class _RankRun:
     """Builds the pieces of one rank's run and joins them."""
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, mesh: Mesh, ledger: Ledger, terminal: TextIO, voice: _Voice
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        mesh: Mesh,
+        ledger: Ledger,
+        terminal: TextIO,
+        voice: Voice,
+        command: Sequence[str],
     ):
         self.folder, self.config, self.mesh = folder, config, mesh
-        self.voice = voice
-        self.terminal = terminal
+        self.terminal, self.voice, self.command = terminal, voice, command
         self.tokenizer = Tokenizer.load(folder.tokenizer)
         data = folder.data()
         self.stream = self._stream(data.train, shuffle=True)
@@ -170,12 +150,15 @@ class _RankRun:
 
         started: when the command began (s of time.monotonic).
         """
+        keeper = Keeper(self.folder, self.config, self.mesh, self.model, self.step, self.stream.state_at)
         with busy(self.terminal if self.mesh.rank == 0 else None, "loading the checkpoint"):
-            progress, notes = self._resume()
+            progress, notes = keeper.resume()
         if progress.step >= self.config.train.steps:
             if self.mesh.rank == 0:
-                tell(self.terminal, [*notes, *already_done(self.folder, progress.step)])
+                done = already_done(self.folder, self.config, progress.step, self.command)
+                tell(self.terminal, [*notes, *done])
             return RunResult(progress.step, "finished")
+        start_step = progress.step
         recorder, limit = None, None
         if self.mesh.rank == 0:
             limit = self._watch_resources(started)
@@ -188,7 +171,9 @@ class _RankRun:
             loader=self.loader,
             eval_batches=self._eval_batches if self.eval_stream.num_sequences else None,
             token_bytes=torch.from_numpy(self.tokenizer.token_bytes).to(self.mesh.device),
-            save=lambda progress: self._save(progress, recorder),
+            save=lambda progress, is_good: keeper.save(progress, is_good, recorder.on_checkpoint if recorder else None),
+            confirm=keeper.confirm,
+            halted=keeper.halted,
             meter=self.meter,
             hooks=[hook for hook in (limit, recorder) if hook],
             flops_per_token=decoder_flops_per_token(self.folder.decoder(), self.config.train.seq_len),
@@ -198,7 +183,7 @@ class _RankRun:
         until_left.enter_context(stop_on_signal(self.step))
         try:
             reason = trainer.fit()
-            times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config)
+            times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config, start_step)
             sample = self._sample(recorder, progress.step, reason) if recorder else ""
         finally:
             self.voice.display = None
@@ -207,7 +192,7 @@ class _RankRun:
         if self.mesh.rank == 0:
             if limit and reason == ASKED_TO_STOP:
                 reason = limit.reason or reason
-            tell(self.terminal, closing_lines(self.folder, self.config, progress, reason, sample, times))
+            tell(self.terminal, closing_lines(self.folder, self.config, progress, reason, sample, times, self.command))
         return RunResult(progress.step, reason)
 
     def _watch_resources(self, started: float) -> TimeLimit | None:
@@ -264,48 +249,6 @@ class _RankRun:
             dp_rank=self.mesh.data.rank,
             dp_size=self.mesh.data.size,
         )
-
-    def _resume(self) -> tuple[Progress, list[str]]:
-        """Load the newest valid checkpoint, the same on all ranks: the first rank looks, the others follow."""
-        notes: list[str] = []
-        chosen = torch.full((1,), -1, dtype=torch.int64, device=self.mesh.device)
-        if self.mesh.rank == 0 and (found := newest_checkpoint(self.folder.checkpoints)) is not None:
-            notes.extend(f"checkpoint passed over: {one}" for one in found.passed_over)
-            chosen[0] = found.step
-        step = int(broadcast(chosen, self.mesh.world))
-        if step < 0:
-            return Progress(), notes
-        with self.mesh.pulse.doing("reads a checkpoint"):
-            checkpoint = load_checkpoint(self.folder.checkpoint(step))
-        groups = {group: checkpoint.tensors(group) for group in ("model", "optimizer")}
-        restore(self.model, self.optimizer, groups)
-        self.step.loss_scale.restore(checkpoint.state["loss_scale"])
-        notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
-        return Progress(**checkpoint.state["progress"]), notes
-
-    def _save(self, progress: Progress, recorder: Recorder | None) -> None:
-        """Gather a checkpoint on the first rank, write it, and drop those no longer wanted."""
-        tensors = capture(self.model, self.optimizer, keep=self.mesh.rank == 0)
-        if self.mesh.rank == 0:
-            position = progress.step * self.config.train.global_batch
-            path = save_checkpoint(
-                self.folder.checkpoints,
-                progress.step,
-                tensors,
-                {
-                    "progress": asdict(progress),
-                    "plan": str(self.mesh.plan),
-                    "loss_scale": self.step.loss_scale.state(),
-                    "data": {"next_sample": position, "sources": self.stream.state_at(position)},
-                    # Random numbers of a step are drawn from seeds derived from these: there is no other state.
-                    "rng": {"seed": self.config.seed, "next_step": progress.step},
-                },
-            )
-            best = progress.best_step if self.config.checkpoint.keep_best else None
-            prune_checkpoints(self.folder.checkpoints, self.config.checkpoint.keep, best)
-            if recorder:
-                recorder.on_checkpoint(progress.step, path)
-        barrier(self.mesh.world)
 
     def _recorder(self, progress: Progress, notes: list[str]) -> Recorder:
         config = self.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from torch import nn
@@ -14,7 +15,8 @@ from weft.parallel import Precision
 from weft.spec.config import RunConfig
 from weft.spec.model import ModelSpec
 from weft.train.folder import RunFolder
-from weft.train.loop import Progress
+from weft.train.progress import Progress
+from weft.train.rates import more_steps
 from weft.units import format_count
 
 
@@ -41,17 +43,34 @@ def model_line(folder: RunFolder, config: RunConfig) -> str:
     return f"{config.model.name}: {format_count(ModelSpec.of_decoder(folder.decoder()).num_params)} parameters"
 
 
-def already_done(folder: RunFolder, step: int) -> list[str]:
+def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: object) -> str:
+    """The command that started the run with one setting changed, to be pasted into a shell.
+
+    command: its words; where nobody knows them (a run started from Python), the folder's own config is named.
+    """
+    words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
+    return shlex.join([word for word in words if not word.startswith((f"{key}=", "resume.step="))] + [f"{key}={value}"])
+
+
+def already_done(folder: RunFolder, config: RunConfig, step: int, command: Sequence[str] = ()) -> list[str]:
     """For a run whose last step is done."""
+    told = more_steps(config, step * 2)
     return [
         f"{folder.path} is complete: {step} steps are done.",
-        f"Go on with more steps:  weft train ... train.steps={step * 2}   (or start another: run.name=...)",
+        f"Go on with more steps:  {with_setting(command, folder, 'train.steps', step * 2)}",
+        *([f"                        {told}"] if told else []),
         f'Try the model:          weft generate {folder.path} --prompt "def "',
     ]
 
 
 def closing_lines(
-    folder: RunFolder, config: RunConfig, progress: Progress, reason: str, sample: str, times: Sequence[str] = ()
+    folder: RunFolder,
+    config: RunConfig,
+    progress: Progress,
+    reason: str,
+    sample: str,
+    times: Sequence[str] = (),
+    command: Sequence[str] = (),
 ) -> list[str]:
     """How it ended, how the loss fell, a sample, where the time went, and what to type next."""
     evaluations = last_per_step(read_events(folder.events), kind="eval")
@@ -71,7 +90,10 @@ def closing_lines(
     if progress.step < config.train.steps:
         lines.append("        the same command again goes on from here")
     else:
-        lines.append(f"        weft train ... train.steps={config.train.steps * 2} trains on from here")
+        wanted = config.train.steps * 2
+        lines.append(f"        {with_setting(command, folder, 'train.steps', wanted)}   trains on from here")
+        if told := more_steps(config, wanted):
+            lines.append(f"        {told}")
     return lines
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +27,17 @@ _MOST_TRACED = 64
 
 
 def report_times(
-    folder: RunFolder, mesh: Mesh, model: nn.Module, book: TimeBook, config: RunConfig | None = None
+    folder: RunFolder,
+    mesh: Mesh,
+    model: nn.Module,
+    book: TimeBook,
+    config: RunConfig | None = None,
+    start_step: int = 0,
 ) -> list[str]:
     """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
 
     Lines are empty where no step was done. config: of the run, to lay what the planner expects beside it.
+    start_step: where this start began; times are of this start alone.
     """
     if not book.num_steps:
         return []
@@ -48,12 +56,29 @@ def report_times(
     )
     if mesh.rank:
         return []
+    try:
+        return _written(folder, mesh, pipeline_of(model), ranks, book, config, start_step)
+    except Exception as error:  # The run is done and saved: a report must not fail it.
+        traceback.print_exc()
+        return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
+
+
+def _written(
+    folder: RunFolder,
+    mesh: Mesh,
+    pipeline: Pipeline | None,
+    ranks: Sequence[Mapping[str, Any]],
+    book: TimeBook,
+    config: RunConfig | None,
+    start_step: int,
+) -> list[str]:
+    """The pictures, on disk, and the lines."""
     seconds = [one["seconds"] for one in ranks]
     sizes = mesh.plan.axis_sizes()
-    (folder.path / "times.svg").write_text(draw_times(seconds, book.num_steps, sizes))
+    (folder.path / "times.svg").write_text(draw_times(seconds, book.num_steps, sizes, start_step))
     tracks = [("phases", f"rank {rank}", one["spans"]) for rank, one in enumerate(ranks) if one["spans"]]
     tracks += [("pipeline", f"rank {rank}", one["actions"]) for rank, one in enumerate(ranks) if one["actions"]]
-    lines = time_lines(seconds, book.num_steps, sizes)
+    lines = time_lines(seconds, book.num_steps, sizes, start_step)
     if pipeline and (lists := [one["actions"] for one in ranks if one["actions"]]):
         timeline = _on_a_clock(pipeline, lists)
         tracks += _planned(pipeline, timeline)

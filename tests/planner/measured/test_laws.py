@@ -1,5 +1,7 @@
 """Laws: they give back what made the samples, never a negative cost, and follow the crowd."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -48,6 +50,16 @@ def test_who_computes_for_longer_waits_for_longer() -> None:
 def test_what_was_not_measured_is_said() -> None:
     with pytest.raises(ConfigError, match="no all_reduce between ranks"):
         Laws.of(profile((1,))).travel("all_reduce", 100.0, group=2, active=2)
+    made = profile((1, 2))
+    alone = tuple(replace(each, dtype="bf16") for each in made.samples if each.ranks == 1)
+    laws = Laws.of(replace(made, samples=(*made.samples, *alone)))
+    size = (64.0, 64.0, 64.0)
+    assert laws.seconds("linear_f", *size, active=1, dtype="bf16") == laws.seconds("linear_f", *size, active=1)
+    with pytest.raises(ConfigError, match=r"linear_f in bf16 is not measured with 2 ranks at work \(only with 1\)"):
+        laws.seconds("linear_f", *size, active=2, dtype="bf16")
+    with pytest.raises(ConfigError, match="linear_f in bf16 is not measured with 1 rank at work"):
+        Laws.of(made).seconds("linear_f", *size, active=1, dtype="bf16")
+    assert float(laws.seconds("adamw", 1024.0, active=2, dtype="bf16")) > 0  # the optimizer works in fp32
     one = profile((1,))
     bare = type(one)(machine=one.machine, samples=(), made="", took_s=0.0, path="p.json")
     with pytest.raises(ConfigError, match="it holds no products"):

@@ -83,8 +83,9 @@ def _cpu(profile: Profile, num_ranks: int) -> DeviceSpec:
     """One rank's share of a processor. Peaks are the fastest products that were measured, shared by the ranks."""
     machine = profile.machine
     peaks: dict[str, float] = {}
+    formats = profile.formats(num_ranks)
     for sample in profile.samples:
-        if sample.op == "linear_f":
+        if sample.op == "linear_f" and sample.dtype in formats:
             m, n, k = sample.size
             crowd = sample.ranks * 2.0 * m * n * k / sample.seconds  # of all ranks that were at work
             peaks[sample.dtype] = max(peaks.get(sample.dtype, 0.0), crowd)

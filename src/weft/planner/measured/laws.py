@@ -16,6 +16,7 @@ fitted. Coefficients come from a profile's samples of one operation alone, by re
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ Array = NDArray[np.float64]
 _PRODUCTS = ("linear_f", "linear_dx", "linear_dw")
 #: The product between two collectives: about a millisecond of a core.
 BETWEEN = (256, 512, 256)
+#: What the optimizer does and what is copied is in fp32 under every plan.
+_ALWAYS_FP32 = ("adamw", "clip", "host_adamw", "to_host", "to_device")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
 
 
@@ -114,12 +117,25 @@ class Laws:
     def seconds(self, op: str, *size: Any, active: Any, dtype: str = "fp32") -> Array:
         """Seconds of a call of compute on each of `active` ranks that make it at the same time.
 
-        Between the counts that were measured in a straight line; beyond the largest, ranks share what it has.
+        Between the counts that were measured in a straight line; beyond the largest, ranks share what it has. Raises
+        ConfigError for a number format that was not measured with so many ranks, where fp32 was.
         """
         active = np.asarray(active, dtype=np.float64)
-        dtype = dtype if (op, dtype, 1, 1, self.counts[0]) in self.by_key else "fp32"
-        each = [self.by_key[op, dtype, 1, 1, count].seconds(*size) for count in self.counts]
-        return _between(self.counts, each, active)
+        dtype = "fp32" if op in _ALWAYS_FP32 else dtype
+        counts = [count for count in self.counts if (op, dtype, 1, 1, count) in self.by_key]
+        if not counts or active.max(initial=1.0) > counts[-1] < self.counts[-1]:
+            raise self._not_measured(op, dtype, counts, active)
+        each = [self.by_key[op, dtype, 1, 1, count].seconds(*size) for count in counts]
+        return _between(counts, each, active)
+
+    def _not_measured(self, op: str, dtype: str, counts: Sequence[int], active: Array) -> ConfigError:
+        """What the profile lacks, and how to measure it."""
+        most = math.ceil(active.max(initial=1.0))
+        here = min((count for count in self.counts if count >= most), default=self.counts[-1])
+        only = f" (only with {', '.join(map(str, counts))})" if counts else ""
+        rule = f"{op} in {dtype} is not measured with {here} rank{'s' if here > 1 else ''} at work{only}"
+        remedy = "Measure it, with more time: weft calibrate --budget 5m"
+        return ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. {remedy}")])
 
     def travel(self, op: str, num_bytes: Any, *, group: int, active: int, stride: int = 1) -> Array:
         """Seconds of a collective over `group` ranks, while `active` ranks in all do the same in their groups.

@@ -58,6 +58,10 @@ class Machine:
         return [f"{name} {_shown(mine)}, here {_shown(theirs)}" for name, mine, theirs in pairs if mine != theirs]
 
 
+#: One operation of each chapter of a calibration that depends on the number format.
+_COMPUTE = ("linear_f", "attention_f", "norm_f")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One measurement. ranks: that did the same at the same time. group: ranks of the collective, 1 for compute.
@@ -102,6 +106,15 @@ class Profile:
     def ranks(self) -> tuple[int, ...]:
         """Numbers of ranks at which was measured."""
         return tuple(sorted({sample.ranks for sample in self.samples}))
+
+    def formats(self, num_ranks: int) -> frozenset[str]:
+        """Number formats in which compute was measured with so many ranks at work, or with as many as any was."""
+        seen = {(sample.op, sample.dtype, sample.ranks) for sample in self.samples if sample.op in _COMPUTE}
+        needed = min(num_ranks, max((ranks for _, _, ranks in seen), default=1))
+        reached = {(op, dtype) for op, dtype, ranks in seen if ranks >= needed}
+        return frozenset(
+            dtype for _, dtype in reached if all((op, dtype) in reached for op in {name for name, _, _ in seen})
+        )
 
     def __hash__(self) -> int:
         # Of little: tables are kept by profile and asked for often, and there are hundreds of samples.

@@ -1,0 +1,240 @@
+"""A run's checkpoints: which one it goes on from, which weights may be saved, which of them stay.
+
+Weights count as good once they gave a finite loss: at the step after, or in an evaluation of the same step. A step
+whose loss was finite can still have spoilt the weights, and the step after tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from weft.checkpoint.aside import set_aside, set_unfinished_aside
+from weft.checkpoint.folders import step_in_name
+from weft.comm import barrier, broadcast
+from weft.errors import CheckpointError
+from weft.mesh import Mesh
+from weft.spec.config import RunConfig
+from weft.train.folder import RunFolder
+from weft.train.progress import Progress
+from weft.train.rates import rate_change, rate_state
+from weft.train.state import capture, restore
+from weft.train.step import TrainStep
+
+#: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
+_LARGEST_WEIGHT = 1e18
+
+
+class Keeper:
+    """Saves and resumes one run, on all ranks together; the first rank writes.
+
+    data_state: position in the data after so many samples, as the checkpoint keeps it.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        mesh: Mesh,
+        model: nn.Module,
+        step: TrainStep,
+        data_state: Callable[[int], Any],
+    ):
+        self._folder, self._config, self._mesh = folder, config, mesh
+        self._model, self._step = model, step
+        self._data_state = data_state
+        self._resumed = 0
+        self._good_step: int | None = None
+
+    def resume(self) -> tuple[Progress, list[str]]:
+        """Load the newest valid checkpoint, or that of `resume.step`: the first rank looks, the others follow.
+
+        Returns its progress, and lines that say what was found. Raises CheckpointError where there is nothing to
+        resume from although there should be.
+        """
+        notes: list[str] = []
+        chosen = torch.full((1,), -1, dtype=torch.int64, device=self._mesh.device)
+        if self._mesh.rank == 0:
+            notes += _told_unfinished(set_unfinished_aside(self._folder.checkpoints))
+            if self._config.resume.step:
+                notes += go_back(self._folder, self._config.resume.step)
+            if (found := newest_checkpoint(self._folder.checkpoints)) is not None:
+                notes += [f"checkpoint passed over: {one}" for one in found.passed_over]
+                chosen[0] = found.step
+        step = int(broadcast(chosen, self._mesh.world))
+        if step < 0:
+            return Progress(), notes
+        with self._mesh.pulse.doing("reads a checkpoint"):
+            checkpoint = load_checkpoint(self._folder.checkpoint(step))
+        groups = {group: checkpoint.tensors(group) for group in ("model", "optimizer")}
+        restore(self._model, self._step.optimizer, groups)
+        self._step.loss_scale.restore(checkpoint.state["loss_scale"])
+        notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
+        notes += rate_change(self._config, step, checkpoint.state.get("rate"))
+        self._resumed = step
+        return Progress(**checkpoint.state["progress"]), notes
+
+    def save(
+        self, progress: Progress, is_good: bool, on_saved: Callable[[int, Path], None] | None = None
+    ) -> str | None:
+        """Gather a checkpoint on the first rank, write it, and drop those no longer wanted.
+
+        is_good: these weights gave a finite loss in an evaluation. Returns why nothing was written, or None; the same
+        on all ranks. What is dropped is never the newest one that is known to be good.
+        """
+        tensors = capture(self._model, self._step.optimizer, keep=self._mesh.rank == 0)
+        fault = torch.zeros(1, dtype=torch.int64, device=self._mesh.device)
+        if self._mesh.rank == 0:
+            fault[0] = _FAULTS.index(_fault(tensors))
+        if reason := _FAULTS[int(broadcast(fault, self._mesh.world))]:
+            return reason
+        if self._mesh.rank == 0:
+            path = self._write(progress, is_good, tensors)
+            if on_saved:
+                on_saved(progress.step, path)
+        if is_good:
+            self._good_step = progress.step
+        barrier(self._mesh.world)
+        return None
+
+    def _write(self, progress: Progress, is_good: bool, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Path:
+        position = progress.step * self._config.train.global_batch
+        path = save_checkpoint(
+            self._folder.checkpoints,
+            progress.step,
+            tensors,
+            {
+                "progress": asdict(progress),
+                "plan": str(self._mesh.plan),
+                "loss_scale": self._step.loss_scale.state(),
+                "data": {"next_sample": position, "sources": self._data_state(position)},
+                # Random numbers of a step are drawn from seeds derived from these: there is no other state.
+                "rng": {"seed": self._config.seed, "next_step": progress.step},
+                "rate": rate_state(self._config),
+                "evaluated": is_good,
+            },
+        )
+        kept = self._config.checkpoint
+        best = progress.best_step if kept.keep_best else None
+        good = None if is_good else self._last_good(progress.step)
+        prune_checkpoints(self._folder.checkpoints, kept.keep, best, spared=() if good is None else (good,))
+        return path
+
+    def _last_good(self, before: int) -> int | None:
+        """The newest saved step before `before` whose weights gave a finite loss."""
+        limit = self._good_step if self._good_step is not None else self._resumed
+        steps = [step for step in saved_steps(self._folder) if step < before]
+        return max((step for step in steps if step <= limit), default=max(steps, default=None))
+
+    def confirm(self, step: int) -> None:
+        """The weights after `step` steps gave a finite loss."""
+        self._good_step = step
+
+    def halted(self, first_bad: int) -> str:
+        """Where the same command resumes after a stop whose first bad step was `first_bad`, in words; all ranks.
+
+        The checkpoint of the step just before may hold what spoilt it: where there is an older one it is set aside,
+        unless an evaluation gave a finite loss.
+        """
+        moved = torch.zeros(1, dtype=torch.int64, device=self._mesh.device)
+        if self._mesh.rank == 0:
+            moved[0] = len(self._set_doubtful_aside(first_bad))
+        doubtful = int(broadcast(moved, self._mesh.world))
+        steps = saved_steps(self._folder)
+        if not steps:
+            return "it starts anew, since nothing was saved"
+        *older, newest = steps
+        if newest >= first_bad - 1 and not self._was_evaluated(newest):
+            return (
+                f"it resumes from step {newest}, the only checkpoint. Where that ends alike, its weights are spoilt: "
+                f"start anew with another run.name"
+            )
+        text = f"it resumes from step {newest}, the last good checkpoint"
+        if doubtful:
+            text += f" (step {first_bad - 1} may be spoilt and was set aside: checkpoints/step_*.aside)"
+        return text + (f"; from an older one with resume.step={older[-1]}" if older else "")
+
+    def _set_doubtful_aside(self, first_bad: int) -> list[Path]:
+        steps = saved_steps(self._folder)
+        doubtful = {step for step in steps if step >= first_bad - 1 and not self._was_evaluated(step)}
+        if not steps or doubtful >= {*steps}:
+            return []
+        return set_aside(self._folder.checkpoints, lambda one: one.committed and one.step in doubtful)
+
+    def _was_evaluated(self, step: int) -> bool:
+        return bool(load_checkpoint(self._folder.checkpoint(step)).state.get("evaluated"))
+
+
+def saved_steps(folder: RunFolder) -> list[int]:
+    """Steps of the committed checkpoints, in rising order."""
+    return [step for path in list_checkpoints(folder.checkpoints) if (step := step_in_name(path.name)) is not None]
+
+
+def go_back(folder: RunFolder, step: int) -> list[str]:
+    """Set all checkpoints after `step` aside; lines that say so. CheckpointError where that step is not whole."""
+    saved = saved_steps(folder)
+    if step not in saved:
+        known = ", ".join(map(str, saved)) or "none"
+        raise CheckpointError(f"resume.step={step}: there is no checkpoint of that step. Use one of: {known}.")
+    if problems := verify_checkpoint(folder.checkpoint(step)):
+        others = ", ".join(str(one) for one in saved if one != step) or "none"
+        raise CheckpointError(f"resume.step={step}: {'; '.join(problems)}. Use another one: {others}.")
+    moved = set_aside(folder.checkpoints, lambda one: one.step > step)
+    if not moved:
+        return []
+    names = ", ".join(path.name for path in moved)
+    return [
+        f"resume.step={step}: newer checkpoints are set aside as {names}",
+        "        leave resume.step out of the next command, or it goes back once more",
+    ]
+
+
+def _told_unfinished(moved: list[Path]) -> list[str]:
+    if not moved:
+        return []
+    count = f"{len(moved)} unfinished checkpoint{'s' if len(moved) > 1 else ''}"
+    steps = ", ".join(str(step_in_name(path.name.split(".")[0])) for path in moved)
+    return [
+        f"{count} ignored: step {steps}; COMMIT is missing (a crash while saving, or a copy that left files out)",
+        f"        kept as {', '.join(path.name for path in moved)} in checkpoints/; delete or repair by hand",
+    ]
+
+
+_FAULTS = (
+    "",
+    "a weight is not finite",
+    f"a weight is beyond {_LARGEST_WEIGHT:g}",
+    "a state of the optimizer is not finite",
+)
+
+
+def _fault(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
+    """What makes these tensors useless to train on from, or ''."""
+    weights = [_largest(tensor) for tensor in groups["model"].values()]
+    if not all(map(math.isfinite, weights)):
+        return _FAULTS[1]
+    if max(weights, default=0.0) > _LARGEST_WEIGHT:
+        return _FAULTS[2]
+    return "" if all(math.isfinite(_largest(tensor)) for tensor in groups["optimizer"].values()) else _FAULTS[3]
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude, nan where there is one; 0 for what has no floats."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(tensor)  # nan wins in both
+    return math.nan if math.isnan(float(low)) else max(-float(low), float(high))

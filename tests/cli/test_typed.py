@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.cli.typed import typed_command
+from weft.train import RunFolder
+from weft.train.summary import with_setting
+
+
+@pytest.mark.parametrize(
+    ("argv", "parent", "told"),
+    [
+        (["/x/bin/weft", "train", "a.toml"], ["bash"], "weft train a.toml"),
+        (["/x/weft/__main__.py", "train"], [], "python -m weft train"),
+        (
+            ["/x/bin/weft", "train", "a.toml"],
+            ["/x/bin/python", "/x/bin/torchrun", "--nproc-per-node=2", "-m", "weft", "train", "a.toml"],
+            "torchrun --nproc-per-node=2 -m weft train a.toml",
+        ),
+        (
+            ["/x/weft/__main__.py", "train"],
+            ["python3", "-m", "torch.distributed.run", "--nnodes=1", "-m", "weft", "train"],
+            "python -m torch.distributed.run --nnodes=1 -m weft train",
+        ),
+    ],
+)
+def test_the_command_is_what_a_person_typed(argv: list[str], parent: list[str], told: str) -> None:
+    assert " ".join(typed_command(argv, parent)) == told
+
+
+def test_one_setting_is_changed_and_the_rest_quoted() -> None:
+    folder = RunFolder(Path("runs/my run"))
+    words = ["weft", "train", "train.steps=40", "plan=dp_replicate=2 zero=1", "resume.step=20"]
+    assert with_setting(words, folder, "train.steps", 80) == "weft train 'plan=dp_replicate=2 zero=1' train.steps=80"
+    assert with_setting((), folder, "train.steps", 80) == "weft train 'runs/my run/config.toml' train.steps=80"

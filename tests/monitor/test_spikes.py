@@ -1,0 +1,69 @@
+"""Spikes on made curves: told once, and never on a curve that is only noisy."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from weft.monitor.spikes import WINDOW, SpikeWatch
+
+
+def told(losses: list[float]) -> list[int]:
+    """Steps (from 1) at which a line is shown."""
+    watch = SpikeWatch()
+    return [step for step, loss in enumerate(losses, start=1) if watch.observe(loss) is not None]
+
+
+def falling(num_steps: int, noise: float, seed: int = 0) -> list[float]:
+    chance = random.Random(seed)
+    return [2.0 + 6.0 * math.exp(-step / 60) + chance.gauss(0, noise) for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_alarm_on_curves_that_fall_or_are_noisy(noise: float, seed: int) -> None:
+    assert told(falling(2000, noise, seed)) == []
+
+
+def test_no_alarm_while_the_loss_rises_slowly_or_stands_still() -> None:
+    assert told([2.0] * 500) == []
+    assert told([2.0 + step / 1000 for step in range(1500)]) == []
+    assert told([9.0, 8.5, 30.0, 8.0, 7.5]) == []  # too few steps to know what is usual
+
+
+def test_heavy_tails_are_seldom_told() -> None:
+    chance = random.Random(1)
+    assert len(told([chance.lognormvariate(0, 0.4) for _ in range(3000)])) <= 6
+
+
+def test_a_jump_is_told_at_once_and_once() -> None:
+    curve = falling(300, 0.05)
+    curve[200:230] = [181.0 - step for step in range(30)]
+    assert told(curve) == [201]
+
+
+def test_two_jumps_are_two() -> None:
+    curve = falling(400, 0.05)
+    curve[200:203] = [9.0] * 3
+    curve[350:353] = [9.0] * 3
+    assert told(curve) == [201, 351]
+
+
+def test_a_smaller_jump_is_told_when_it_lasts() -> None:
+    # A single step was as high before: one more is not worth a line, a second in a row is.
+    curve = [2.0 + 0.01 * (step % 7) for step in range(160)]
+    curve[80] = 6.0
+    curve[130:140] = [7.0] * 10
+    assert told(curve) == [81, 132]
+
+
+def test_a_new_level_is_told_once() -> None:
+    assert told(
+        [2.0 + 0.01 * (step % 7) for step in range(200)] + [6.0 + 0.01 * (step % 7) for step in range(600)]
+    ) == [201]
+
+
+def test_what_is_not_finite_is_left_to_the_guard() -> None:
+    assert told([2.0] * WINDOW + [math.nan, math.inf] + [2.0] * 10) == []

@@ -1,0 +1,56 @@
+"""A small run in this process, on forty short documents."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.spec.config_file import load_config
+from weft.train import prepare_run, run_rank
+
+SMALL = [
+    "tokenizer.kind=bytes",
+    "model.name=tiny",
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_dim=64",
+    "train.seq_len=32",
+    "train.global_batch=4",
+    "train.steps=12",
+    "schedule.warmup_steps=2",
+    "eval.every=4",
+    "eval.batches=2",
+    "checkpoint.every=3",
+    "data.holdout=0.2",
+    "sample.max_tokens=8",
+    "launch.device=cpu",
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Forty short documents of a language with some order in it."""
+    file = tmp_path / "text.jsonl"
+    words = ["warp", "weft", "loom", "thread", "cloth", "shuttle", "heddle"]
+    lines = [" ".join(words[(i * k) % 7] for k in range(1, 40)) for i in range(1, 41)]
+    file.write_text("".join(json.dumps({"text": f"{index} {line}"}) + "\n" for index, line in enumerate(lines)))
+    return file
+
+
+@pytest.fixture
+def start(tmp_path: Path, text: Path):
+    """Prepare and train with some overrides; returns (folder, result, what the terminal showed)."""
+
+    def run(*overrides: str):
+        settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
+        folder = prepare_run(load_config(None, [*settings, *overrides]).config, world_size=1)
+        terminal = io.StringIO()
+        result = run_rank(folder.path, None, terminal)
+        return folder, result, terminal.getvalue()
+
+    return run

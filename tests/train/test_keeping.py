@@ -1,0 +1,164 @@
+"""What a run saves, keeps and goes back to when steps go wrong; nothing good is ever lost, nothing spoilt resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weft.errors import CheckpointError, TrainingHalted
+from weft.monitor import read_events
+from weft.train import RunFolder, keeping
+from weft.train import run as run_module
+from weft.train.keeping import saved_steps
+from weft.train.loss import token_cross_entropy
+
+#: Saves at every step, evaluates at the end only, and keeps the newest checkpoint alone.
+EACH = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=false", "eval.every=0")
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch):
+    """Steps of this process (from 1) whose loss is nan."""
+    bad: set[int] = set()
+    seen = [0]
+
+    def loss_of(logits, batch):
+        loss, count = token_cross_entropy(logits, batch)
+        if torch.is_grad_enabled():
+            seen[0] += 1
+        return (loss * float("nan") if seen[0] in bad and torch.is_grad_enabled() else loss), count
+
+    def begin(*steps: int) -> None:
+        seen[0] = 0
+        bad.clear()
+        bad.update(steps)
+
+    monkeypatch.setattr(run_module, "token_cross_entropy", loss_of)
+    return begin
+
+
+def weights(folder: RunFolder, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder.checkpoint(step) / "model.safetensors")
+
+
+def asides(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in folder.checkpoints.glob("*.aside*"))
+
+
+def test_a_halt_saves_nothing_and_names_the_last_good_step(start, poison):
+    folder, _, _ = start("train.steps=3")
+    good = weights(folder, 3)
+    poison(*range(1, 20))
+    with pytest.raises(TrainingHalted) as caught:
+        start("train.steps=12", "train.max_bad_steps=2", "checkpoint.every=1", "eval.every=0")
+    assert str(caught.value).endswith("and run the command again: it resumes from step 3, the last good checkpoint.")
+    assert saved_steps(folder) == [3]
+    assert asides(folder) == []  # an evaluation had shown that step 3 is good
+    assert all(torch.equal(tensor, good[name]) for name, tensor in weights(folder, 3).items())
+    poison()
+    _, result, shown = start("train.steps=12")
+    assert "resumed from step 3" in shown
+    assert result.step == 12
+
+
+def test_weights_beyond_fp32_are_never_saved(start):
+    folder, _, _ = start("train.steps=3", *EACH)
+    wild = ("optimizer.lr=1e30", "optimizer.max_grad_norm=0", "schedule.kind=constant", "schedule.warmup_steps=0")
+    with pytest.raises(TrainingHalted, match=r"steps in a row \(5 to 7\).* it resumes from step 3, the last good"):
+        start("train.steps=12", "train.max_bad_steps=2", *EACH, *wild)
+    assert saved_steps(folder) == [3]
+    warnings = [event for event in read_events(folder.events) if event["event"] == "warning"]
+    assert warnings[0]["text"] == "step 4 is not saved: a weight is beyond 1e+18"
+    _, result, shown = start("train.steps=6", *EACH)
+    assert "resumed from step 3" in shown
+    assert result.step == 6
+
+
+def test_the_step_before_the_first_bad_one_is_set_aside_and_the_one_before_is_kept(start, poison):
+    poison(*range(6, 20))
+    with pytest.raises(TrainingHalted) as caught:
+        start("train.max_bad_steps=1", *EACH)
+    assert "it resumes from step 4, the last good checkpoint (step 5 may be spoilt and was set aside" in str(
+        caught.value
+    )
+    poison()
+    folder, result, shown = start(*EACH)
+    assert "resumed from step 4" in shown
+    assert result.step == 12
+    assert asides(folder) == ["step_00000005.aside"]
+
+
+def test_bad_steps_below_the_limit_are_not_saved_until_one_is_good(start, poison):
+    poison(5, 6)
+    folder, result, shown = start(*EACH[:1], "checkpoint.keep=20", "eval.every=0")
+    assert result.step == 12
+    assert saved_steps(folder) == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
+    assert "step 5 is not saved: no step since 5 had a finite loss and gradient" in shown
+
+
+def test_a_run_that_ends_on_a_bad_step_is_saved_when_its_evaluation_is_finite(start, poison):
+    poison(12)
+    folder, result, _ = start(*EACH)
+    assert (result.reason, saved_steps(folder)[-1]) == ("finished", 12)
+
+
+def test_a_run_that_ends_on_a_bad_step_without_evaluation_says_so(start, poison):
+    poison(4)
+    with pytest.raises(
+        TrainingHalted, match=r"the run ended at step 4, which is not saved: .*: it resumes from step 2"
+    ):
+        start("data.holdout=0", "train.steps=4", "checkpoint.every=2")
+
+
+def test_resume_step_goes_back_and_sets_newer_ones_aside(start):
+    folder, _, _ = start("checkpoint.keep=9", "train.steps=9")
+    before = weights(folder, 6)
+    with pytest.raises(CheckpointError, match=r"resume.step=5: there is no checkpoint of that step. Use one of: 3, "):
+        start("checkpoint.keep=9", "resume.step=5")
+    _, result, shown = start("checkpoint.keep=9", "resume.step=6", "train.steps=10")
+    assert "resume.step=6: newer checkpoints are set aside as step_00000008.aside, step_00000009.aside" in shown
+    assert "resumed from step 6" in shown
+    assert result.step == 10
+    assert asides(folder) == ["step_00000008.aside", "step_00000009.aside"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(folder, 6).items())
+    (folder.checkpoint(6) / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"resume.step=6: model.safetensors has 3 bytes .* Use another one: 3, "):
+        start("checkpoint.keep=9", "resume.step=6", "train.steps=12")
+    assert asides(folder) == ["step_00000008.aside", "step_00000009.aside"]
+
+
+def test_checkpoints_without_commit_are_named_and_kept(start):
+    folder, _, _ = start("train.steps=6", "checkpoint.keep=9")
+    steps = saved_steps(folder)
+    for step in steps:
+        (folder.checkpoint(step) / "COMMIT").unlink()
+    _, result, shown = start("train.steps=6", "checkpoint.keep=1")
+    named = ", ".join(map(str, steps))
+    assert f"{len(steps)} unfinished checkpoints ignored: step {named}; COMMIT is missing" in shown
+    assert result.step == 6
+    assert asides(folder) == [f"step_{step:08d}.aside" for step in steps]
+
+
+def test_more_steps_stretch_the_schedule_and_say_so(start):
+    start("train.steps=6")
+    _, _, shown = start("train.steps=12")
+    assert "train.steps=12 (before: 6): the cosine schedule then ends at step 12: lr goes from 1.0e-04 up to " in shown
+    assert "to stay there: schedule.kind=constant optimizer.lr=0.0001" in shown
+    assert "time    6 steps since step 6" in shown
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "told"),
+    [
+        ("model", 1.0, ""),
+        ("model", float("nan"), "a weight is not finite"),
+        ("model", -2e18, "a weight is beyond 1e+18"),
+        ("optimizer", float("inf"), "a state of the optimizer is not finite"),
+        ("optimizer", 2e30, ""),
+    ],
+)
+def test_what_makes_tensors_useless(group: str, value: float, told: str) -> None:
+    groups = {"model": {"w": torch.zeros(4)}, "optimizer": {"w/m": torch.zeros(4), "w/step": torch.tensor(3)}}
+    groups[group]["x"] = torch.tensor([0.0, value])
+    assert keeping._fault(groups) == told
