@@ -70,8 +70,22 @@ def test_prepare_then_verify(toml: str, tmp_path: Path) -> None:
     assert run("verify", toml).stdout.splitlines()[-1].startswith("ok: 2 splits, ")
     shard = folder / "train" / "tokens-00000.bin"
     shard.write_bytes(bytes(shard.stat().st_size))
-    with pytest.raises(DataError, match=r"tokens-00000\.bin does not match its digest\. Delete the folder"):
-        run("verify", toml)
+    again = run("verify", toml).stdout.splitlines()
+    assert again[-2].endswith(
+        "its stored tokens were damaged (tokens-00000.bin does not match its digest), and were made again"
+    )
+    assert again[-1].startswith("ok: 2 splits, ")
+
+
+def test_preview_of_instructions_shows_the_template_and_what_is_trained(tmp_path: Path) -> None:
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    (tmp_path / "alpaca.json").write_text(json.dumps([record]))
+    result = run(
+        "preview", f"data.train={tmp_path}/alpaca.json", f"data.cache_dir={tmp_path}/c", "tokenizer.kind=bytes",
+        "--num", "1",
+    )  # fmt: skip
+    assert "instructions as chats, columns 'instruction' + 'input' -> 'output' (loss on 'output' only)" in result.stdout
+    assert "[[<|im_start|>user\nAdd.\n\n1 and 2<|im_end|>\n<|im_start|>assistant\n]]3<|im_end|>[[\n" in result.stdout
 
 
 def test_settings_alone_need_no_file(tmp_path: Path, toml: str) -> None:

@@ -14,7 +14,7 @@ from weft.cli.console import progress_report
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weft.data.prepare import PreparedData
+    from weft.data.prepared import PreparedData
     from weft.data.preview import SampleView
     from weft.spec.config import RunConfig
 
@@ -72,7 +72,7 @@ def prepare(arguments: Arguments = None) -> None:
 @app.command()
 def verify(arguments: Arguments = None) -> None:
     """Read all stored shards and compare their digests."""
-    from weft.data.prepare import verify_data
+    from weft.data.prepared import verify_data
     from weft.errors import DataError
 
     prepared = _prepare(_load(arguments))

@@ -43,7 +43,10 @@ ShareOrSize = Annotated[
     ),
 ]
 
-ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
+ColumnPart = Literal[
+    "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
+    "mask",
+]  # fmt: skip
 
 #: The source that every machine already has: Python's standard library.
 STDLIB_SOURCE = "builtin:python-stdlib"
@@ -132,10 +135,13 @@ class SourceSection(Section):
     """A file, a folder, a glob, or "builtin:python-stdlib"."""
     weight: PositiveFloat | None = None
     """Share of the trained tokens; by default in proportion to the source's size."""
-    schema_: Annotated[Literal["auto", "text", "messages", "ids"], Field(alias="schema")] = "auto"
+    schema_: Annotated[
+        Literal["auto", "text", "messages", "instruction", "completion", "ids"], Field(alias="schema")
+    ] = "auto"
     """What a record is; auto looks at the first records and prints what it found."""
     columns: dict[ColumnPart, str] = {}
     """Names of the columns where they differ: {text = "body"}, {messages = "chat", role = "from", content = "value"},
+    {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"},
     {ids = "input_ids", mask = "loss_mask"}."""
 
 
@@ -146,8 +152,9 @@ class DataSection(Section):
     """Sources for evaluation; where none is given, `holdout` of the training documents is kept aside."""
     holdout: Fraction = 0.02
     """Share of training documents kept for evaluation when `eval` is empty, chosen by document content."""
-    packing: Literal["concat", "fit", "pad"] = "concat"
-    """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one each."""
+    packing: Literal["concat", "fit", "pad"] | None = None
+    """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one each.
+    By default fit for chats, instructions and completions, concat for text and ids."""
     borders: bool = True
     """Positions restart at each document and attention does not cross from one document to another."""
     max_record_bytes: PositiveInt = 64 * 2**20
@@ -205,6 +212,9 @@ class EarlyStopSection(Section):
 class TrainSection(Section):
     steps: PositiveInt = 300
     """Optimizer steps of the whole run."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data, in the place of `steps`: the steps follow from the sequences that the data gives.
+    """
     seq_len: Extent = 256
     """Tokens in one sequence."""
     global_batch: Extent = 8
