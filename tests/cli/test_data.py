@@ -84,7 +84,10 @@ def test_preview_of_instructions_shows_the_template_and_what_is_trained(tmp_path
         "preview", f"data.train={tmp_path}/alpaca.json", f"data.cache_dir={tmp_path}/c", "tokenizer.kind=bytes",
         "--num", "1",
     )  # fmt: skip
-    assert "instructions as chats, columns 'instruction' + 'input' -> 'output' (loss on 'output' only)" in result.stdout
+    assert (
+        "instructions as ChatML turns, columns 'instruction' + 'input' -> 'output' (loss on 'output' only)"
+        in result.stdout
+    )
     assert "[[<|im_start|>user\nAdd.\n\n1 and 2<|im_end|>\n<|im_start|>assistant\n]]3<|im_end|>[[\n" in result.stdout
 
 

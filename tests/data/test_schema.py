@@ -33,11 +33,11 @@ def detect(tmp_path: Path, *records: Any, wanted: str = "auto", **columns: str) 
         ({"messages": "not a list", "text": "x"}, "text, column 'text'"),
         (
             {"instruction": "q", "input": "", "output": "a", "text": "q a"},
-            "instructions as chats, columns 'instruction' + 'input' -> 'output' (loss on 'output' only)",
+            "instructions as ChatML turns, columns 'instruction' + 'input' -> 'output' (loss on 'output' only)",
         ),
         (
             {"system": "s", "question": "q", "answer": "a"},
-            "instructions as chats, columns 'system' + 'question' -> 'answer' (loss on 'answer' only)",
+            "instructions as ChatML turns, columns 'system' + 'question' -> 'answer' (loss on 'answer' only)",
         ),
         (
             {"prompt": "q", "completion": "a"},

@@ -12,7 +12,7 @@ from weft.data.cached import CachedSource, ready_source, ready_tokenizer
 from weft.data.holdout import settle_holdout
 from weft.data.prepared import PreparedData, PreparedSource
 from weft.data.schema import Schema
-from weft.data.shards import SplitReader
+from weft.data.shards import SplitCounts, SplitReader
 from weft.data.tokenise import QUARANTINE, Report
 from weft.data.wanted import WantedSource
 from weft.errors import DataError
@@ -106,12 +106,11 @@ def _prepared(wanted: WantedSource, stored: CachedSource, split: str) -> Prepare
 def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Iterator[str]:
     files, manifest, schema = wanted.files, stored.manifest, Schema(**stored.manifest.schema)
     train, kept = manifest.splits["train"], manifest.splits.get("eval")
-    counts = f"{format_count(train.num_documents)} documents, {format_count(train.num_tokens)} tokens"
+    counts = _counts(train)
     if train.has_mask:
         counts += f" ({format_count(train.num_trained)} trained)"
     if kept is not None:
-        aside = f"{format_count(kept.num_documents)} documents, {format_count(kept.num_tokens)} tokens"
-        counts += f"; kept for evaluation {aside}"
+        counts += f"; kept for evaluation {_counts(kept)}"
     if schema.packing != "concat" or stored.packing != "concat":
         counts += f"; packing {stored.packing}"
     num_files = f"{len(files.files)} files, " if len(files.files) > 1 else ""
@@ -134,6 +133,11 @@ def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Itera
             f"{files.path}: {number} of {train.num_documents} documents are longer than train.seq_len={seq_len} "
             "and are cut into pieces, which read on without what stood before"
         )
+
+
+def _counts(split: SplitCounts) -> str:
+    documents = "1 document" if split.num_documents == 1 else f"{format_count(split.num_documents)} documents"
+    return f"{documents}, {format_count(split.num_tokens)} tokens"
 
 
 def _num_longer(stored: CachedSource, seq_len: int) -> int:

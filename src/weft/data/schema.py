@@ -66,7 +66,7 @@ class Schema:
             return f"token ids, column '{self.ids}'" + (f" (mask='{self.mask}')" if self.mask else "")
         if self.kind == "instruction":
             asked = " + ".join(f"'{name}'" for name in (self.system, self.instruction, self.input) if name)
-            return f"instructions as chats, columns {asked} -> '{self.output}' (loss on '{self.output}' only)"
+            return f"instructions as ChatML turns, columns {asked} -> '{self.output}' (loss on '{self.output}' only)"
         if self.kind == "completion":
             return (
                 f"completions as they are, columns '{self.prompt}' -> '{self.completion}' "

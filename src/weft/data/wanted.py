@@ -20,6 +20,8 @@ from weft.errors import DataError
 from weft.spec.config import DataSection, SourceSection
 
 _READ_BYTES = 2**20
+#: Less is read before a line about it is.
+_TOLD_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[
     for file in files.files:
         digests.append(_digest(file.path, file.name))
         done += file.size_bytes
-        if report is not None:
+        if report is not None and files.size_bytes > _TOLD_BYTES:
             report(f"read {files.path}", done, files.size_bytes)
     known.parent.mkdir(parents=True, exist_ok=True)
     draft = known.with_name(f".{known.name}.{os.getpid()}")

@@ -125,13 +125,14 @@ def _expand_sources(tables: dict[str, object]) -> None:
 
 def _make_whole(node: object, path: KeyPath = ()) -> object:
     """The tables with 1e3 as 1000 where a whole number is needed; TOML reads it as a number with a fraction."""
+    if isinstance(node, float):
+        return int(node) if node.is_integer() and takes_whole(node_at(path)) else node
     if isinstance(node, dict) and len(path) < 4:  # no setting lies deeper, whatever was typed
         table = cast(dict[str, object], node)
         for name, value in table.items():
             table[name] = _make_whole(value, (*path, name))
-    elif isinstance(node, float) and node.is_integer() and takes_whole(node_at(path)):
-        return int(node)
-    return node
+        return table
+    return cast(object, node)
 
 
 def _settle_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> list[Problem]:
