@@ -77,6 +77,14 @@ def test_prepare_then_verify(toml: str, tmp_path: Path) -> None:
     assert again[-1].startswith("ok: 2 splits, ")
 
 
+def test_damage_that_no_start_has_seen_is_told_with_what_to_type(toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("prepare", toml)
+    monkeypatch.setattr("weft.data.prepared.verify_split", lambda *_: ["tokens-00000.bin does not match its digest"])
+    with pytest.raises(DataError, match=r"Type rm -r (\S+) and give the command again") as caught:
+        run("verify", toml)
+    assert (Path(str(caught.value).split("rm -r ")[1].split(" ")[0]) / "manifest.json").is_file()
+
+
 def test_preview_of_instructions_shows_the_template_and_what_is_trained(tmp_path: Path) -> None:
     record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
     (tmp_path / "alpaca.json").write_text(json.dumps([record]))

@@ -96,7 +96,11 @@ def test_touched_copied_and_moved_files_are_the_same_data(tmp_path: Path, text: 
 
 def test_packing_plans_are_made_beforehand(tmp_path: Path, text: str) -> None:
     prepared = prepare_data(config(tmp_path, text, packing="fit"))
-    assert (prepared.train[0].folder / "fit-32-v1.npy").is_file()
+    plan = prepared.train[0].folder / "fit-32-v1.npy"
+    content = plan.read_bytes()
+    plan.write_bytes(content[:-8] + b"\1" + content[-7:])
+    prepared = prepare_data(config(tmp_path, text, packing="fit"))
+    assert plan.read_bytes() == content
     stream = SampleStream(prepared.train, seed=0, seq_len=32, packing="fit", borders=True)
     assert prepared.tokenizer.decode(stream.sample(0).input_ids).startswith("document number")
 
@@ -150,6 +154,10 @@ def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
         (
             [f"document {n}" for n in range(20)], 1,
             "data.holdout=1e-06 takes none of the 20 documents of {}, so one is kept aside",
+        ),
+        (
+            [*(["copy"] * 12), "a", "b"], 0,
+            "none; 12 of the 14 documents of {} are the same (data.eval=FILE gives others)",
         ),
         (["the same"] * 200, 0, "none; the 200 documents of {} are all the same, and to keep one aside is no test"),
         (["x", "y"], 0, "none; {} is 2 documents, too few to keep one aside (data.eval=FILE gives others)"),
@@ -326,3 +334,29 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     (_, _, before), (_, num_tokens, after) = (line.split() for line in result.stdout.splitlines())
     assert int(num_tokens) > 40_000_000
     assert int(after) - int(before) < 25 * 2**20
+
+
+LONG_LINE = """
+import json, resource, sys
+from pathlib import Path
+from weft.data.prepare import prepare_data
+from weft.spec.config import RunConfig
+def prepare(name, size):
+    path = Path(sys.argv[1]) / name
+    path.write_text(json.dumps({"text": "some words that fill a line and more " * (size // 37)}) + "\\n")
+    prepare_data(RunConfig.model_validate({
+        "data": {"train": [{"path": str(path)}], "cache_dir": str(path.parent / "cache"), "holdout": 0.02},
+        "tokenizer": {"kind": "bytes"},
+    }))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(prepare("small.jsonl", 3_000_000), prepare("large.jsonl", 23_000_000))
+"""
+
+
+def test_a_long_record_takes_a_few_times_its_size(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", LONG_LINE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    before, after = map(int, result.stdout.split())
+    # Twenty million characters more: the line, its text, and copies on the way.
+    assert after - before < 6 * 20_000_000

@@ -211,7 +211,7 @@ def test_a_run_resumes_from_data_that_was_touched_or_moved(start, text, tmp_path
 def test_damaged_data_json_says_what_to_type(start, text):
     folder, _, _ = start("train.steps=3")
     (folder.path / "data.json").write_text("{")
-    with pytest.raises(DataError, match=r"data\.json: it is damaged .* Type rm (\S+) and repeat") as caught:
+    with pytest.raises(DataError, match=r"data\.json: it cannot be read: .* Type rm (\S+) and repeat") as caught:
         start("train.steps=6")
     Path(str(caught.value).split("Type rm ")[1].split(" ")[0]).unlink()
     assert "resumed from step 3" in start("train.steps=4")[2]

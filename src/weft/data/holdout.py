@@ -37,8 +37,9 @@ class _Look:
 def settle_holdout(wanted: Sequence[WantedSource]) -> tuple[list[WantedSource], list[str]]:
     """The sources with the share that is kept aside, and what to tell of it.
 
-    The share stays as it was asked for where it takes a part of the documents. It becomes the one document with the
-    smallest draw where it takes none of ten or more, and nothing where documents are fewer or all alike.
+    The share stays as it was asked for where it takes a part of the documents. Where it takes none of ten or more, it
+    becomes as many with the smallest draws as were asked for, at least one; where documents are fewer or all alike,
+    nothing.
     """
     looks = [_look(source) for source in wanted]
     has_kept = any(look.num_kept and look.num_trained for look in looks)
@@ -73,15 +74,18 @@ def _share(source: WantedSource, look: _Look) -> tuple[float, str]:
     asked, number = source.limits.holdout, look.num_documents
     if not look.is_all or number == 0 or (look.num_kept and asked >= 0.5):
         return asked, ""
-    smallest = min(look.draws)
-    kept, path = look.draws[smallest], source.files.path
+    path, highest, kept = source.files.path, 0, 0
+    for highest in sorted(look.draws):
+        kept += look.draws[highest]
+        if kept >= asked * number:
+            break
     if number > 1 and len(look.draws) == 1:
         return 0.0, f"none; the {source.counted(number)} of {path} are all the same, and to keep one aside is no test"
     if number < _FEWEST:
         return 0.0, f"none; {path} is {source.counted(number)}, too few to keep one aside (data.eval=FILE gives others)"
-    if kept > number // 4:
+    if kept > max(number // 4, 2 * asked * number):
         return 0.0, f"none; {kept} of the {source.counted(number)} of {path} are the same (data.eval=FILE gives others)"
     are = "one is" if kept == 1 else f"{kept} are"
-    return (smallest + 1) / ALL_DRAWS, (
+    return (highest + 1) / ALL_DRAWS, (
         f"data.holdout={asked:g} takes none of the {source.counted(number)} of {path}, so {are} kept aside"
     )

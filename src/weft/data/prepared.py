@@ -83,7 +83,7 @@ class PreparedData:
 
     @classmethod
     def from_json(cls, text: str) -> PreparedData:
-        """Raises DataError where the text is not one that `to_json` wrote."""
+        """Raises DataError, with the reason alone, where the text is not one that `to_json` wrote."""
         try:
             values = json.loads(text)
             train, evaluation = (
@@ -97,7 +97,7 @@ class PreparedData:
             )
             return cls(train, evaluation, Path(values["tokenizer_dir"]), values["vocab_size"], values["summary"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"prepared data: not readable ({error}). Prepare the data again.") from error
+            raise DataError(f"it cannot be read: {error}") from error
 
 
 def _changes(key: str, before: Sequence[PreparedSource], now: Sequence[PreparedSource]) -> list[str]:

@@ -104,7 +104,7 @@ class RunFolder:
             return PreparedData.from_json(file.read_text(errors="replace"))
         except DataError as error:
             raise DataError(
-                f"{file}: it is damaged ({error}). Type rm {shlex.quote(str(file))} and repeat the weft train command, "
+                f"{file}: {error}. Type rm {shlex.quote(str(file))} and repeat the weft train command, "
                 "which writes it anew."
             ) from error
 
