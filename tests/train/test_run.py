@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -206,6 +207,25 @@ def test_a_run_resumes_from_data_that_was_touched_or_moved(start, text, tmp_path
     folder, _, shown = start("train.steps=5", f"data.train={relative}", f"data.cache_dir={tmp_path / 'other'}")
     assert "resumed from step 4" in shown
     assert folder.config().data.train[0].path == relative
+
+
+def test_another_packing_is_refused_and_the_default_may_be_said(start):
+    start("train.steps=3")
+    assert "resumed from step 3" in start("train.steps=4", "data.packing=concat")[2]
+    with pytest.raises(DataError, match=r"data.train.0: its packing is pad, and data.packing=concat was used"):
+        start("train.steps=5", "data.packing=pad")
+
+
+def test_a_saved_tokenizer_may_be_moved(text, tmp_path):
+    def prepare(*overrides: str) -> RunFolder:
+        places = [f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
+        return prepare_run(load_config(None, [*SMALL, *places, *overrides]).config, world_size=1)
+
+    made = prepare("tokenizer.kind=bpe", "tokenizer.vocab_size=300", "run.name=first").tokenizer
+    first = shutil.copytree(made, tmp_path / "first_place")
+    digest = prepare("tokenizer.kind=file", f"tokenizer.path={first}").data().digest
+    moved = first.rename(tmp_path / "second_place")
+    assert prepare("tokenizer.kind=file", f"tokenizer.path={moved}").data().digest == digest
 
 
 def test_damaged_data_json_says_what_to_type(start, text):

@@ -56,13 +56,15 @@ def settle_holdout(wanted: Sequence[WantedSource]) -> tuple[list[WantedSource], 
 def _look(source: WantedSource) -> _Look:
     look, num_chars = _Look(), 0
     for document in source.documents():
+        num_chars += len(document.text or "") + sum(len(content) for _, content in document.turns or ())
+        num_chars += document.ids.size if document.ids is not None else 0
+        if document.part and source.files.format != "text":
+            continue  # more of a very long record; pieces of a text file are drawn one by one
         if split_of(document, source.limits.holdout) == "eval":
             look.num_kept += 1
         else:
             look.num_trained += 1
         look.draws[document.draw] += 1
-        num_chars += len(document.text or "") + sum(len(content) for _, content in document.turns or ())
-        num_chars += document.ids.size if document.ids is not None else 0
         is_enough = look.num_kept and look.num_trained
         if is_enough or look.num_documents >= _LOOK_AT_DOCUMENTS or num_chars > _LOOK_AT_CHARS:
             look.is_all = False

@@ -109,7 +109,7 @@ def _changes(key: str, before: Sequence[PreparedSource], now: Sequence[PreparedS
             same_size = old.num_tokens == new.num_tokens
             found.append(f"{key}.{number}: it is {new}{' with other words' if same_size else ''}, and was {old}")
         elif old.packing != new.packing:
-            found.append(f"data.packing={new.packing}: it was {old.packing}")
+            found.append(f"{key}.{number}: its packing is {new.packing}, and data.packing={old.packing} was used")
     return found
 
 

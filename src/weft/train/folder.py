@@ -35,9 +35,9 @@ from weft.spec.rules import Facts, check
 from weft.train.epochs import with_steps
 
 #: Settings that decide what the weights of a step are: another value is another run. The rest may change on resume.
-#: Of the data, what counts is its content, wherever it lies; `_refuse_other_data` asks for it.
-IDENTITY = ("seed", "model", "tokenizer", "data.holdout", "data.borders", "train.seq_len", "train.global_batch",
-            "optimizer.name")  # fmt: skip
+#: Of data and saved tokenizers the content counts, wherever they lie; `_refuse_other_data` asks for it.
+IDENTITY = ("seed", "model", "tokenizer.kind", "tokenizer.vocab_size", "tokenizer.train_bytes", "data.holdout",
+            "data.borders", "train.seq_len", "train.global_batch", "optimizer.name")  # fmt: skip
 
 #: (stage, done, total) while data is prepared.
 Report = Callable[[str, int, int], None]
