@@ -70,8 +70,33 @@ def test_prepare_then_verify(toml: str, tmp_path: Path) -> None:
     assert run("verify", toml).stdout.splitlines()[-1].startswith("ok: 2 splits, ")
     shard = folder / "train" / "tokens-00000.bin"
     shard.write_bytes(bytes(shard.stat().st_size))
-    with pytest.raises(DataError, match=r"tokens-00000\.bin does not match its digest\. Delete the folder"):
+    again = run("verify", toml).stdout.splitlines()
+    assert again[-2].endswith(
+        "its stored tokens were damaged (tokens-00000.bin does not match its digest), and were made again"
+    )
+    assert again[-1].startswith("ok: 2 splits, ")
+
+
+def test_damage_that_no_start_has_seen_is_told_with_what_to_type(toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("prepare", toml)
+    monkeypatch.setattr("weft.data.prepared.verify_split", lambda *_: ["tokens-00000.bin does not match its digest"])
+    with pytest.raises(DataError, match=r"Type rm -r (\S+) and give the command again") as caught:
         run("verify", toml)
+    assert (Path(str(caught.value).split("rm -r ")[1].split(" ")[0]) / "manifest.json").is_file()
+
+
+def test_preview_of_instructions_shows_the_template_and_what_is_trained(tmp_path: Path) -> None:
+    record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    (tmp_path / "alpaca.json").write_text(json.dumps([record]))
+    result = run(
+        "preview", f"data.train={tmp_path}/alpaca.json", f"data.cache_dir={tmp_path}/c", "tokenizer.kind=bytes",
+        "--num", "1",
+    )  # fmt: skip
+    assert (
+        "instructions as ChatML turns, columns 'instruction' + 'input' -> 'output' (loss on 'output' only)"
+        in result.stdout
+    )
+    assert "[[<|im_start|>user\nAdd.\n\n1 and 2<|im_end|>\n<|im_start|>assistant\n]]3<|im_end|>[[\n" in result.stdout
 
 
 def test_settings_alone_need_no_file(tmp_path: Path, toml: str) -> None:

@@ -18,6 +18,7 @@ class Stored:
     counts: SplitCounts
     weight: float | None = None
     pad_id: int = 999_999
+    packing: str = "concat"
 
 
 def store(

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from weft.data.prepare import PreparedData, prepare_data, verify_data
+from weft.data import cached
+from weft.data.prepare import prepare_data
+from weft.data.prepared import PreparedData, verify_data
 from weft.data.stream import SampleStream
 from weft.errors import DataError
-from weft.spec.config import RunConfig
+from weft.spec.config import EarlyStopSection, RunConfig
 
 
 def config(tmp_path: Path, *paths: str | dict[str, Any], kind: str = "bytes", **data: Any) -> RunConfig:
@@ -61,24 +63,44 @@ def test_the_summary_says_what_was_found(tmp_path: Path, text: str) -> None:
     assert "; kept for evaluation " in prepared.summary[1]
 
 
-@pytest.mark.parametrize("change", ["content", "holdout", "tokenizer", "columns"])
+@pytest.mark.parametrize("change", ["content", "holdout", "tokenizer"])
 def test_what_matters_makes_it_new(tmp_path: Path, text: str, change: str) -> None:
     before = prepare_data(config(tmp_path, text))
     if change == "content":
-        os.utime(text, ns=(1, 1))
+        Path(text).write_text(Path(text).read_text().replace("document number 7", "document number x"))
         after = prepare_data(config(tmp_path, text))
     elif change == "holdout":
         after = prepare_data(config(tmp_path, text, holdout=0.2))
-    elif change == "tokenizer":
-        after = prepare_data(config(tmp_path, text, kind="bpe"))
     else:
-        after = prepare_data(config(tmp_path, {"path": text, "columns": {"text": "text"}}))
+        after = prepare_data(config(tmp_path, text, kind="bpe"))
     assert before.digest != after.digest
+    assert after.changes_from(before)[0].startswith(f"data.train.0: it is {text} (")
+    assert after.changes_from(after) == []
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_touched_copied_and_moved_files_are_the_same_data(tmp_path: Path, text: str, kind: str) -> None:
+    before = prepare_data(config(tmp_path, text, kind=kind))
+    os.utime(text, ns=(1, 1))
+    assert prepare_data(config(tmp_path, text, kind=kind), no_tokenising) == before
+    (tmp_path / "elsewhere").mkdir()
+    moved = tmp_path / "elsewhere" / "a.jsonl"
+    Path(text).rename(moved)
+    after = prepare_data(config(tmp_path, str(moved), kind=kind), no_tokenising)
+    assert after.digest == before.digest
+    assert after.changes_from(before) == []
+    other = config(tmp_path, str(moved), kind=kind).model_copy(deep=True)
+    elsewhere = other.model_copy(update={"data": other.data.model_copy(update={"cache_dir": str(tmp_path / "node2")})})
+    assert prepare_data(elsewhere).digest == before.digest
 
 
 def test_packing_plans_are_made_beforehand(tmp_path: Path, text: str) -> None:
     prepared = prepare_data(config(tmp_path, text, packing="fit"))
-    assert (prepared.train[0].folder / "fit-32-v1.npy").is_file()
+    plan = prepared.train[0].folder / "fit-32-v1.npy"
+    content = plan.read_bytes()
+    plan.write_bytes(content[:-8] + b"\1" + content[-7:])
+    prepared = prepare_data(config(tmp_path, text, packing="fit"))
+    assert plan.read_bytes() == content
     stream = SampleStream(prepared.train, seed=0, seq_len=32, packing="fit", borders=True)
     assert prepared.tokenizer.decode(stream.sample(0).input_ids).startswith("document number")
 
@@ -87,9 +109,15 @@ def test_damaged_shards_are_made_again(tmp_path: Path, text: str) -> None:
     prepared = prepare_data(config(tmp_path, text))
     shard = prepared.train[0].folder / "tokens-00000.bin"
     content = shard.read_bytes()
-    shard.write_bytes(content[:-2])
-    assert prepare_data(config(tmp_path, text)) == prepared
-    assert shard.read_bytes() == content
+    for damaged, reason in (
+        (content[:-2], f"tokens-00000.bin has {len(content) - 2} bytes, and {len(content)} were written"),
+        (content[:100] + bytes([content[100] ^ 1]) + content[101:], "tokens-00000.bin does not match its digest"),
+    ):
+        shard.write_bytes(damaged)
+        again = prepare_data(config(tmp_path, text))
+        assert again.digest == prepared.digest
+        assert again.summary[-1] == f"{text}: its stored tokens were damaged ({reason}), and were made again"
+        assert shard.read_bytes() == content
     shard.write_bytes(content[:-2] + b"\1\1")
     assert verify_data(prepared) == [f"{shard.parent}: tokens-00000.bin does not match its digest"]
     (prepared.tokenizer_dir / "vocabulary.json").write_text("{}")
@@ -103,26 +131,83 @@ def test_evaluation_sources_of_their_own(tmp_path: Path, text: str) -> None:
     assert prepare_data(config(tmp_path, text, holdout=0.0)).eval == ()
 
 
-@pytest.mark.parametrize(
-    ("holdout", "expected"),
-    [
-        (1e-6, "data.holdout=1e-06: none of the 2 documents falls into that share. Use data.holdout=0."),
-        (0.9999, "data.holdout=0.9999: it keeps every document of "),
-    ],
-)
-def test_an_empty_split_is_said(tmp_path: Path, holdout: float, expected: str) -> None:
+def test_a_check_of_the_digests_is_believed_for_a_while(tmp_path: Path, text: str, monkeypatch: Any) -> None:
+    settings = config(tmp_path, text)
+    for _ in range(2):
+        prepare_data(settings)
+    monkeypatch.setattr(cached, "verify_split", lambda *_: ["read again"])
+    assert len(prepare_data(settings).summary) == 2
+    later = time.time() + 25 * 3600
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert "were damaged (read again), and were made again" in prepare_data(settings).summary[2]
+
+
+def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
-    with pytest.raises(DataError) as caught:
-        prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=holdout))
-    assert str(caught.value).startswith(expected)
+    with pytest.raises(DataError, match=r"^data.holdout=0.9999: it keeps every document of "):
+        prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=0.9999))
 
 
-def test_the_holdout_that_is_proposed_works(tmp_path: Path) -> None:
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"{n}"}) + "\n" for n in range(20)))
-    with pytest.raises(DataError) as caught:
-        prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=1e-6))
-    proposed = float(str(caught.value).split("Use data.holdout=")[1].split(" ")[0])
-    assert prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=proposed)).eval[0].num_documents >= 1
+@pytest.mark.parametrize(
+    ("texts", "kept", "told"),
+    [
+        (
+            [f"document {n}" for n in range(20)], 1,
+            "data.holdout=1e-06 takes none of the 20 documents of {}, so one is kept aside",
+        ),
+        (
+            [*(["copy"] * 12), "a", "b"], 0,
+            "none; 12 of the 14 documents of {} are the same (data.eval=FILE gives others)",
+        ),
+        (["the same"] * 200, 0, "none; the 200 documents of {} are all the same, and to keep one aside is no test"),
+        (["x", "y"], 0, "none; {} is 2 documents, too few to keep one aside (data.eval=FILE gives others)"),
+        (["only"], 0, "none; {} is 1 document, too few to keep one aside (data.eval=FILE gives others)"),
+    ],
+)  # fmt: skip
+def test_few_documents_just_work(tmp_path: Path, texts: list[str], kept: int, told: str) -> None:
+    path = tmp_path / "b.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepared = prepare_data(config(tmp_path, str(path), holdout=1e-6))
+    assert sum(source.num_documents for source in prepared.eval) == kept
+    assert prepared.train[0].num_documents == len(texts) - kept
+    assert prepared.summary[-1] == f"evaluation: {told.format(path)}"
+
+
+@pytest.mark.parametrize("size", [40, 700, 6600, 20_000])
+def test_a_small_text_file_just_works(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "my.txt"
+    path.write_text("".join(f"line {n} of a small text\n" for n in range(2000))[:size])
+    prepared = prepare_data(config(tmp_path, str(path), holdout=0.02))
+    assert bool(prepared.eval) == (size > 3000)
+    total = sum(source.num_tokens for source in (*prepared.train, *prepared.eval))
+    assert size < total < size + 20
+
+
+def test_early_stopping_needs_something_to_evaluate_on(tmp_path: Path) -> None:
+    (tmp_path / "my.txt").write_text("short")
+    settings = config(tmp_path, str(tmp_path / "my.txt"))
+    early = settings.train.model_copy(update={"early_stop": EarlyStopSection(patience=3)})
+    with pytest.raises(DataError, match=r"^train.early_stop.patience=3: there is nothing to evaluate on \("):
+        prepare_data(settings.model_copy(update={"train": early}))
+
+
+def test_answers_are_kept_with_their_questions_and_odd_ones_told(tmp_path: Path) -> None:
+    def chat(role: str, answer: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "why?"}, {"role": role, "content": answer}]}
+
+    records = [chat("assistant", "because"), chat("bot", "so"), chat("assistant", " "), chat("assistant", "long " * 20)]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    prepared = prepare_data(config(tmp_path, str(path), holdout=0.0))
+    assert prepared.train[0].packing == "fit"
+    assert prepared.summary[1].endswith("; packing fit")
+    assert prepared.summary[2:5] == [
+        f"{path}: 1 document with role 'bot' read as assistant: trained all the same",
+        f"{path}: 1 document with an empty answer: trained all the same",
+        f"{path}: 1 of 4 documents are longer than train.seq_len=32 and are cut into pieces, "
+        "which read on without what stood before",
+    ]
+    assert prepare_data(config(tmp_path, str(path), holdout=0.0, packing="concat")).train[0].packing == "concat"
 
 
 def test_other_errors(tmp_path: Path, text: str) -> None:
@@ -249,3 +334,29 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     (_, _, before), (_, num_tokens, after) = (line.split() for line in result.stdout.splitlines())
     assert int(num_tokens) > 40_000_000
     assert int(after) - int(before) < 25 * 2**20
+
+
+LONG_LINE = """
+import json, resource, sys
+from pathlib import Path
+from weft.data.prepare import prepare_data
+from weft.spec.config import RunConfig
+def prepare(name, size):
+    path = Path(sys.argv[1]) / name
+    path.write_text(json.dumps({"text": "some words that fill a line and more " * (size // 37)}) + "\\n")
+    prepare_data(RunConfig.model_validate({
+        "data": {"train": [{"path": str(path)}], "cache_dir": str(path.parent / "cache"), "holdout": 0.02},
+        "tokenizer": {"kind": "bytes"},
+    }))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(prepare("small.jsonl", 3_000_000), prepare("large.jsonl", 23_000_000))
+"""
+
+
+def test_a_long_record_takes_a_few_times_its_size(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", LONG_LINE, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    before, after = map(int, result.stdout.split())
+    # Twenty million characters more: the line, its text, and copies on the way.
+    assert after - before < 6 * 20_000_000

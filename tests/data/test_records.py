@@ -60,6 +60,58 @@ def test_csv(tmp_path: Path, compression: str) -> None:
         assert values(path) == [{"id": str(n), **row} for n, row in enumerate(ROWS)]
 
 
+@pytest.mark.parametrize("delimiter", ",;\t|")
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_the_delimiter_is_found_whatever_the_suffix_says(tmp_path: Path, delimiter: str, suffix: str) -> None:
+    rows = [["id", "text"], ["1", "one, two; three|four\tfive"], ["2", 'a "quoted"\nline, and'], ["3", ""]]
+    path = tmp_path / f"a{suffix}"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    assert values(path) == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+def test_a_single_column_with_commas_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text\n"one, two"\nthree\n')
+    assert values(tmp_path / "a.csv") == [{"text": "one, two"}, {"text": "three"}]
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array(tmp_path: Path, compression: str, indent: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.data.json_array._READ_BYTES", 7)
+    path = tmp_path / f"a.json{compression}"
+    rows = [*ROWS, {"text": "x" * 300, "n": [1, {"a": None}]}]
+    path.write_bytes(
+        COMPRESS[compression](b"\xef\xbb\xbf " + json.dumps(rows, indent=indent, ensure_ascii=False).encode())
+    )
+    assert values(path) == rows
+    path.write_bytes(COMPRESS[compression]("\n".join(json.dumps(row) for row in rows).encode()))
+    assert values(path) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"[]", []),
+        (b"", []),
+        (b'[{"a": 1}, 2, {"a": 3}', [{"a": 1}, (2, "not an object"), {"a": 3}, (4, "invalid JSON")]),
+        (b'[{"a": 1} {"a": 2}]', [{"a": 1}, (2, "invalid JSON")]),
+        (b'[{"a": oops' + b" " * 100 + b"}]", [(1, "invalid JSON")]),
+        (b'[{"a": "\xff"}]', [(1, "invalid UTF-8")]),
+        (b'[{"a": "' + b"x" * 3000 + b'"}]', [(1, "too long")]),
+    ],
+)
+def test_a_broken_json_array_says_where(tmp_path: Path, content: bytes, found: list[Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr("weft.data.json_array._READ_BYTES", 64)
+    (tmp_path / "a.json").write_bytes(content)
+    assert values(tmp_path / "a.json", max_record_bytes=1000) == found
+
+
+def test_binary_pieces_are_broken(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"text" + bytes(30))
+    assert values(tmp_path / "a.txt") == [(1, "binary, not text (NUL bytes)")]
+
+
 def test_parquet_reads_only_the_columns_it_needs(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [row["text"] for row in ROWS], "n": [1, 2, 3]}), path, row_group_size=2)
@@ -69,7 +121,10 @@ def test_parquet_reads_only_the_columns_it_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", COMPRESS)
 @settings(max_examples=40, deadline=None)
-@given(text=st.text(min_size=1, max_size=400), piece_bytes=st.integers(8, 64))
+@given(
+    text=st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=400),
+    piece_bytes=st.integers(8, 64),
+)
 def test_text_pieces_join_to_the_file(
     tmp_path_factory: pytest.TempPathFactory, compression: str, text: str, piece_bytes: int
 ) -> None:

@@ -31,6 +31,19 @@ def detect(tmp_path: Path, *records: Any, wanted: str = "auto", **columns: str) 
         ({"input_ids": [1, 2]}, "token ids, column 'input_ids'"),
         ({"tokens": [1, 2], "labels": [-100, 2]}, "token ids, column 'tokens' (mask='labels')"),
         ({"messages": "not a list", "text": "x"}, "text, column 'text'"),
+        (
+            {"instruction": "q", "input": "", "output": "a", "text": "q a"},
+            "instructions as ChatML turns, columns 'instruction' + 'input' -> 'output' (loss on 'output' only)",
+        ),
+        (
+            {"system": "s", "question": "q", "answer": "a"},
+            "instructions as ChatML turns, columns 'system' + 'question' -> 'answer' (loss on 'answer' only)",
+        ),
+        (
+            {"prompt": "q", "completion": "a"},
+            "completions as they are, columns 'prompt' -> 'completion' (loss on 'completion' only)",
+        ),
+        ({"text": "x", "question": "q", "answer": "a"}, "text, column 'text'"),
     ],
 )
 def test_what_is_found(tmp_path: Path, record: dict[str, Any], text: str) -> None:
@@ -89,10 +102,35 @@ def test_wrong_columns_are_said(tmp_path: Path, columns: dict[str, str], wanted:
 
 
 def test_no_guess_among_several_unknown_columns(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"whose columns are q \(str\), a \(str\)\. Name it, such as columns"):
+    with pytest.raises(
+        DataError, match=r"whose columns are q \(str\), a \(str\)\. Name them: data.train.0.columns.text="
+    ):
         detect(tmp_path, {"q": "x", "a": "y"})
 
 
 def test_nothing_readable(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none of the first 50 records"):
         detect(tmp_path, "oops", "oops")
+
+
+def test_preferences_are_refused_with_a_way_that_works(tmp_path: Path) -> None:
+    pair = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+    with pytest.raises(DataError, match=r"cannot train on preferences \(DPO and the like\) yet") as caught:
+        detect(tmp_path, pair)
+    words = str(caught.value).split(" with ")[1].removesuffix(".").split()
+    columns = {word.split("=")[0].rpartition(".")[2]: word.split("=")[1] for word in words}
+    assert str(detect(tmp_path, pair, **columns)).startswith("completions as they are, columns 'prompt' -> 'chosen'")
+    with pytest.raises(DataError, match="preference pairs"):
+        detect(tmp_path, {"chosen": CHAT, "rejected": CHAT})
+
+
+def test_the_delimiter_of_a_csv_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id;text\n65;while, and\n66;so, it, goes\n")
+    schema = detect_schema(find_files(str(tmp_path / "a.csv"), "f"), "auto", {}, 1000)
+    assert str(schema) == "text, column 'text', columns separated by semicolons"
+
+
+def test_a_binary_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "nul.txt").write_bytes(bytes(1000))
+    with pytest.raises(DataError, match=r"nul\.txt: the file is binary, not text \(NUL bytes\)\. Give a text file"):
+        detect_schema(find_files(str(tmp_path / "nul.txt"), "f"), "auto", {}, 1000)

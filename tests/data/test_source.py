@@ -73,3 +73,27 @@ def test_what_cannot_be_found_is_said(tmp_path: Path, path: str, text: str) -> N
     with pytest.raises(DataError) as caught:
         find_files(path.format(tmp_path), "data.train.0")
     assert str(caught.value).startswith(text.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("address", "command"),
+    [
+        ("https://host/a.jsonl", "curl -LO https://host/a.jsonl"),
+        ("s3://bucket/data/", "aws s3 sync s3://bucket/data/ data"),
+        ("hf://datasets/org/set/a.parquet", "hf download --repo-type dataset org/set --local-dir set"),
+        ("ftp://host/a.txt", "with the tool of that storage"),
+    ],
+)
+def test_remote_data_is_refused_with_the_way_to_get_it(address: str, command: str) -> None:
+    with pytest.raises(DataError) as caught:
+        find_files(address, "f")
+    assert f"Download the data first ({command}) and give its path." in str(caught.value)
+
+
+def test_a_json_file_beside_the_data_is_its_description(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    files = find_files(str(tmp_path), "f")
+    assert ([file.path.name for file in files.files], files.num_skipped) == (["a.jsonl"], 1)
+    (tmp_path / "a.jsonl").unlink()
+    assert find_files(str(tmp_path), "f").format == "json"

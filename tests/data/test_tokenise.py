@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from weft.data import tokenise as tokenise_module
 from weft.data.schema import Schema, detect_schema
 from weft.data.shards import SplitReader
 from weft.data.source import find_files
@@ -144,7 +145,7 @@ def test_too_many_broken_records_stop_the_run(tmp_path: Path, tokenizer: Tokeniz
 
 def test_a_hopeless_source_stops_early(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, *["{oops"] * 5000])
-    with pytest.raises(DataError, match="11 of 12 records are broken"):
+    with pytest.raises(DataError, match=r"11 of the first 12 records are broken .* Repair them \(these are in "):
         tokenise(tmp_path, tokenizer, path)
 
 
@@ -195,6 +196,38 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path, tokeni
 
     with pytest.raises(DataError, match="the file changed while it was read"):
         tokenise(tmp_path, tokenizer, path, report=meddle)
+
+
+def test_a_long_record_is_tokenised_in_pieces_of_one_document(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenise_module, "_LONG_CHARS", 16)
+    records = [{"text": "short"}, {"text": "a long text of many words, é and more"}, {"text": "last"}]
+    folder, manifest = tokenise(tmp_path, tokenizer, write_jsonl(tmp_path / "a.jsonl", records), holdout=0.0)
+    assert documents(folder, manifest, tokenizer) == [f"{record['text']}<|endoftext|>" for record in records]
+
+
+def test_a_completion_is_trained_with_its_end_and_its_prompt_is_not(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1 + 1 =", "completion": " 2"}])
+    folder, manifest = tokenise(tmp_path, tokenizer, path)
+    assert documents(folder, manifest, tokenizer) == ["1 + 1 = 2<|endoftext|>"]
+    trained = SplitReader(folder / "train", manifest.splits["train"]).trained(0, 10)
+    assert trained is not None
+    assert trained.tolist() == [0] * 7 + [1] * 3
+
+
+def test_an_instruction_is_a_chat_whose_answer_alone_is_trained(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    records = [
+        {"system": "be brief", "instruction": "Translate.", "input": "Haus", "output": "house"},
+        {"system": "", "instruction": "Say hi.", "input": None, "output": "hi"},
+    ]
+    folder, manifest = tokenise(tmp_path, tokenizer, write_jsonl(tmp_path / "a.jsonl", records))
+    assert documents(folder, manifest, tokenizer) == [
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nTranslate.\n\nHaus<|im_end|>\n"
+        "<|im_start|>assistant\nhouse<|im_end|>\n<|endoftext|>",
+        "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n<|endoftext|>",
+    ]
+    assert manifest.splits["train"].num_trained == len("house") + 1 + len("hi") + 1
 
 
 def test_chat_needs_chat_tokens(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,3 +215,37 @@ def test_the_files_name_is_where_a_runs_name_comes_from(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("seed = 1\n")
     assert load_config(path).origins["run.name"] == str(path)
+
+
+def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
+    (tmp_path / "a.toml").write_text("[train]\nglobal_batch = 16.0\n")
+    config = load_config(tmp_path / "a.toml", ["train.steps=1e3", "optimizer.lr=1"]).config
+    assert (config.train.steps, config.train.global_batch, config.optimizer.lr) == (1000, 16, 1.0)
+    with pytest.raises(ConfigError, match=r"train.steps=1000.5: a whole number from 1"):
+        load_config(None, ["train.steps=1000.5"])
+
+
+def test_of_steps_and_epochs_the_command_line_wins_and_two_in_one_place_are_a_mistake(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("[train]\nsteps = 5\n")
+    assert load_config(file, ["train.epochs=2"]).config.train.epochs == 2
+    file.write_text("[train]\nepochs = 2\n")
+    config = load_config(file, ["train.steps=7"]).config
+    assert (config.train.epochs, config.train.steps) == (None, 7)
+    file.write_text("[train]\nsteps = 5\nepochs = 2\n")
+    with pytest.raises(
+        ConfigError, match=r"a.toml:3: train.epochs=2: train.steps=5 is given too. Keep one of the two."
+    ):
+        load_config(file)
+
+
+def test_rules_do_not_look_at_steps_that_follow_from_epochs():
+    assert load_config(None, ["train.epochs=9", "schedule.warmup_steps=500"]).config.train.epochs == 9
+
+
+def test_another_language_is_refused_by_its_name(tmp_path):
+    (tmp_path / "run.yaml").write_text("train:\n  steps: 3\n")
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml: only TOML is read\. Write its settings as key = value .* run\.toml"
+    ):
+        load_config(tmp_path / "run.yaml")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import os
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -125,9 +128,9 @@ def test_settings_that_make_another_run_are_refused_by_name(start):
     text = str(caught.value)
     assert text.splitlines() == [
         f"seed=7: the run in '{folder.path}' was started with 0, and cannot go on with another value. "
-        "Use run.name=... for a new run, or seed=0 to resume.",
+        "Use run.name=quickstart-2 for a new run, or seed=0 to resume.",
         f"model.dim=64: the run in '{folder.path}' was started with 32, and cannot go on with another value. "
-        "Use run.name=... for a new run, or model.dim=32 to resume.",
+        "Use run.name=quickstart-2 for a new run, or model.dim=32 to resume.",
     ]
     assert (folder.path / "config.toml").read_text() == before
 
@@ -147,12 +150,71 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(text, tm
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_a_run_whose_text_changed_is_refused(start, text):
+def test_a_run_whose_text_changed_is_refused_and_what_it_proposes_can_be_pasted(start, text):
     folder, _, _ = start("train.steps=3")
     text.write_text(text.read_text().replace("loom", "moon"))
-    with pytest.raises(DataError, match=r"data.train: the text has changed since the run in .* was started"):
+    with pytest.raises(DataError) as caught:
         start("train.steps=6")
     assert RunFolder(folder.path).config().train.steps == 3
+    said = str(caught.value)
+    assert said.startswith(f"data.train.0: it is {text} (")
+    assert f", and was {text} (" in said
+    pasted = said.split(" Use ")[1].split(" for a new run")[0]
+    assert start("train.steps=6", *shlex.split(pasted))[0].path.name == "quickstart-2"
+    with pytest.raises(DataError, match=r"Use run\.name=quickstart-3 for a new run"):
+        start("train.steps=6")
+
+
+def test_a_run_resumes_from_data_that_was_touched_or_moved(start, text, tmp_path):
+    start("train.steps=3")
+    os.utime(text, ns=(1, 1))
+    assert "resumed from step 3" in start("train.steps=4")[2]
+    (tmp_path / "other").mkdir()
+    moved = text.rename(tmp_path / "other" / "renamed.jsonl")
+    relative = os.path.relpath(moved)
+    folder, _, shown = start("train.steps=5", f"data.train={relative}", f"data.cache_dir={tmp_path / 'other'}")
+    assert "resumed from step 4" in shown
+    assert folder.config().data.train[0].path == relative
+
+
+def test_another_packing_is_refused_and_the_default_may_be_said(start):
+    start("train.steps=3")
+    assert "resumed from step 3" in start("train.steps=4", "data.packing=concat")[2]
+    with pytest.raises(DataError, match=r"data.train.0: its packing is pad, and data.packing=concat was used"):
+        start("train.steps=5", "data.packing=pad")
+
+
+def test_a_saved_tokenizer_may_be_moved(text, tmp_path):
+    def prepare(*overrides: str) -> RunFolder:
+        places = [f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
+        return prepare_run(load_config(None, [*SMALL, *places, *overrides]).config, world_size=1)
+
+    made = prepare("tokenizer.kind=bpe", "tokenizer.vocab_size=300", "run.name=first").tokenizer
+    first = shutil.copytree(made, tmp_path / "first_place")
+    digest = prepare("tokenizer.kind=file", f"tokenizer.path={first}").data().digest
+    moved = first.rename(tmp_path / "second_place")
+    assert prepare("tokenizer.kind=file", f"tokenizer.path={moved}").data().digest == digest
+
+
+def test_damaged_data_json_says_what_to_type(start, text):
+    folder, _, _ = start("train.steps=3")
+    (folder.path / "data.json").write_text("{")
+    with pytest.raises(DataError, match=r"data\.json: it cannot be read: .* Type rm (\S+) and repeat") as caught:
+        start("train.steps=6")
+    Path(str(caught.value).split("Type rm ")[1].split(" ")[0]).unlink()
+    assert "resumed from step 3" in start("train.steps=4")[2]
+
+
+def test_epochs_become_steps(text, tmp_path):
+    places = [f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
+    settings = [word for word in SMALL if not word.startswith("train.steps=")] + places
+    folder = prepare_run(load_config(None, [*settings, "train.epochs=0.5"]).config, world_size=1)
+    told = re.fullmatch(r"train.epochs=0.5: (\d+) sequences an epoch, 4 a step: (\d+) steps", folder.data().summary[-1])
+    assert told is not None
+    assert folder.config().train.steps == int(told[2]) == math.ceil(int(told[1]) / 8)
+    assert folder.config().train.epochs is None
+    with pytest.raises(ConfigError, match=r"schedule.warmup_steps=2: the run has only train.steps=1"):
+        prepare_run(load_config(None, [*settings, "train.epochs=0.001", "run.name=short"]).config, world_size=1)
 
 
 def test_a_run_without_evaluation_data_does_not_pretend_to_evaluate(start):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from weft.monitor.terminal import tell
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weft.data.prepare import PreparedData
+    from weft.data.prepared import PreparedData
     from weft.data.preview import SampleView
     from weft.spec.config import RunConfig
 
@@ -73,13 +74,15 @@ def prepare(arguments: Arguments = None) -> None:
 @app.command()
 def verify(arguments: Arguments = None) -> None:
     """Read all tokenised shards and check their digests."""
-    from weft.data.prepare import verify_data
+    from weft.data.prepared import verify_data
     from weft.errors import DataError
 
     prepared = _prepare(_load(arguments))
     problems = verify_data(prepared)
     if problems:
-        raise DataError("\n".join(f"{problem}. Delete the folder and prepare the data again." for problem in problems))
+        folders = dict.fromkeys(str(source.folder.parent) for source in (*prepared.train, *prepared.eval))
+        remedy = f"Type rm -r {shlex.join(folders)} and give the command again, which makes them anew."
+        raise DataError("\n".join([*(f"{problem}." for problem in problems), remedy]))
     sources = (*prepared.train, *prepared.eval)
     num_bytes = sum(size for source in sources for size, _ in source.counts.files.values())
     typer.echo(f"ok: {len(sources)} splits, {units.format_bytes(num_bytes)}, all digests match")

@@ -23,7 +23,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.data.loader import Batch, EvalBatches, Loader, Prefetch
-    from weft.data.prepare import PreparedData, PreparedSource, prepare_data, verify_data
+    from weft.data.prepare import prepare_data
+    from weft.data.prepared import PreparedData, PreparedSource, verify_data
     from weft.data.sharded import ShardedLoader
     from weft.data.stream import Sample, SampleStream
     from weft.data.tokenizer import Tokenizer
@@ -35,13 +36,13 @@ __getattr__ = loads(
         "EvalBatches": ".loader",
         "Loader": ".loader",
         "Prefetch": ".loader",
-        "PreparedData": ".prepare",
-        "PreparedSource": ".prepare",
+        "PreparedData": ".prepared",
+        "PreparedSource": ".prepared",
         "Sample": ".stream",
         "SampleStream": ".stream",
         "ShardedLoader": ".sharded",
         "Tokenizer": ".tokenizer",
         "prepare_data": ".prepare",
-        "verify_data": ".prepare",
+        "verify_data": ".prepared",
     },
 )

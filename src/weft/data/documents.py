@@ -19,6 +19,10 @@ ROLES = {
     "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatbot": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
+#: Of these, the ones that may as well be meant as something else: they are told.
+_RARE_ASSISTANTS = ("bot", "model", "chatbot")
+#: The note of a document with an answer of nothing: its end alone is trained.
+EMPTY_ANSWER = "with an empty answer"
 
 
 class _Unusable(Exception):
@@ -30,6 +34,7 @@ class Document:
     """Exactly one of text, turns and ids is set. draw: 32 bits of the content's digest, which decide the split.
 
     turns: (role, content) pairs. trained: one bool per id, or None where all are trained.
+    prompt: what stands before the text without being trained. note: what people should know of it, countable.
     file, part, last: place of a text piece in its file.
     """
 
@@ -41,6 +46,8 @@ class Document:
     trained: np.ndarray | None = None
     part: int = 0
     last: bool = True
+    prompt: str | None = None
+    note: str = ""
 
 
 def read_document(record: Record, schema: Schema, vocab_size: int) -> Document | Broken:
@@ -50,6 +57,10 @@ def read_document(record: Record, schema: Schema, vocab_size: int) -> Document |
             return _messages(record, schema)
         if schema.kind == "ids":
             return _ids(record, schema, vocab_size)
+        if schema.kind == "instruction":
+            return _instruction(record, schema)
+        if schema.kind == "completion":
+            return _completion(record, schema)
         return _text(record, schema)
     except _Unusable as reason:
         return Broken.of(record.file, record.number, str(reason), record.value)
@@ -74,7 +85,50 @@ def _messages(record: Record, schema: Schema) -> Document:
     turns = tuple(_turn(message, schema) for message in messages)
     if not any(role == "assistant" for role, _ in turns):
         raise _Unusable("no assistant turn")
-    return Document(record.file, _draw(_utf8(json.dumps(turns, ensure_ascii=False))), turns=turns)
+    return _conversation(record, turns, _taken_for_assistant(messages, schema))
+
+
+def _conversation(record: Record, turns: tuple[tuple[str, str], ...], note: str = "") -> Document:
+    if not all(content.strip() for role, content in turns if role == "assistant"):
+        note = EMPTY_ANSWER
+    return Document(record.file, _draw(_utf8(json.dumps(turns, ensure_ascii=False))), turns=turns, note=note)
+
+
+def _taken_for_assistant(messages: list[Any], schema: Schema) -> str:
+    """Says of a role that only some data sets use for the answers that it is trained on."""
+    roles = (str(message[schema.role]).strip().lower() for message in messages)
+    return next((f"with role '{role}' read as assistant" for role in roles if role in _RARE_ASSISTANTS), "")
+
+
+def _instruction(record: Record, schema: Schema) -> Document:
+    """Alpaca's columns as a chat: the input stands below the instruction, in the user's turn."""
+    system, asked, more = (_optional_text(record, name) for name in (schema.system, schema.instruction, schema.input))
+    answer = _column(record, schema.output)
+    if not isinstance(answer, str):
+        raise _Unusable("not a string")
+    question = "\n\n".join(part for part in (asked, more) if part.strip())
+    if not question:
+        raise _Unusable("empty")
+    turns = (("user", question), ("assistant", answer))
+    return _conversation(record, (("system", system), *turns) if system.strip() else turns)
+
+
+def _completion(record: Record, schema: Schema) -> Document:
+    prompt, completion = (_column(record, name) for name in (schema.prompt, schema.completion))
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise _Unusable("not a string")
+    if not prompt and not completion:
+        raise _Unusable("empty")
+    draw = _draw(_utf8(json.dumps([prompt, completion], ensure_ascii=False)))
+    note = "" if completion.strip() else EMPTY_ANSWER
+    return Document(record.file, draw, text=completion, prompt=prompt, note=note)
+
+
+def _optional_text(record: Record, name: str) -> str:
+    value = record.value.get(name) if name else ""
+    if value is not None and not isinstance(value, str):
+        raise _Unusable("not a string")
+    return value or ""
 
 
 def _turn(message: Any, schema: Schema) -> tuple[str, str]:

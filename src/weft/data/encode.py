@@ -49,18 +49,23 @@ def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 
 def split_text(text: str) -> list[str]:
     """The text in pieces of bounded length that join to it, cut after a newline or before a space if there is one."""
-    pieces, start = [], 0
-    while len(text) - start > _PIECE_CHARS:
-        half, end = start + _PIECE_CHARS // 2, start + _PIECE_CHARS
+    return list(cut_text(text, _PIECE_CHARS))
+
+
+def cut_text(text: str, max_chars: int) -> Iterator[str]:
+    """The same one after the other, for texts so long that a second copy matters."""
+    start = 0
+    while len(text) - start > max_chars:
+        half, end = start + max_chars // 2, start + max_chars
         cut = text.rfind("\n", half, end) + 1 or max(text.rfind(" ", half, end), 0) or end
-        pieces.append(text[start:cut])
+        yield text[start:cut]
         start = cut
-    return [*pieces, text[start:]]
+    yield text[start:]
 
 
 def _texts(document: Document) -> list[str]:
     if document.turns is None:
-        return [document.text] if document.text is not None else []
+        return [text for text in (document.prompt, document.text) if text is not None]
     return [part for role, content in document.turns for part in (f"{role}\n", content, "\n")]
 
 
@@ -69,6 +74,9 @@ def _assemble(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     if document.ids is not None:
         return document.ids, document.trained
+    if document.prompt is not None:
+        prompt, text = parts
+        return np.concatenate(parts), np.repeat([False, True], [prompt.size, text.size])
     if document.turns is None:
         return parts[0], None
     start = np.array([tokenizer.vocabulary.turn_start_id])

@@ -7,6 +7,7 @@ document that fits but for its end token keeps that one as a label alone.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,17 +83,26 @@ def plan_path(folder: Path, packing: str, seq_len: int) -> Path:
 
 
 def write_plan(folder: Path, packing: str, seq_len: int, offsets: np.ndarray) -> None:
-    """Compute the plan of a split and keep it beside the shards, unless it is there. Call it under the split's lock."""
+    """Compute the plan of a split and keep it beside the shards, unless it is there as it was written.
+
+    Call it under the split's lock.
+    """
     path = plan_path(folder, packing, seq_len)
-    if packing == "concat" or path.exists():
+    digest = path.with_suffix(".digest")
+    if packing == "concat" or (path.exists() and digest.exists() and digest.read_text() == _digest(path)):
         return
     starts = (fit_starts if packing == "fit" else pad_starts)(offsets, seq_len)
     temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with temporary.open("wb") as file:
         np.save(file, starts, allow_pickle=False)
     sync(temporary)
+    digest.write_text(_digest(temporary))
     os.replace(temporary, path)
     sync(folder)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def open_spans(

@@ -11,13 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from weft.data.csv_form import comma_or_tab, sniff_delimiter
+from weft.data.json_array import BadArray, read_array
 from weft.data.source import SourceFile
 from weft.errors import DataError
 
 _READ_BYTES = 2**20
 _EXCERPT_CHARS = 200
+#: Why a piece of a text file with NUL bytes is broken.
+BINARY = "binary, not text (NUL bytes)"
 #: Small, because what one read expands to is held in memory.
 _ZSTD_READ_BYTES = 8192
+_SNIFF_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class RecordReader:
     max_record_bytes: longer lines and rows come as Broken, without being held in memory.
     piece_bytes: text files come in pieces of about this size, cut at line ends.
     columns: of a parquet file, read only these; None reads all.
+
+    delimiter: of a csv file whose columns are separated by something else than its suffix says; known once it is read.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class RecordReader:
         self._piece_bytes = max(8, piece_bytes)
         self._columns = list(columns) if columns is not None else None
         self._tell: Callable[[], int] = lambda: 0
+        self.delimiter = ""
 
     def position(self) -> int:
         """Bytes of the file that were read, for the progress; about right for parquet."""
@@ -80,7 +88,7 @@ class RecordReader:
         if self._file.format == "parquet":
             yield from self._parquet()
             return
-        readers = {"text": self._text, "jsonl": self._jsonl, "csv": self._csv}
+        readers = {"text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv}
         try:
             with self._file.path.open("rb") as raw:
                 self._tell = raw.tell
@@ -109,6 +117,8 @@ class RecordReader:
 
     @staticmethod
     def _text_record(name: str, part: int, piece: bytes, *, last: bool) -> Record | Broken:
+        if b"\0" in piece:
+            return Broken.of(name, part + 1, BINARY, piece)
         try:
             return Record(name, part + 1, piece.decode("utf-8"), part, last)
         except UnicodeDecodeError as error:
@@ -130,13 +140,40 @@ class RecordReader:
                 continue
             yield _json_record(name, number, line)
 
+    def _json(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        """An array of objects; a file that starts with an object has one a line, whatever its suffix says."""
+        head = stream.read(64)
+        joined = io.BufferedReader(_Joined(head, stream), _READ_BYTES)
+        if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
+            yield from self._jsonl(joined)
+            return
+        name, number = self._file.name, 0
+        try:
+            for value in read_array(joined, self._max_record_bytes):
+                number += 1
+                yield (
+                    Record(name, number, value)
+                    if isinstance(value, dict)
+                    else Broken.of(name, number, "not an object", value)
+                )
+        except BadArray as error:
+            yield Broken.of(name, number + 1, error.reason, error.excerpt)
+
     def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name = self._file.name
         # A field that was never closed would swallow the file: the reader gives up on it at this size.
         csv.field_size_limit(self._max_record_bytes)
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        suffix = self._file.path.name.lower().removesuffix(".gz").removesuffix(".zst")
-        rows = csv.reader(text, delimiter="\t" if suffix.endswith(".tsv") else ",")
+        usual = comma_or_tab(self._file.path.name)
+        head = stream.read(_SNIFF_BYTES)
+        delimiter = sniff_delimiter(head, usual)
+        self.delimiter = delimiter if delimiter != usual else ""
+        text = io.TextIOWrapper(
+            io.BufferedReader(_Joined(head, stream), _READ_BYTES),
+            encoding="utf-8-sig",
+            errors="surrogateescape",
+            newline="",
+        )
+        rows = csv.reader(text, delimiter=delimiter)
         header: list[str] | None = None
         number = 0
         while True:
@@ -225,6 +262,22 @@ def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     if compression == "zst":
         return io.BufferedReader(_ZstdStream(raw), _READ_BYTES)
     return raw
+
+
+class _Joined(io.RawIOBase):
+    """A stream whose first bytes were read already."""
+
+    def __init__(self, head: bytes, rest: BinaryIO):
+        self._head, self._rest = head, rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        taken = self._head[: len(buffer)] or self._rest.read(len(buffer))
+        self._head = self._head[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
 
 
 class _ZstdStream(io.RawIOBase):

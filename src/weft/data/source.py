@@ -15,7 +15,7 @@ from weft.spec.config import STDLIB_SOURCE
 
 #: Suffix -> format. A file with one of the text suffixes is one document.
 FORMATS = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
     **dict.fromkeys(
         (".txt", ".text", ".md", ".rst", ".log", ".tex", ".html", ".xml", ".yaml", ".yml", ".toml", ".ini", ".sql",
          ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".go", ".rs", ".java", ".js", ".ts", ".rb", ".sh"),
@@ -71,7 +71,10 @@ def find_files(path: str, field: str) -> FileSet:
     if path.startswith("builtin:"):
         raise DataError(f"{field}.path={path}: no such built-in source.{did_you_mean(path, [STDLIB_SOURCE])} {_USE}")
     if "://" in path:
-        raise DataError(f"{field}.path={path}: Weft reads local files only. Download the data and give its path.")
+        raise DataError(
+            f"{field}.path={path}: Weft reads local files only. "
+            f"Download the data first ({_download_command(path)}) and give its path."
+        )
     place = Path(path).expanduser()
     if place.is_file():
         if _format_of(place) is None:
@@ -86,6 +89,19 @@ def find_files(path: str, field: str) -> FileSet:
         found = [Path(name) for name in glob.glob(str(place), recursive=True)]
         return _file_set(field, path, [name for name in found if name.is_file()], Path())
     raise DataError(f"{field}.path={path}: no file matches.{_near(place)} {_USE}")
+
+
+def _download_command(address: str) -> str:
+    """What to type to get the data of an address."""
+    scheme, _, rest = address.partition("://")
+    name = rest.removeprefix("datasets/").split("/")
+    if scheme == "hf" and len(name) > 1:
+        return f"hf download --repo-type dataset {'/'.join(name[:2])} --local-dir {name[1]}"
+    if scheme == "s3":
+        return f"aws s3 sync {address} data" if address.endswith("/") else f"aws s3 cp {address} ."
+    if scheme == "gs":
+        return f"gcloud storage cp -r {address} ."
+    return f"curl -LO {address}" if scheme in ("http", "https") else "with the tool of that storage"
 
 
 def _near(place: Path) -> str:
@@ -129,6 +145,8 @@ def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileS
         reason = f"no file of a known format ({', '.join(seen)} found)" if seen else "no file matches"
         raise DataError(f"{field}.path={path}: {reason}. {_USE}")
     files = [_source_file(relative, name) for relative, name in known]
+    # A .json file beside data of another format describes it (dataset_info.json); alone it is the data.
+    files = [file for file in files if file.format != "json"] or files
     formats = Counter(file.format for file in files)
     if len(formats) > 1:
         counts = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))

@@ -31,6 +31,8 @@ class StoredSource(Protocol):
     def weight(self) -> float | None: ...
     @property
     def pad_id(self) -> int: ...
+    @property
+    def packing(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +70,18 @@ class Rows:
 class _Source:
     """One source's sequences: its shards, its spans and its own order."""
 
-    def __init__(self, stored: StoredSource, number: int, packing: str, seq_len: int):
+    def __init__(self, stored: StoredSource, number: int, packing: str | None, seq_len: int):
+        self.packing = packing or stored.packing
         self.reader = SplitReader(stored.folder, stored.counts)
-        self.spans = open_spans(stored.folder, packing, seq_len, self.reader.offsets, self.reader.num_tokens)
+        self.spans = open_spans(stored.folder, self.packing, seq_len, self.reader.offsets, self.reader.num_tokens)
         self.number, self.pad_id, self.num_sequences = number, stored.pad_id, self.spans.num_sequences
 
 
 class SampleStream:
     """An endless stream of sequences from one source or several.
 
-    sources: of `PreparedData.train` or `.eval`. packing, borders: as in the data section.
+    sources: of `PreparedData.train` or `.eval`. packing, borders: as in the data section; packing None takes each
+    source's own.
     shuffle=False gives the sequences in stored order, source after source; weights do not apply then, and there may
     be no source at all. Raises DataError for shards that are missing or cut off, and for shuffle without a source.
     """
@@ -88,13 +92,13 @@ class SampleStream:
         *,
         seed: int,
         seq_len: int,
-        packing: str,
+        packing: str | None,
         borders: bool,
         shuffle: bool = True,
     ):
         if shuffle and not sources:
             raise DataError("data.train: a run needs at least one source. Name one, or leave data.train out.")
-        self.seed, self.seq_len, self.packing, self.borders, self.shuffle = seed, seq_len, packing, borders, shuffle
+        self.seed, self.seq_len, self.borders, self.shuffle = seed, seq_len, borders, shuffle
         self._sources = [_Source(stored, number, packing, seq_len) for number, stored in enumerate(sources)]
         self._names = [f"{number}:{stored.name}" for number, stored in enumerate(sources)]
         self._ends = np.cumsum([source.num_sequences for source in self._sources])
@@ -157,7 +161,7 @@ class SampleStream:
                 labels[borders - 1] = IGNORED
                 has_border = bool(borders[0] < size)
             # In "fit" and "pad" the next sequence is another one, whatever the borders.
-            elif self.packing != "concat" and borders[-1] == size:
+            elif source.packing != "concat" and borders[-1] == size:
                 labels[size - 1] = IGNORED
         self._place(rows, row, size, borders[borders < size] if has_border else borders[:0])
         if size < self.seq_len:
@@ -177,7 +181,7 @@ class SampleStream:
             documents[edge:] = number
 
     def _shift(self, source: _Source, epoch: int) -> int:
-        if not self.shuffle or self.packing != "concat":
+        if not self.shuffle or source.packing != "concat":
             return 0
         return derive_key("shift", self.seed, source.number, epoch) % min(self.seq_len, source.reader.num_tokens)
 

@@ -6,14 +6,14 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weft.data.documents import Document, read_document
-from weft.data.encode import encode_documents
+from weft.data.encode import cut_text, encode_documents
 from weft.data.records import Broken, RecordReader
 from weft.data.schema import Schema
 from weft.data.shards import SHARD_BYTES, SplitCounts, SplitWriter
@@ -22,7 +22,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
 
 #: Changes when the same input would give other shards, so that old ones are not used.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 QUARANTINE = "quarantine.jsonl"
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 2048
@@ -30,25 +30,31 @@ _MAX_PIECE_BYTES = 2**20
 _MIN_PIECE_BYTES = 256
 #: A single early mistake in a large source is not "too many": before this many records, the limit is as for this many.
 _EARLY_RECORDS = 1000
-_ALL_DRAWS = 2**32
+#: Longer texts are tokenised in pieces: a token id takes eight times the memory of its character.
+_LONG_CHARS = 2**21
+ALL_DRAWS = 2**32
 
 Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """What of the data section matters to reading. holdout: share of documents for the eval split."""
+    """What of the data section matters to reading. holdout: share of documents for the eval split.
+
+    piece_bytes: of text files; 0 lets the holdout decide.
+    """
 
     holdout: float
     max_record_bytes: int
     max_bad_fraction: float
+    piece_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a tokenised source is: written last, so that a folder with a manifest is complete.
 
-    smallest_draw: the lowest draw of any document, in 2**-32: a holdout above it keeps at least one for evaluation.
+    notes: what people should know of documents that are trained on -> how many.
     """
 
     format_version: int
@@ -61,7 +67,7 @@ class Manifest:
     pad_id: int
     num_records: int
     broken: dict[str, int]
-    smallest_draw: int
+    notes: dict[str, int]
     splits: dict[str, SplitCounts]
 
     def write(self, folder: Path) -> None:
@@ -89,7 +95,7 @@ def piece_bytes(files: FileSet, holdout: float) -> int:
 
 def split_of(document: Document, holdout: float) -> str:
     """ "eval" for a share of the documents that depends on their content alone, else "train"."""
-    return "eval" if document.draw < holdout * _ALL_DRAWS else "train"
+    return "eval" if document.draw < holdout * ALL_DRAWS else "train"
 
 
 class DocumentStream:
@@ -102,6 +108,7 @@ class DocumentStream:
         self._files, self._schema, self._limits, self._vocab_size = files, schema, limits, vocab_size
         self._on_broken, self._report = on_broken, report
         self.num_records = 0
+        self.is_complete = False
         self.broken: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Document]:
@@ -110,7 +117,7 @@ class DocumentStream:
             reader = RecordReader(
                 file,
                 max_record_bytes=self._limits.max_record_bytes,
-                piece_bytes=piece_bytes(self._files, self._limits.holdout),
+                piece_bytes=self._limits.piece_bytes or piece_bytes(self._files, self._limits.holdout),
                 columns=self._schema.columns,
             )
             for record in reader:
@@ -126,11 +133,12 @@ class DocumentStream:
                 if isinstance(document, Broken):
                     self._count(document)
                 else:
-                    yield document
+                    yield from _in_parts(document)
             done_bytes += file.size_bytes
             if self._report is not None:
                 self._report(done_bytes)
             _check_unchanged(file)
+        self.is_complete = True
         self._check_share(self.num_records)
 
     def _count(self, broken: Broken) -> None:
@@ -142,6 +150,21 @@ class DocumentStream:
         num_broken = self.broken.total()
         if num_broken > self._limits.max_bad_fraction * out_of:
             raise TooManyBroken(num_broken, self.num_records)
+
+
+def _in_parts(document: Document) -> Iterator[Document]:
+    """A very long text as the pieces of one document, which all go to the same split."""
+    text = document.text
+    if text is None or document.prompt is not None or len(text) <= _LONG_CHARS:
+        yield document
+        return
+    part, previous = document.part, None
+    for piece in cut_text(text, _LONG_CHARS // 2):
+        if previous is not None:
+            yield replace(document, text=previous, part=part, last=False)
+            part += 1
+        previous = piece
+    yield replace(document, text=previous, part=part)
 
 
 class TooManyBroken(Exception):
@@ -166,7 +189,7 @@ def tokenise_source(
     keep_quarantine: where the quarantine file goes when too many records are broken and the folder is given up.
     Raises DataError for too many broken records, damaged files and a tokenizer without chat tokens.
     """
-    if schema.kind == "messages" and not tokenizer.has_chat:
+    if schema.is_chat and not tokenizer.has_chat:
         raise DataError(
             f"{files.field}.path={files.path}: messages need a tokenizer with <|im_start|> and <|im_end|>. "
             'Add them to the tokenizer, or use tokenizer.kind="bpe".'
@@ -184,13 +207,11 @@ def tokenise_source(
         except TooManyBroken as stop:
             quarantine.flush()
             shutil.copyfile(folder / QUARANTINE, keep_quarantine)
-            raise too_many_broken(
-                files, stream.broken, stream.num_records, limits.max_bad_fraction, keep_quarantine
-            ) from stop
+            raise too_many_broken(files, schema, stream, limits.max_bad_fraction, keep_quarantine) from stop
     manifest = Manifest(
         FORMAT_VERSION, files.path, len(files.files), schema.to_dict(), tokenizer.digest, tokenizer.vocab_size,
         tokenizer.end_id, tokenizer.pad_id, stream.num_records, dict(stream.broken.most_common()),
-        router.smallest_draw, router.close(),
+        dict(router.notes.most_common()), router.close(),
     )  # fmt: skip
     manifest.write(folder)
     return manifest
@@ -201,21 +222,21 @@ class _Router:
 
     def __init__(self, folder: Path, schema: Schema, tokenizer: Tokenizer, holdout: float, shard_bytes: int):
         names = ("train", "eval") if holdout > 0 else ("train",)
-        with_mask = schema.kind == "messages" or bool(schema.mask)
         self._writers = {
             name: SplitWriter(
-                folder / name, vocab_size=tokenizer.vocab_size, with_mask=with_mask, shard_bytes=shard_bytes
+                folder / name, vocab_size=tokenizer.vocab_size, with_mask=schema.has_mask, shard_bytes=shard_bytes
             )
             for name in names
         }
         self._tokenizer, self._holdout = tokenizer, holdout
         self._open: str | None = None
         self._next = ("", 0)
-        self.smallest_draw = _ALL_DRAWS
+        self.notes: Counter[str] = Counter()
 
     def add(self, documents: list[Document]) -> None:
         for document, (ids, trained) in zip(documents, encode_documents(documents, self._tokenizer), strict=True):
-            self.smallest_draw = min(self.smallest_draw, document.draw)
+            if document.note:
+                self.notes[document.note] += 1
             split = split_of(document, self._holdout)
             # A broken piece between two good ones ends the document too.
             if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
@@ -224,7 +245,7 @@ class _Router:
             writer.append(ids, trained)
             self._open, self._next = split, (document.file, document.part + 1)
             if document.last:
-                self._end(split, end_trained=trained is None or bool(document.ids is not None and trained[-1]), ids=ids)
+                self._end(split, end_trained=_end_trained(document), ids=document.ids)
 
     def _end(self, split: str, *, end_trained: bool, ids: np.ndarray | None = None) -> None:
         writer = self._writers[split]
@@ -240,12 +261,23 @@ class _Router:
         return {name: writer.close() for name, writer in self._writers.items()}
 
 
+def _end_trained(document: Document) -> bool:
+    """A chat ends with the end of its last turn; a text has its end to learn; ids say it with their last mask."""
+    if document.turns is not None:
+        return False
+    return document.trained is None or bool(document.trained[-1])
+
+
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     num_chars = 0
     for document in documents:
         batch.append(document)
-        num_chars += len(document.text or "") + sum(len(content) for _, content in document.turns or ())
+        num_chars += (
+            len(document.text or "")
+            + len(document.prompt or "")
+            + sum(len(content) for _, content in document.turns or ())
+        )
         num_chars += document.ids.size if document.ids is not None else 0
         if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
             yield batch
@@ -259,15 +291,22 @@ def _write_broken(file: Any, broken: Broken) -> None:
 
 
 def too_many_broken(
-    files: FileSet, broken: Counter[str], num_records: int, max_bad_fraction: float, listed: Path
+    files: FileSet, schema: Schema, read: DocumentStream | Manifest, max_bad_fraction: float, listed: Path
 ) -> DataError:
-    """The error for a source with too many broken records. listed: its quarantine file."""
+    """The error for a source with too many broken records. read: its counts, of all records or those up to the stop.
+
+    listed: its quarantine file.
+    """
+    broken = Counter(read.broken)
     reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common(4))
     with listed.open(encoding="utf-8") as lines:
         first = json.loads(next(lines))
+    is_all = isinstance(read, Manifest) or read.is_complete
+    out_of = f"{read.num_records}" if is_all else f"the first {read.num_records}"
+    what = "pieces of text" if schema.file_text else "records"
     return DataError(
-        f"{files.field}.path={files.path}: {broken.total()} of {num_records} records are broken ({reasons}), "
+        f"{files.field}.path={files.path}: {broken.total()} of {out_of} {what} are broken ({reasons}), "
         f"more than data.max_bad_fraction={max_bad_fraction:g} allows; "
         f"the first is {first['file']}:{first['number']}. "
-        f"Repair them (all are in {listed}), or set a larger data.max_bad_fraction."
+        f"Repair them ({'all' if is_all else 'these'} are in {listed}), or set a larger data.max_bad_fraction."
     )

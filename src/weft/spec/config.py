@@ -63,7 +63,10 @@ Duration = Annotated[
     WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
 ]
 
-ColumnPart = Literal["text", "messages", "role", "content", "ids", "mask"]
+ColumnPart = Literal[
+    "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
+    "mask",
+]  # fmt: skip
 
 #: The source that every machine already has: Python's standard library.
 STDLIB_SOURCE = "builtin:python-stdlib"
@@ -164,11 +167,14 @@ class SourceSection(Section):
     """A file, a folder, a glob, or "builtin:python-stdlib"."""
     weight: PositiveFloat | None = None
     """Share of the trained tokens; by default in proportion to the source's size."""
-    schema_: Annotated[Literal["auto", "text", "messages", "ids"], Field(alias="schema")] = "auto"
+    schema_: Annotated[
+        Literal["auto", "text", "messages", "instruction", "completion", "ids"], Field(alias="schema")
+    ] = "auto"
     """Kind of record. auto detects it from the first records and prints the result."""
     columns: dict[ColumnPart, str] = {}
     """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from",
-    content = "value"}, {ids = "input_ids", mask = "loss_mask"}."""
+    content = "value"}, {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"},
+    {ids = "input_ids", mask = "loss_mask"}."""
 
 
 class DataSection(Section):
@@ -178,8 +184,9 @@ class DataSection(Section):
     """Sources for evaluation. Without any, `holdout` of the training documents is kept for it."""
     holdout: Fraction = 0.02
     """Share of training documents kept for evaluation when `eval` is empty, chosen by document content."""
-    packing: Literal["concat", "fit", "pad"] = "concat"
-    """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one each."""
+    packing: Literal["concat", "fit", "pad"] | None = None
+    """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one each.
+    By default fit for chats, instructions and completions, concat for text and ids."""
     borders: bool = True
     """Positions restart at each document and attention does not cross from one document to another."""
     max_record_bytes: PositiveInt = 64 * 2**20
@@ -261,6 +268,8 @@ class EarlyStopSection(Section):
 class TrainSection(Section):
     steps: PositiveInt = 300
     """Optimizer steps of the whole run, those before a resume included."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data, in place of `steps`."""
     seq_len: Extent = 256
     """Tokens in one sequence."""
     global_batch: Extent = 8

@@ -18,7 +18,7 @@ from weft.errors import ConfigError, PlanError, Problem, did_you_mean
 from weft.spec.config import RunConfig
 from weft.spec.config_rules import config_problems, in_config
 from weft.spec.config_text import config_schema, format_config
-from weft.spec.expect import missing_key, node_at, shown, unknown_key, wrong_value
+from weft.spec.expect import missing_key, node_at, shown, takes_whole, unknown_key, wrong_value
 from weft.spec.loaded import LoadedConfig, by_place, leaves, show_origins
 from weft.spec.origins import COMMAND_LINE, DEFAULT, origin_of
 from weft.spec.overrides import apply_override
@@ -26,6 +26,9 @@ from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.toml_lines import KeyPath, dotted, error_place, key_lines
 
 __all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "parse_config", "run_name", "show_origins"]
+
+
+_NOT_TOML = (".yaml", ".yml", ".json")
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -53,7 +56,8 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
             origins = {key: origin for key, origin in origins.items() if key[: len(typed)] != typed}
             origins[typed] = COMMAND_LINE
             _expand_sources(tables)
-    found = _read_plan(tables)
+    found = [*_read_plan(tables), *_settle_steps(tables, origins)]
+    _make_whole(tables)
     named = {dotted(key): origin for key, origin in origins.items()}
     if file is not None and _name_run(tables, file):
         named["run.name"] = name
@@ -61,6 +65,8 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
     for problem in [*found, *wrong]:
         problems.append(replace(problem, origin=origin_of(named, [problem.field], name)))
     broken = {problem.field for problem in problems}
+    if config.train.epochs is not None:
+        broken.add("train.steps")  # known once the data is; the rules are asked again then
     problems += config_problems(config, broken=broken, origins=named, fallback=name)
     if problems:
         raise ConfigError(sorted(dict.fromkeys(problems), key=by_place))
@@ -72,6 +78,11 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
 
 
 def _read_text(path: Path, name: str) -> str:
+    if path.suffix.lower() in _NOT_TOML and path.is_file():
+        raise ConfigError(
+            f"config file {name}: only TOML is read. Write its settings as key = value below [section] lines into "
+            f"{path.stem}.toml; `weft config show` prints all of them with their defaults."
+        )
     try:
         raw = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -139,6 +150,33 @@ def _expand_sources(tables: dict[str, object]) -> None:
         if isinstance(sources, list):
             elements = cast(list[object], sources)
             section[name] = [{"path": source} if isinstance(source, str) else source for source in elements]
+
+
+def _make_whole(node: object, path: KeyPath = ()) -> object:
+    """The tables with 1e3 as 1000 where a whole number is needed; TOML reads it as a number with a fraction."""
+    if isinstance(node, float):
+        return int(node) if node.is_integer() and takes_whole(node_at(path)) else node
+    if isinstance(node, dict) and len(path) < 4:  # no setting lies deeper, whatever was typed
+        table = cast(dict[str, object], node)
+        for name, value in table.items():
+            table[name] = _make_whole(value, (*path, name))
+        return table
+    return cast(object, node)
+
+
+def _settle_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> list[Problem]:
+    """Of steps and epochs the one on the command line counts; two in one place are a mistake."""
+    train = tables.get("train")
+    if not isinstance(train, dict) or not {"steps", "epochs"} <= train.keys():
+        return []
+    section = cast(dict[str, object], train)
+    typed = {name for name in ("steps", "epochs") if origins.get(("train", name)) == COMMAND_LINE}
+    if len(typed) == 1:
+        del section["epochs" if "steps" in typed else "steps"]
+        return []
+    both = f"train.epochs={shown(section['epochs'])}: train.steps={shown(section['steps'])} is given too"
+    del section["epochs"]
+    return [Problem("train.epochs", f"{both}. Keep one of the two.")]
 
 
 def _read_plan(tables: dict[str, object]) -> list[Problem]:

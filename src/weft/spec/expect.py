@@ -35,6 +35,9 @@ _OTHER_NAMES = {
     "max_steps": "train.steps",
     "max_iters": "train.steps",
     "num_steps": "train.steps",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "max_epochs": "train.epochs",
     "sequence_length": "train.seq_len",
     "block_size": "train.seq_len",
     "context_length": "train.seq_len",
@@ -96,6 +99,12 @@ def _child(node: Node, part: str | int) -> Node | None:
 def takes_text(node: Node | None) -> bool:
     """Whether the key takes text and nothing else, so that an override needs no quotes whatever it says."""
     return node is not None and node.get("type") == "string"
+
+
+def takes_whole(node: Node | None) -> bool:
+    """Whether the key takes whole numbers, and none with a fraction."""
+    kinds = [branch.get("type") for branch in _branches(node or {})]
+    return "integer" in kinds and "number" not in kinds
 
 
 def is_container(node: Node) -> bool:

@@ -166,6 +166,8 @@ class Plan:
     def parse(cls, text: str, world_size: int | None = None) -> Plan:
         """Read the text form. One mesh axis may be `*`: it takes the ranks that the others leave.
 
+        Where they leave one rank for `dp_shard=*`, zero is 0: "dp_shard=* zero=3" is a plan for any number of ranks.
+
         world_size: number of ranks; needed only where the text holds a `*`.
         Raises PlanError for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
         """
@@ -207,7 +209,11 @@ class Plan:
                 f"{open_axis}=*: the other axes ask for {rest} ranks, and {world_size} is not a multiple of {rest}. "
                 f"Change them, or start a multiple of {rest} ranks.",
             )
-        return plan.replace(**{open_axis: world_size // rest})
+        found: dict[str, object] = {open_axis: world_size // rest}
+        if open_axis == "dp_shard" and world_size == rest and plan.cp == 1:
+            # One line from laptop to cluster: with nobody to share with, ZeRO has nothing to do.
+            found |= {"zero": 0, "reshard": type(plan).__dataclass_fields__["reshard"].default}
+        return plan.replace(**found)
 
     @classmethod
     def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:

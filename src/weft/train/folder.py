@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,15 +28,18 @@ from weft.errors import CheckpointError, ConfigError, DataError, PlanError, Prob
 from weft.spec.config import RunConfig
 from weft.spec.config_file import load_config, parse_config
 from weft.spec.config_text import format_config
+from weft.spec.expect import as_toml
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
+from weft.train.epochs import with_steps
 from weft.train.lock import run_lock
 
 #: Settings that decide what the weights of a step are: another value is another run. The rest may change on resume.
-IDENTITY = ("seed", "model", "tokenizer", "data.train", "data.eval", "data.holdout", "data.packing", "data.borders",
-            "train.seq_len", "train.global_batch", "optimizer.name")  # fmt: skip
+#: Of data and saved tokenizers the content counts, wherever they lie; `_refuse_other_data` asks for it.
+IDENTITY = ("seed", "model", "tokenizer.kind", "tokenizer.vocab_size", "tokenizer.train_bytes", "data.holdout",
+            "data.borders", "train.seq_len", "train.global_batch", "optimizer.name")  # fmt: skip
 
 #: (stage, done, total) while data is prepared.
 Report = Callable[[str, int, int], None]
@@ -104,10 +108,17 @@ class RunFolder:
 
     def data(self) -> PreparedData:
         """The tokenised data."""
-        return PreparedData.from_json(self._text("data.json"))
+        try:
+            return PreparedData.from_json(self._text("data.json"))
+        except DataError as error:
+            file = self.path / "data.json"
+            raise DataError(
+                f"{file}: {error}. Type rm {shlex.quote(str(file))} and repeat the weft train command, "
+                "which writes it anew."
+            ) from error
 
     def _text(self, name: str) -> str:
-        return self.texts[name] if name in self.texts else self._needed(name).read_text()
+        return self.texts[name] if name in self.texts else self._needed(name).read_text(errors="replace")
 
     def _needed(self, name: str) -> Path:
         file = self.path / name
@@ -149,11 +160,9 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     config = _with_own_layout(config, expected, plan)
     _check_optimizer(config, expected)
     data = prepare_data(config, report)
-    if (folder.path / "data.json").exists() and folder.data().digest != data.digest:
-        raise DataError(
-            f"data.train: the text has changed since the run in {str(folder.path)!r} was started, and its order of "
-            f"samples would not be the same. Bring the old files back to resume, or use run.name=... for a new run."
-        )
+    if (folder.path / "data.json").exists():
+        _refuse_other_data(folder, data)
+    config, data = with_steps(config, data)
     decoder = resolve_decoder(config.model, data.vocab_size)
     _check_plan(plan, config, decoder, world_size)
     try:
@@ -178,18 +187,51 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
 def refuse_other_run(folder: RunFolder, config: RunConfig) -> None:
     """ConfigError when the folder was started with settings that make a different run; names each of them."""
     before, now = folder.config(), config
-    problems: list[Problem] = []
-    for key in IDENTITY:
-        for name, old, new in _differences(key, _pick(before, key), _pick(now, key)):
-            problems.append(
-                Problem(
-                    name,
-                    f"{name}={new}: the run in {str(folder.path)!r} was started with {old}, and cannot go on with "
-                    f"another value. Use run.name=... for a new run, or {name}={old} to resume.",
-                )
-            )
+    changes = [change for key in IDENTITY for change in _differences(key, _pick(before, key), _pick(now, key))]
+    # The weights of sources decide the order of samples; their paths do not, as long as the content is the same.
+    weights = [[source.weight for source in settings.data.train] for settings in (before, now)]
+    if len(weights[0]) == len(weights[1]):
+        changes += [
+            (f"data.train.{number}.weight", *pair)
+            for number, pair in enumerate(zip(*weights, strict=True))
+            if pair[0] != pair[1]
+        ]
+    problems = [
+        Problem(
+            name,
+            f"{name}={'none' if new is None else new}: the run in {str(folder.path)!r} was started "
+            f"{'without it' if old is None else f'with {old}'}, and cannot go on with another value. "
+            f"Use {_free_name(folder)} for a new run, or {_as_typed(name, old)} to resume.",
+        )
+        for name, old, new in changes
+    ]
     if problems:
         raise ConfigError(problems)
+
+
+def _refuse_other_data(folder: RunFolder, data: PreparedData) -> None:
+    """DataError when the tokens are not those that the run was started with; says which and how they differ."""
+    changes = data.changes_from(folder.data())
+    if changes:
+        raise DataError(
+            f"{'; '.join(changes)}. The run in {str(folder.path)!r} cannot go on with other data. "
+            f"Use {_free_name(folder)} for a new run, or bring the old data back to resume."
+        )
+
+
+def _free_name(folder: RunFolder) -> str:
+    """A setting that makes a new run, to be pasted on a command line."""
+    base, number = folder.path.name, 2
+    while (folder.path.parent / f"{base}-{number}").exists():
+        number += 1
+    return f"run.name={base}-{number}"
+
+
+def _as_typed(name: str, value: Any) -> str:
+    """What brings a setting back to its value: a word for the command line."""
+    if value is None:
+        return f"leave {name} out"
+    return shlex.quote(f"{name}={value if isinstance(value, str) else as_toml(value)}")
 
 
 def _pick(config: RunConfig, key: str) -> Any:
