@@ -30,11 +30,12 @@ with weft.init("dp_shard=* zero=2") as run:
     found = run.load(FOLDER, model=model, optimizer=step, loader=loader)
     done = found.step if found else 0
     print(f"rank {run.mesh.rank}: {'goes on' if found else 'starts'} at step {done}")
-    for batch in loader:  # an epoch, or what is left of one
-        metrics = step(batch)
-        done += 1
-        if done % 4 == 0:
-            run.save(FOLDER, step=done, model=model, optimizer=step, loader=loader, keep=2)
-    if run.is_first:
-        print(f"step {done}: loss {metrics.loss:.4f}, saved in {FOLDER}")
+    while done < 16:
+        for batch in loader:  # an epoch, or what is left of one
+            metrics = step(batch)
+            done += 1
+            if done % 4 == 0:
+                run.save(FOLDER, step=done, model=model, optimizer=step, loader=loader, keep=2)
+        if run.is_first:
+            print(f"step {done}: loss {metrics.loss:.4f}, saved in {FOLDER}")
     del model, step
