@@ -35,7 +35,7 @@ with weft.init("dp_shard=* zero=2") as run:
             metrics = step(batch)
             done += 1
             if done % 4 == 0:
-                run.save(FOLDER, step=done, model=model, optimizer=step, loader=loader, keep=2)
-        if run.is_first:
-            print(f"step {done}: loss {metrics.loss:.4f}, saved in {FOLDER}")
+                path = run.save(FOLDER, step=done, model=model, optimizer=step, loader=loader, keep=2)
+                if run.is_first:
+                    print(f"step {done}: loss {metrics.loss:.4f}, saved in {path}")
     del model, step
