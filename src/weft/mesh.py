@@ -44,6 +44,8 @@ class Axis:
     record: Record = field(default=_ignore, repr=False, compare=False)
     #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
     links: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False, compare=False)
+    #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
+    operators: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 
 
 #: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.

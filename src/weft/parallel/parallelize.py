@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 
 from weft.errors import ModelError
@@ -109,7 +111,13 @@ def _engine(
     return FlatModel(model, mesh, placements, host=host, seed=seed)
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile each repeated block by itself: compile time stays flat in depth. Without blocks, the whole model."""
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each repeated block by itself: compile time stays flat in depth. Without blocks, the whole model.
+
+    Blocks of one class share one graph. backend: torch.compile's.
+    """
+    # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the replay is
+    # in the compiled graph already, so it needs no notes.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for block in repeated_blocks(model).values() or [model]:
-        block.compile()
+        block.compile(backend=backend)

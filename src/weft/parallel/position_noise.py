@@ -26,12 +26,12 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def lines_of(key: int, places: Sequence[Tensor]) -> Tensor:
+def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
     """A number for each combination of places, int32 of shape (len(places[0]), len(places[1]), ...).
 
-    places: int64 vectors on one device, at least one.
+    key: a number, or the same as an int64 tensor without dims. places: int64 vectors on one device, at least one.
     """
-    mixed = torch.full((), key, dtype=torch.int64, device=places[0].device)
+    mixed = key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=places[0].device)
     for dim in places:
         mixed = _mix(mixed[..., None] + (dim + 1) * _STEP)
     return mixed.to(torch.int32)

@@ -1,0 +1,65 @@
+"""Deep models whose blocks are compiled: they share graphs, and compute what PyTorch alone computes uncompiled.
+
+The tracer is real. Code is generated in tests/memory/test_compile.py, and the backward is traced in
+tests/parity/test_compile_cut.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.compiled import DroppingCase, compiled_cells, compiled_plan, deep_subjects, train_compiled
+from weft.spec.plan import Plan
+from weft.testing import train_case
+
+RTOL = 1e-10
+#: Where the host must look inside of a block: rows of each expert, the part of a sequence that a rank attends to.
+ON_THE_HOST = ("MoE.forward", "_attend_cut", "_first_run")
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {
+        name: train_case("precision=fp64", one.case) if name != "decoder" else None
+        for name, one in deep_subjects().items()
+    }
+
+
+@pytest.mark.parametrize("cell", compiled_cells(2), ids=lambda cell: f"{cell.subject} {cell.plan}")
+def test_blocks_of_one_class_share_their_graphs(cell, plain, references, ranks2):
+    subject = deep_subjects()[cell.subject]
+    want = references[cell.subject] or plain[subject.case]
+    kinds = 2 if cell.subject == "experts" else 1
+    for found in ranks2.run(train_compiled, cell.plan.format(), subject.case):
+        assert found.result.largest_difference(want) < RTOL
+        breaks = [reason for reason in found.breaks if not any(name in reason for name in ON_THE_HOST)]
+        assert not breaks
+        # What is left of a block at a break is a graph of its own; a recomputed block with a break has none. Where a
+        # sequence is cut and joined around the blocks, each is one more.
+        least = 0 if found.breaks and cell.plan.recompute != "none" else 1
+        assert least <= found.graphs <= 2 * kinds + 2 * len(found.breaks) + cell.plan.sp
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=2", "tp=2 sp=on recompute=full"])
+def test_twice_the_depth_is_the_same_graph(plan, ranks2):
+    counts = [
+        ranks2.run(train_compiled, compiled_plan(plan), DroppingCase("plain", num_steps=1, depth=depth))[0].graphs
+        for depth in (12, 24)
+    ]
+    assert counts[0] == counts[1] <= 3  # of sp, two cut the sequence and join it
+
+
+def test_dropout_inside_attention_breaks_a_block_and_is_compiled_around(ranks2):
+    case = DroppingCase("plain", num_steps=2, attention=0.25)
+    want = train_case("precision=fp64", case)
+    for found in ranks2.run(train_compiled, compiled_plan("tp=2 sp=on"), case):
+        assert found.result.largest_difference(want) < RTOL
+        assert 2 <= found.graphs <= 5
+
+
+def test_the_plans_tried_have_every_axis():
+    plans = [cell.plan for cell in compiled_cells(2)]
+    assert all(isinstance(plan, Plan) and plan.compile for plan in plans)
+    for field in ("tp", "cp", "ep", "pp", "sp"):
+        assert any(getattr(plan, field) > 1 or getattr(plan, field) is True for plan in plans), field
+    assert {plan.recompute for plan in plans} >= {"none", "full", "selective"}
