@@ -40,7 +40,7 @@ from weft.parallel.precision import Precision, cast_inputs, formats
 from weft.parallel.stages import across_stages
 from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
-from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
+from weft.parallel.zero3_comm import UnitGather, UnitReduce
 from weft.parallel.zero3_hooks import (
     Calls,
     ReplicaSum,
@@ -50,6 +50,7 @@ from weft.parallel.zero3_hooks import (
     watch_steps,
 )
 from weft.parallel.zero3_host import HostedShards, choose_hosted
+from weft.parallel.zero3_order import Act, Order
 from weft.parallel.zero3_placed import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero3_setup import check_torch, shard_units
 from weft.parallel.zero3_shards import find_shards
@@ -114,7 +115,7 @@ class FullyShardedModel:
         """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
         names, calls, travels = [*map(str, self.units), *self.plain], Calls(), self.precision.reduce
         axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
-        orders = {axis.ranks: Order(axis, names, mesh.device) for axis in axes}
+        orders = {axis.ranks: Order(axis, names) for axis in axes}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
         self._undivided: dict[nn.Module, ReplicaSum] = {}
@@ -223,7 +224,7 @@ class FullyShardedModel:
                 yield param.grad, self._kinds[name].same.size // self._replicas.size
 
     def check(self) -> None:
-        """Nothing: ranks compare what they are about to do before they do it."""
+        """Nothing: ranks know before a gather or reduction whether they do what they agreed on."""
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""

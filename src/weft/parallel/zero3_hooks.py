@@ -16,7 +16,7 @@ from weft.comm.collectives import Pending, start_all_reduce
 from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.own_loop import find_optimizers
-from weft.parallel.zero3_comm import Act, Order
+from weft.parallel.zero3_order import Act, Order
 
 if TYPE_CHECKING:
     from weft.parallel.zero3 import FullyShardedModel

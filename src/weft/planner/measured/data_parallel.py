@@ -65,8 +65,6 @@ def _sharded(job: Job, columns: Columns, clock: Clock, dense: Array, ends: Array
         each = params / units * VALUE
         # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
         moved = clock.of("copy", params / units / h, h)
-        # Before each, ranks tell each other which unit they mean.
-        moved = moved + clock.travel("all_gather", np.full(len(columns), 24.0) * group, group, stride)
         gather = clock.travel("all_gather", each, group, stride) + moved
         reduce = clock.travel("reduce_scatter", each, group, stride) + moved
         reduce = reduce + clock.travel("all_reduce", each / group, columns.dp_replicate, stride * group)
