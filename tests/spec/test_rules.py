@@ -43,7 +43,7 @@ CASES = [
      "offload=optimizer+activations:0.5: activations on the host under a pipeline is not built yet. "
      "Leave activations out, or use recompute=full.", "pp=2 offload=optimizer"),
     ("pp-keeps-gathered", "pp=2 microbatches=8 dp_shard=2 zero=3", Facts(),
-     "reshard=after_forward: zero=3 would gather parameters twice in each of 8 microbatches. "
+     "reshard=after_forward: zero=3 would gather parameters twice for each microbatch of the pipeline. "
      "Use reshard=after_step, which gathers them once in a step, or zero=2.",
      "pp=2 microbatches=8 dp_shard=2 zero=3 reshard=after_step"),
     ("schedule-virtual-stages", "pp=2 schedule=zb_v virtual_stages=3", Facts(),

@@ -29,6 +29,9 @@ from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero3 import FullyShardedModel
 from weft.spec.layout import Layout
 
+#: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.
+_NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
 
 def parallelize(
     model: nn.Module,
@@ -118,6 +121,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     """
     # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the replay is
     # in the compiled graph already, so it needs no notes.
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    if hasattr(torch._dynamo.config, _NOTES_ONCE):
+        setattr(torch._dynamo.config, _NOTES_ONCE, True)
     for block in repeated_blocks(model).values() or [model]:
         block.compile(backend=backend)
