@@ -6,9 +6,13 @@ tests/parity/test_compile_cut.py.
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from tests.parity.compiled import DroppingCase, compiled_cells, compiled_plan, deep_subjects, train_compiled
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
 from weft.spec.plan import Plan
 from weft.testing import train_case
 
@@ -55,6 +59,27 @@ def test_dropout_inside_attention_breaks_a_block_and_is_compiled_around(ranks2):
     for found in ranks2.run(train_compiled, compiled_plan("tp=2 sp=on"), case):
         assert found.result.largest_difference(want) < RTOL
         assert 2 <= found.graphs <= 5
+
+
+def told(model, plan):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        parallelize(model, build_mesh(Plan.parse(plan)))
+    return [str(each.message) for each in seen if str(each.message).startswith("compile=on")]
+
+
+def test_blocks_that_recompute_and_cannot_be_compiled_are_told_of():
+    subjects = deep_subjects()
+    for model, reason in (
+        (DroppingCase("plain", attention=0.25).model(), "dropout inside of attention"),
+        (subjects["experts"].case.model(), "experts"),
+    ):
+        assert told(model, "recompute=full compile=on precision=fp64") == [
+            f"compile=on: blocks with {reason} run uncompiled where they recompute. "
+            f"Use recompute=none to have them compiled in parts, or leave compile out."
+        ]
+    assert told(subjects["dropout"].case.model(), "recompute=full compile=on precision=fp64") == []
+    assert told(subjects["experts"].case.model(), "compile=on precision=fp64") == []
 
 
 def test_the_plans_tried_have_every_axis():

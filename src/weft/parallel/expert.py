@@ -59,7 +59,7 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
         placements.update(_keep_own(path, experts, ep))
         spread = Spread(ep, whole_tokens, num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
         _refuse_spread(experts)
-        become(experts, _Spread, _members, spread=spread)
+        become(experts, SpreadExperts, _members, spread=spread)
     return placements
 
 
@@ -225,7 +225,7 @@ def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor
     return plain(experts, rows_ND, ids_N[:, None], rows_ND.new_ones(rows_ND.shape[0], 1))
 
 
-class _Spread(nn.Module):
+class SpreadExperts(nn.Module):
     """Base of the classes that modules of experts are given; beside it stands their own."""
 
     _weft_spread: Spread
@@ -238,7 +238,7 @@ class _Spread(nn.Module):
 
 
 def _refuse_spread(experts: nn.Module) -> None:
-    if isinstance(experts, _Spread):
+    if isinstance(experts, SpreadExperts):
         kind = type(experts).__name__
         raise ModelError(f"module of type {kind}: its experts were spread before. Build a new model.")
 

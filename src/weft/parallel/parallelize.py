@@ -15,9 +15,10 @@ from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import Mesh
+from weft.models.moe import MoE
 from weft.parallel.context import apply_context
-from weft.parallel.dropout import follow_positions
-from weft.parallel.expert import expect_experts, spread_experts
+from weft.parallel.dropout import FunctionalDropout, follow_positions
+from weft.parallel.expert import SpreadExperts, expect_experts, spread_experts
 from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
@@ -59,6 +60,7 @@ def parallelize(
     move(model, mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
+        _tell_uncompiled(model, mesh)
         compile_blocks(model)
     host = open_host(mesh.plan, mesh.device, pinned_limit)
     if host is not None and (share := mesh.plan.offload_share("activations")):
@@ -112,6 +114,25 @@ def _engine(
     if mesh.plan.zero == 3:
         return FullyShardedModel(model, mesh, placements, seed, host=host)
     return FlatModel(model, mesh, placements, host=host, seed=seed)
+
+
+def _tell_uncompiled(model: nn.Module, mesh: Mesh) -> None:
+    """Warn where blocks cannot be compiled: torch.compile takes a recomputed block whole or not at all."""
+    plan = mesh.plan
+    if plan.recompute_policy not in ("full", "selective") or mesh.rank:
+        return
+    kinds = {type(part) for block in repeated_blocks(model).values() for part in block.modules()}
+    reasons = (
+        (plan.cp > 1, "attention over cp"),
+        (any(issubclass(kind, MoE | SpreadExperts) for kind in kinds), "experts"),
+        (any(issubclass(kind, FunctionalDropout) for kind in kinds), "dropout inside of attention"),
+    )
+    if (reason := next((words for holds, words in reasons if holds), None)) is not None:
+        warnings.warn(
+            f"compile=on: blocks with {reason} run uncompiled where they recompute. "
+            f"Use recompute=none to have them compiled in parts, or leave compile out.",
+            stacklevel=3,
+        )
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
