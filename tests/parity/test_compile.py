@@ -9,10 +9,12 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
 
 from tests.parity.compiled import DroppingCase, compiled_cells, compiled_plan, deep_subjects, train_compiled
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
+from weft.parallel.position_noise import kept_at, key_of
 from weft.spec.plan import Plan
 from weft.testing import train_case
 
@@ -59,6 +61,20 @@ def test_dropout_inside_attention_breaks_a_block_and_is_compiled_around(ranks2):
     for found in ranks2.run(train_compiled, compiled_plan("tp=2 sp=on"), case):
         assert found.result.largest_difference(want) < RTOL
         assert 2 <= found.graphs <= 5
+
+
+def test_generated_code_draws_the_numbers_of_the_eager_one():
+    """Of the second rank of tp, which has the later half of the tokens: there places are no plain indices."""
+
+    def dropped(x, key, first):
+        places = [torch.arange(4) + first, torch.arange(16).narrow(0, 8, 8), torch.arange(6)]
+        return torch.where(kept_at(key, places, 0.25), x, 0.0)
+
+    x, key, first = torch.ones(4, 8, 6), torch.tensor(key_of(3, "blocks.0", 1)), torch.tensor(3)
+    torch._dynamo.reset()
+    found = torch.compile(dropped, dynamic=False)(x, key, first)
+    assert torch.equal(found, dropped(x, key, first))
+    assert 0.5 < found.mean() < 0.95
 
 
 def told(model, plan):

@@ -26,7 +26,7 @@ from weft.mesh import Mesh
 from weft.parallel.context import Context, context_of
 from weft.parallel.context.dropped import AttentionDrop, dropped_attention
 from weft.parallel.cut_modules import CutPart, cut_part_of
-from weft.parallel.position_noise import keeps, key_of, lines_of
+from weft.parallel.position_noise import kept_at, key_of
 
 _ATTRIBUTE = "_weft_drops"
 #: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
@@ -192,8 +192,7 @@ class Site:
             places[own] = places[own] + drops.part.axis.rank * x.shape[own]
         if x.ndim == 3:
             places[1] = drops.tokens(x.shape[1], self._cuts_tokens and not is_inside, x.device)
-        kept = keeps(lines_of(key, places[:-1])[..., None], lines_of(~key, places[-1:]), rate)
-        return torch.where(kept, x * (1.0 / (1.0 - rate)), 0.0)
+        return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
     def attention(self, rate: float, num_samples: int, num_heads: int) -> AttentionDrop:
         """What a call of attention drops of its weights. num_heads: of this rank."""

@@ -49,6 +49,29 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
     return x >= round(rate * 2**32) - 2**31
 
 
+def kept_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+    """`keeps` of elements at all combinations of places: lines by the key, columns by its complement.
+
+    Shape: (len(places[0]), len(places[1]), ...). One operator where it is compiled: generated code takes places for
+    index arithmetic, which is not done in 64 bits, and would draw other numbers.
+    """
+    if torch.compiler.is_compiling():
+        return kept(key, places, rate)
+    return keeps(lines_of(key, places[:-1])[..., None], lines_of(~key, places[-1:]), rate)
+
+
+@torch.library.custom_op("weft::kept", mutates_args=(), schema="(Tensor key, Tensor[] places, float rate) -> Tensor")
+def kept(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+    """`kept_at` as an operator of torch."""
+    return kept_at(key, places, rate)
+
+
+@kept.register_fake
+def _kept_shape(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+    del rate
+    return torch.empty([len(one) for one in places], dtype=torch.bool, device=key.device)
+
+
 def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
