@@ -57,6 +57,8 @@ class Axis:
     links: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False, compare=False)
     #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
     pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
+    #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
+    operators: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 
 
 #: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.

@@ -4,15 +4,13 @@ generated code is not paid for here: tests/memory/test_compile.py and tests/para
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import pytest
-import torch
 
 from tests.parity.cases import LLAMA
+from tests.parity.compiled import train_compiled
 from tests.parity.dropout_cases import cases as dropout_cases
 from tests.parity.moe_cases import moe_cases
-from weft.memory import repeated_blocks
 from weft.testing import Case, DecoderCase, ParityResult, train_case
 
 RTOL = 1e-10
@@ -28,19 +26,7 @@ def chosen(kind: str) -> dict[str, Case]:
 
 def train_traced(plan: str, cases: dict[str, Case], backend: str) -> dict[str, ParityResult]:
     """On each rank, with another backend in the place of the one that generates code."""
-    module = importlib.import_module("weft.parallel.parallelize")
-    before = module.compile_blocks
-
-    def compile_blocks(model: torch.nn.Module) -> None:
-        for block in repeated_blocks(model).values():
-            block.compile(backend=backend)
-
-    module.compile_blocks = compile_blocks
-    torch._dynamo.reset()
-    try:
-        return {name: train_case(plan, case) for name, case in cases.items()}
-    finally:
-        module.compile_blocks = before
+    return {name: train_compiled(plan, case, backend).result for name, case in cases.items()}
 
 
 @pytest.mark.parametrize(

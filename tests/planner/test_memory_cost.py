@@ -85,6 +85,20 @@ def test_gathering_again_saves_the_gathered_copies():
     assert eighth == pytest.approx(41.03 / 8, abs=0.01)
 
 
+@pytest.mark.parametrize("reshard", ["after_step", "after_backward"])
+def test_a_pipeline_holds_gathered_parameters_and_whole_gradients_for_the_step(reshard):
+    """4 stages of equal layers: the first rank of the pipeline has a quarter of them and the embedding."""
+    task = Job(shape=SHAPE, seq_len=1024, global_batch=64, stack=FUSED)
+    text = "pp=4 dp_shard=8 microbatches=8 precision=bf16"
+    plans = [Plan.parse(f"{text} {zero}") for zero in ("zero=2", f"zero=3 reshard={reshard}")]
+    found = estimate(task, CLUSTER, Columns.of(plans, task), TABLES).memory
+    ends = SHAPE.vocab * SHAPE.hidden
+    stage = (SHAPE.num_params - 2 * ends) / 4 + ends
+    assert found["buffers"][1] > FUSED.gather_bytes * stage * 0.99
+    assert found["gradients"][1] == pytest.approx(found["gradients"][0])
+    assert found["parameters"][1] == pytest.approx(4 / 8 * stage, rel=0.01)
+
+
 def test_gpt_keeps_34_bytes_and_its_scores():
     """Korthikanti et al. 2022 (arXiv 2205.05198): 34 + 5 a s / h with dropout, 34 without the scores, 2 recomputed."""
     gpt = Shape.of_decoder(decoder_spec("gpt3-175b"))

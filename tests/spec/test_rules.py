@@ -42,9 +42,10 @@ CASES = [
     ("pp-offload-activations-not-built", "pp=2 offload=optimizer+activations:0.5", Facts(),
      "offload=optimizer+activations:0.5: activations on the host under a pipeline is not built yet. "
      "Leave activations out, or use recompute=full.", "pp=2 offload=optimizer"),
-    ("zero-3-without-pp", "pp=2 microbatches=8 dp_shard=2 zero=3 reshard=after_step", Facts(),
-     "zero=3: parameters would be gathered twice in each of 8 microbatches, and stages divide them already. "
-     "Use zero=2, under which gradients travel once in a step.", "pp=2 microbatches=8 dp_shard=2 zero=2"),
+    ("pp-keeps-gathered", "pp=2 microbatches=8 dp_shard=2 zero=3", Facts(),
+     "reshard=after_forward: zero=3 would gather parameters twice for each microbatch of the pipeline. "
+     "Use reshard=after_step, which gathers them once in a step, or zero=2.",
+     "pp=2 microbatches=8 dp_shard=2 zero=3 reshard=after_step"),
     ("schedule-virtual-stages", "pp=2 schedule=zb_v virtual_stages=3", Facts(),
      "schedule=zb_v: it has 2 stages on each rank, and virtual_stages is 3. "
      "Use virtual_stages=2, or schedule=1f1b with virtual_stages=1.", "pp=2 schedule=zb_v virtual_stages=2"),

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
+from weft.comm.operators import add_up, join, share, sum_part
 from weft.comm.peer import all_to_all
-from weft.errors import CommError
 from weft.mesh import Axis
 
 
@@ -76,37 +75,9 @@ def exchange_dims(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) ->
     return x if axis.size == 1 else _ExchangeDims.apply(x, axis, split_dim % x.dim(), join_dim % x.dim())
 
 
-def _join(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The ranks' tensors joined along dim."""
-    if dim == 0:
-        return all_gather(x.contiguous(), axis, out=x.new_empty((axis.size * x.shape[0], *x.shape[1:])))
-    parts = all_gather(x.contiguous(), axis).view(axis.size, *x.shape)
-    return torch.cat(parts.unbind(0), dim)
-
-
 def _part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's slice along dim."""
-    return x.narrow(dim, axis.rank * (size := _share(x, axis, dim)), size)
-
-
-def _share(x: torch.Tensor, axis: Axis, dim: int) -> int:
-    size, rest = divmod(x.shape[dim], axis.size)
-    if rest:
-        raise CommError(
-            f"axis {axis.name}: dim {dim} of shape {tuple(x.shape)} is no multiple of its {axis.size} ranks. "
-            f"Pad it to {x.shape[dim] + axis.size - rest}."
-        )
-    return size
-
-
-def _sum_part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's slice along dim of the sum over the ranks."""
-    size = _share(x, axis, dim)
-    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
-    if dim == 0:
-        return reduce_scatter(x.contiguous(), axis, out=x.new_empty(shape))
-    stacked = torch.stack(x.split(size, dim))
-    return reduce_scatter(stacked, axis, out=x.new_empty(shape))
+    return x.narrow(dim, axis.rank * (size := share(x, axis, dim)), size)
 
 
 class _CopyTo(torch.autograd.Function):
@@ -117,13 +88,13 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+        return add_up(grad, ctx.axis), None
 
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+        return add_up(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -134,18 +105,18 @@ class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _join(x, axis, dim)
+        return join(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _sum_part(grad, ctx.axis, ctx.dim), None, None
+        return sum_part(grad, ctx.axis, ctx.dim), None, None
 
 
 class _GatherSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _join(x, axis, dim)
+        return join(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -156,11 +127,11 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _sum_part(x, axis, dim)
+        return sum_part(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _join(grad, ctx.axis, ctx.dim), None, None
+        return join(grad, ctx.axis, ctx.dim), None, None
 
 
 class _SliceTo(torch.autograd.Function):
@@ -171,7 +142,7 @@ class _SliceTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _join(grad, ctx.axis, ctx.dim), None, None
+        return join(grad, ctx.axis, ctx.dim), None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -201,5 +172,5 @@ class _ExchangeDims(torch.autograd.Function):
 
 
 def _swap(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
-    parts = torch.stack(x.split(_share(x, axis, split_dim), split_dim))
+    parts = torch.stack(x.split(share(x, axis, split_dim), split_dim))
     return torch.cat(all_to_all(parts, axis).unbind(0), join_dim)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.comm import all_reduce
 from weft.errors import ModelError, PlanError, Problem
+from weft.memory.become import become, revert
 from weft.memory.blocks import repeated_blocks
 from weft.memory.budget import cheapest_choice
 from weft.memory.policy import Forward, Policy, run_block, spare_buffers, without_graph
@@ -46,24 +47,24 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
     None: this one alone. Returns what `recompute_of(model)` returns from then on.
     Raises ModelError when a block's forward was replaced by other means.
     """
-    _undo(model)
+    for module in model.modules():
+        revert(module, _RecomputedModel)
+        revert(module, _RecomputedBlock)
     blocks = (repeated_blocks(model) or {"": model}) if plan.recompute != "none" else {}
     if plan.recompute_blocks:
         blocks = _first_blocks(blocks, plan)
     recompute = Recompute(plan.recompute, blocks, axis)
     model._weft_recompute_of_model = recompute
-    kinds: dict[type, type] = {}
     for path, block in blocks.items():
-        if isinstance(block, _Recomputed) or "forward" in vars(block):
+        if isinstance(block, _RecomputedBlock) or "forward" in vars(block):
             raise ModelError(
                 f"recompute={plan.recompute}: the forward of {path or 'the model'} is replaced already. "
                 f"Give the model as it was built."
             )
-        block._weft_recompute, block._weft_path, block._weft_policy = recompute, path, recompute.at_once(block)
-        _replace_class(block, kinds, _block_forward)
+        policy = recompute.at_once(block)
+        become(block, _RecomputedBlock, _block_members, recompute=recompute, path=path, policy=policy)
     if recompute.is_budget and "" not in blocks:
-        model._weft_recompute = recompute
-        _replace_class(model, kinds, _model_forward)
+        become(model, _RecomputedModel, _model_members, recompute=recompute)
     return recompute
 
 
@@ -278,25 +279,20 @@ def _budget_bytes(setting: str, full_bytes: int) -> int:
     return parse_bytes(setting)
 
 
-class _Recomputed:
-    """Base of the classes that blocks and models are given; beside it stands their own."""
+class _RecomputedBlock:
+    """Base of the classes of blocks that recompute."""
 
 
-def _replace_class(module: nn.Module, kinds: dict[type, type], make: Callable[[Forward], Forward]) -> None:
-    """Give a module a subclass of its class whose forward is `make(its forward)`; one subclass for each class."""
-    kind = type(module)
-    if kind not in kinds:
-        body = {"forward": make(kind.forward), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        kinds[kind] = type(kind.__name__, (kind, _Recomputed), body)
-    module.__class__ = kinds[kind]
+class _RecomputedModel:
+    """Base of the classes of models that choose by a budget in their first forward."""
 
 
-def _undo(model: nn.Module) -> None:
-    """Give every module of the model its own class again."""
-    for module in model.modules():
-        bases = type(module).__bases__
-        if len(bases) == 2 and bases[1] is _Recomputed:
-            module.__class__ = bases[0]
+def _block_members(kind: type) -> dict[str, Any]:
+    return {"forward": _block_forward(kind.forward)}
+
+
+def _model_members(kind: type) -> dict[str, Any]:
+    return {"forward": _model_forward(kind.forward)}
 
 
 def _block_forward(plain: Forward) -> Forward:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from weft.comm import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.autograd import scatter_sum, sum_over
 from weft.errors import PlanError
 from weft.mesh import Axis
 from weft.parallel.held import HeldGradients, HeldProduct
@@ -163,11 +164,15 @@ def _input_gradient(
     return x_BSD.new_zeros(shape) if total is None else total.view(shape)
 
 
-def row_sum(product_BTD: torch.Tensor, line: Line) -> torch.Tensor:
+def row_sum(product_BTD: torch.Tensor, line: Line, *, is_compiled: bool = False) -> torch.Tensor:
     """The sum over the line of each rank's product; this rank's tokens of it where tokens are cut.
 
-    The product is used up: the sum may be made in its place.
+    The product is used up: the sum may be made in its place. is_compiled: by steps that the compiler can follow.
     """
+    if is_compiled:
+        if line.cuts_tokens:
+            return scatter_sum(product_BTD, line.axis, TOKENS)
+        return sum_over(product_BTD, line.axis)
     return _RowSum.apply(product_BTD, line)
 
 

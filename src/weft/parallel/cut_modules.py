@@ -57,11 +57,13 @@ def cut_part_of(model: nn.Module) -> CutPart | None:
 class Entry:
     """Where activations enter a cut part. members: the column-cut layers that read them. width: their features.
 
-    part: opened here; None in front of a head, after which nothing comes.
+    part: opened here; None in front of a head, after which nothing comes. is_compiled: its layers are; then each is a
+    product of its own behind one collective, which the compiler can follow.
     """
 
-    def __init__(self, line: Line, width: int, part: CutPart | None):
+    def __init__(self, line: Line, width: int, part: CutPart | None, *, is_compiled: bool = False):
         self.line = line
+        self.is_compiled = is_compiled
         self.width = width
         self.part = part
         self.members: list[nn.Module] = []
@@ -74,12 +76,19 @@ class Entry:
         if x.dim() < 3:
             token_share(x.shape, self.line.axis)
         inner = gather_from(x, self.line.axis, TOKENS)
-        self._begin(inner, x)
+        if not self.is_compiled:
+            self._begin(inner, x)
+        elif self.part is not None:
+            self.part.is_open = True
         return inner
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The member's product with x. Members that read the same tensor are one product with one collective."""
         weight, bias = weight_of(member), member.bias
+        if self.is_compiled:
+            if not self.line.cuts_tokens and x is not self._inner:
+                self._begin(x, copy_to(x, self.line.axis))
+            return F.linear(x if self._outer is None else self._outer, weight, bias)  # pyright: ignore
         if torch.is_autocast_enabled(x.device.type):
             return F.linear(x if self.line.cuts_tokens else copy_to(x, self.line.axis), weight, bias)  # pyright: ignore
         if not self.line.cuts_tokens and x is not self._inner:
@@ -159,6 +168,7 @@ class RowLinear(nn.Module):
     _weft_line: Line
     _weft_part: CutPart
     _weft_held: HeldGradients | None = None
+    _weft_is_compiled: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., F) to (..., D)."""
@@ -168,7 +178,7 @@ class RowLinear(nn.Module):
             product = linear(x, weight, None, held, transposed=is_transposed(self))  # pyright: ignore
         else:
             product = F.linear(x, weight_of(self).to(x.dtype))
-        out = row_sum(product, self._weft_line)
+        out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
         return out if self.bias is None else out + self.bias  # pyright: ignore[reportOperatorIssue]
 
 
@@ -223,10 +233,3 @@ def input_embeddings(model: nn.Module) -> nn.Embedding | None:
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The weight as (outputs, inputs)."""
     return module.weight.t() if is_transposed(module) else module.weight  # pyright: ignore
-
-
-def become(module: nn.Module, kind: type[nn.Module], **state: Any) -> None:
-    """Give the module the behaviour of `kind`, on top of its own class."""
-    module.__class__ = type(f"{kind.__name__}{type(module).__name__}", (kind, type(module)), {})
-    for name, value in state.items():
-        setattr(module, f"_weft_{name}", value)

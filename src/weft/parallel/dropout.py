@@ -21,13 +21,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from weft.memory import repeated_blocks
+from weft.memory.become import become
 from weft.mesh import Mesh
 from weft.parallel.context import Context, context_of
 from weft.parallel.context.dropped import AttentionDrop, dropped_attention
-from weft.parallel.cut_modules import CutPart, become, cut_part_of
-from weft.parallel.position_noise import keeps, key_of, lines_of
+from weft.parallel.cut_modules import CutPart, cut_part_of
+from weft.parallel.position_noise import kept_at, key_of
 
 _ATTRIBUTE = "_weft_drops"
+#: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
+_CALLS = 4
 #: What modules call the share that they drop by functions.
 _RATES = ("attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout")
 
@@ -38,13 +41,18 @@ class Drops:
     def __init__(self, mesh: Mesh, seed: int, part: CutPart | None, context: Context | None):
         self.part = part or CutPart(mesh["tp"])
         self.sites: list[Site] = []
+        #: Number of the first sample, as a tensor that compiled blocks read; None where it follows from the rank.
+        self.first: Tensor | None = None
         self._data = mesh.data
+        self._device = mesh.device
+        self._is_compiled = mesh.plan.compile
         self._context = context
         self._seed = seed
         self.num_keys = 0  #: how many were asked for here
         self._is_driven = False
         self._key = 0
         self._first_sample: int | None = None  # None: a rank's samples follow those of the rank before
+        self._told: int | None = None  # the key that compiled blocks have
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
         return self  # a copy of the model runs on the same ranks
@@ -67,6 +75,7 @@ class Drops:
         """While inside, the model is given samples of the global batch from that number on."""
         before = self._is_driven, self._key, self._first_sample
         self._is_driven, self._key, self._first_sample = True, key, first_sample
+        self._tell_compiled()
         self.restart()
         try:
             yield
@@ -88,10 +97,25 @@ class Drops:
         if self._is_driven or not model.training:
             return
         self._key, self._first_sample = self.next_key(), None
+        self._tell_compiled()
         self.restart()
+
+    def _tell_compiled(self) -> None:
+        """Where blocks are compiled, give them keys and samples as tensors: numbers would be parts of their graphs."""
+        if not self._is_compiled:
+            return
+        first = self._first_sample
+        self.first = None if first is None else torch.tensor(first, device=self._device)
+        if self._told != self._key:
+            keys = [[site.key(self._key, call) for call in range(1, _CALLS + 1)] for site in self.sites]
+            for site, row in zip(self.sites, torch.tensor(keys, device=self._device).unbind(), strict=True):
+                site.keys = row  # another tensor, since the replay of an earlier forward reads the one before
+            self._told = self._key
 
     def samples(self, count: int, device: torch.device) -> Tensor:
         """Numbers of this rank's samples in the global batch."""
+        if torch.compiler.is_compiling() and self.first is not None:
+            return torch.arange(count, device=device) + self.first
         first = self._data.rank * count if self._first_sample is None else self._first_sample
         return torch.arange(first, first + count, device=device)
 
@@ -122,6 +146,7 @@ class Site:
 
     def __init__(self, drops: Drops, path: str, cuts_tokens: bool):
         self.calls = 0
+        self.keys: Tensor | None = None  # of the first calls, for compiled blocks
         self._drops = drops  # None once the module went through a pickle: then it is a plain one
         self._path = path
         self._cuts_tokens = cuts_tokens
@@ -131,12 +156,14 @@ class Site:
         """Whether the module was unpickled, away from the ranks it was laid over."""
         return self._drops is None
 
-    def _next_key(self) -> int:
-        """Another one for each call in a forward of the block around it."""
-        self.calls += 1
-        return key_of(self._drops.key, self._path, self.calls)
+    def key(self, key: int, call: int) -> int:
+        """Of one call in a forward of the block around it, from the step's."""
+        return key_of(key, self._path, call)
 
-    @torch.compiler.disable
+    def _next_key(self) -> int:
+        self.calls += 1
+        return self.key(self._drops.key, self.calls)
+
     def drop(self, x: Tensor, rate: float) -> Tensor:
         """x with elements set to zero, each with probability `rate`, and the others scaled up; same shape.
 
@@ -146,17 +173,26 @@ class Site:
             return x * 0.0
         if x.ndim == 1:
             return self.drop(x[:, None], rate)[:, 0]
-        drops, key = self._drops, self._next_key()
+        if not torch.compiler.is_compiling() or self.keys is None or self.calls == _CALLS:
+            return self._drop_by_number(x, rate)
+        self.calls += 1
+        return self._drop(x, rate, self.keys[self.calls - 1])
+
+    @torch.compiler.disable
+    def _drop_by_number(self, x: Tensor, rate: float) -> Tensor:
+        return self._drop(x, rate, torch.full((), self._next_key(), dtype=torch.int64, device=x.device))
+
+    def _drop(self, x: Tensor, rate: float, key: Tensor) -> Tensor:
+        drops = self._drops
         places = [torch.arange(size, device=x.device) for size in x.shape]
         places[0] = drops.samples(x.shape[0], x.device)
         is_inside = drops.part.is_open
         if is_inside:
             own = 1 if x.ndim > 3 else x.ndim - 1
-            places[own] += drops.part.axis.rank * x.shape[own]
+            places[own] = places[own] + drops.part.axis.rank * x.shape[own]
         if x.ndim == 3:
             places[1] = drops.tokens(x.shape[1], self._cuts_tokens and not is_inside, x.device)
-        kept = keeps(lines_of(key, places[:-1])[..., None], lines_of(~key, places[-1:]), rate)
-        return torch.where(kept, x * (1.0 / (1.0 - rate)), 0.0)
+        return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
     def attention(self, rate: float, num_samples: int, num_heads: int) -> AttentionDrop:
         """What a call of attention drops of its weights. num_heads: of this rank."""

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.comm import all_gather
 from weft.comm.autograd import exchange, gather_slice, slice_to
 from weft.errors import ModelError
+from weft.memory.become import become
 from weft.mesh import Axis, Mesh
 from weft.models.grouped import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
 from weft.models.moe import Experts
@@ -57,7 +58,8 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
     for path, experts in found.items():
         placements.update(_keep_own(path, experts, ep))
         spread = Spread(ep, whole_tokens, num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
-        _replace_class(experts, spread)
+        _refuse_spread(experts)
+        become(experts, SpreadExperts, _members, spread=spread)
     return placements
 
 
@@ -223,7 +225,7 @@ def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor
     return plain(experts, rows_ND, ids_N[:, None], rows_ND.new_ones(rows_ND.shape[0], 1))
 
 
-class _Spread(nn.Module):
+class SpreadExperts(nn.Module):
     """Base of the classes that modules of experts are given; beside it stands their own."""
 
     _weft_spread: Spread
@@ -235,13 +237,14 @@ class _Spread(nn.Module):
             return super().__call__(*args, **kwargs)
 
 
-def _replace_class(experts: nn.Module, spread: Spread) -> None:
-    kind = type(experts)
-    if issubclass(kind, _Spread):
-        raise ModelError(f"module of type {kind.__name__}: its experts were spread before. Build a new model.")
-    body = {"forward": _forward(kind.forward), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    experts._weft_spread = spread  # pyright: ignore[reportArgumentType]
-    experts.__class__ = type(kind.__name__, (_Spread, kind), body)
+def _refuse_spread(experts: nn.Module) -> None:
+    if isinstance(experts, SpreadExperts):
+        kind = type(experts).__name__
+        raise ModelError(f"module of type {kind}: its experts were spread before. Build a new model.")
+
+
+def _members(kind: type) -> dict[str, Any]:
+    return {"forward": _forward(kind.forward)}
 
 
 def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.memory.become import become
 from weft.models.balance import Load, Span, attach, count_tokens, sequence_loss
-from weft.parallel.cut_modules import become
 from weft.parallel.expert import find_experts
 
 

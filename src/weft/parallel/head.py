@@ -21,9 +21,10 @@ from torch.utils._pytree import register_pytree_node
 
 from weft.comm.autograd import gather_slice
 from weft.errors import ModelError
+from weft.memory.become import become
 from weft.mesh import Axis
 from weft.parallel.cut_linear import TOKENS, Line
-from weft.parallel.cut_modules import Entry, become, weight_of
+from weft.parallel.cut_modules import Entry, weight_of
 from weft.parallel.head_loss import token_loss
 
 #: Without a cut vocabulary the head gives the loss at once where logits would take more than this.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import nn
 
 from weft.errors import ModelError, WeftWarning
@@ -13,9 +15,10 @@ from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import Mesh
+from weft.models.moe import MoE
 from weft.parallel.context import apply_context
-from weft.parallel.dropout import follow_positions
-from weft.parallel.expert import expect_experts, spread_experts
+from weft.parallel.dropout import FunctionalDropout, follow_positions
+from weft.parallel.expert import SpreadExperts, expect_experts, spread_experts
 from weft.parallel.expert_balance import divide_sequences
 from weft.parallel.flat import FlatModel
 from weft.parallel.gradients import DataParallel, attach, is_attached
@@ -30,6 +33,9 @@ from weft.parallel.state_guard import guard_model
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero3 import FullyShardedModel
 from weft.spec.layout import Layout
+
+#: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.
+_NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def parallelize(
@@ -61,6 +67,7 @@ def parallelize(
     move(model, mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
+        _tell_uncompiled(model, mesh)
         compile_blocks(model)
     host = open_host(mesh.plan, mesh.device, pinned_limit)
     if host is not None and (share := mesh.plan.offload_share("activations")):
@@ -119,7 +126,33 @@ def _engine(
     return FlatModel(model, mesh, placements, host=host, seed=seed)
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile each repeated block by itself: compile time stays flat in depth. Without blocks, the whole model."""
+def _tell_uncompiled(model: nn.Module, mesh: Mesh) -> None:
+    """Warn where blocks cannot be compiled: torch.compile takes a recomputed block whole or not at all."""
+    plan = mesh.plan
+    if plan.recompute_policy not in ("full", "selective") or mesh.rank:
+        return
+    kinds = {type(part) for block in repeated_blocks(model).values() for part in block.modules()}
+    reasons = (
+        (plan.cp > 1, "attention over cp"),
+        (any(issubclass(kind, MoE | SpreadExperts) for kind in kinds), "experts"),
+        (any(issubclass(kind, FunctionalDropout) for kind in kinds), "dropout inside of attention"),
+    )
+    if (reason := next((words for holds, words in reasons if holds), None)) is not None:
+        warnings.warn(
+            f"compile=on: blocks with {reason} run uncompiled where they recompute. "
+            f"Use recompute=none to have them compiled in parts, or leave compile out.",
+            stacklevel=3,
+        )
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile each repeated block by itself: compile time stays flat in depth. Without blocks, the whole model.
+
+    Blocks of one class share one graph. backend: torch.compile's.
+    """
+    # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the replay is
+    # in the compiled graph already, so it needs no notes.
+    if hasattr(torch._dynamo.config, _NOTES_ONCE):
+        setattr(torch._dynamo.config, _NOTES_ONCE, True)
     for block in repeated_blocks(model).values() or [model]:
-        block.compile()
+        block.compile(backend=backend)

@@ -26,12 +26,12 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def lines_of(key: int, places: Sequence[Tensor]) -> Tensor:
+def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
     """A number for each combination of places, int32 of shape (len(places[0]), len(places[1]), ...).
 
-    places: int64 vectors on one device, at least one.
+    key: a number, or the same as an int64 tensor without dims. places: int64 vectors on one device, at least one.
     """
-    mixed = torch.full((), key, dtype=torch.int64, device=places[0].device)
+    mixed = key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=places[0].device)
     for dim in places:
         mixed = _mix(mixed[..., None] + (dim + 1) * _STEP)
     return mixed.to(torch.int32)
@@ -47,6 +47,29 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
     x.bitwise_xor_((x >> 15).bitwise_and_((1 << 17) - 1))
     x.mul_(_SECOND_32)
     return x >= round(rate * 2**32) - 2**31
+
+
+def kept_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+    """`keeps` of elements at all combinations of places: lines by the key, columns by its complement.
+
+    Shape: (len(places[0]), len(places[1]), ...). One operator where it is compiled: generated code takes places for
+    index arithmetic, which is not done in 64 bits, and would draw other numbers.
+    """
+    if torch.compiler.is_compiling():
+        return kept(key, places, rate)
+    return keeps(lines_of(key, places[:-1])[..., None], lines_of(~key, places[-1:]), rate)
+
+
+@torch.library.custom_op("weft::kept", mutates_args=(), schema="(Tensor key, Tensor[] places, float rate) -> Tensor")
+def kept(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+    """`kept_at` as an operator of torch."""
+    return kept_at(key, places, rate)
+
+
+@kept.register_fake
+def _kept_shape(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
+    del rate
+    return torch.empty([len(one) for one in places], dtype=torch.bool, device=key.device)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from weft.comm import broadcast
+from weft.comm.operators import prepare_operators
 from weft.errors import LayoutError, PlanError
+from weft.memory.become import become
 from weft.mesh import Axis, Mesh
 from weft.parallel.cut_linear import Line
 from weft.parallel.cut_modules import (
@@ -23,7 +25,6 @@ from weft.parallel.cut_modules import (
     Entry,
     RowLinear,
     VocabEmbedding,
-    become,
     is_linear,
     is_transposed,
     keep_part,
@@ -102,6 +103,9 @@ class _Cutter:
         self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs
         self.entries: dict[str, Entry] = {}
         self.part = CutPart(self.axis)
+        self.is_compiled = mesh.plan.compile
+        if self.is_compiled:
+            prepare_operators(self.axis)
 
     def cut(self) -> dict[str, Placement]:
         heads = _find_heads(self.modules, self.styles)
@@ -147,7 +151,7 @@ class _Cutter:
         alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
         place = path if alone else parent
         if place not in self.entries:
-            entry = Entry(self.line, weight_of(module).shape[1], self.part)
+            entry = Entry(self.line, weight_of(module).shape[1], self.part, is_compiled=self.is_compiled)
             self.entries[place] = entry
             if not alone:
                 hooks = Enter(entry)
@@ -176,7 +180,7 @@ class _Cutter:
     def _row(self, path: str, module: nn.Module) -> None:
         self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if is_transposed(module) else 1)
         _set_sizes(module)
-        become(module, RowLinear, line=self.line, part=self.part)
+        become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
 
     def _vocab(self, path: str, module: nn.Module) -> None:
         vocab = weight_of(module).shape[0]

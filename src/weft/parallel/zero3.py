@@ -10,6 +10,9 @@ plan's `reshard` says, sums over replicas (`zero3_hooks.py`), whole tensors by n
     after_backward  A times               A times             all parameters, from forward to backward
     after_step      once                  once                all parameters; with A > 1 all gradients too
 
+Under a pipeline a step is one pass of all microbatches, so after_backward and after_step are the same there, and
+after_forward is refused.
+
 Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stage 3); Zhao et al. 2023, arXiv 2304.11277.
 """
 
@@ -41,16 +44,18 @@ from weft.parallel.stages import across_stages
 from weft.parallel.state_guard import guard_optimizer
 from weft.parallel.units import Unit, find_units
 from weft.parallel.zero3_adopt import ShardAdoption
-from weft.parallel.zero3_comm import Act, Order, UnitGather, UnitReduce
+from weft.parallel.zero3_comm import UnitGather, UnitReduce
 from weft.parallel.zero3_hooks import (
     Calls,
     ReplicaSum,
+    StagePasses,
     drop_partial_gradients,
     find_optimizers,
     hide_hooks,
     watch_steps,
 )
 from weft.parallel.zero3_host import HostedShards, choose_hosted
+from weft.parallel.zero3_order import Act, Order
 from weft.parallel.zero3_placed import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero3_setup import check_torch, shard_units
 from weft.parallel.zero3_shards import find_shards
@@ -75,7 +80,7 @@ class FullyShardedModel:
         check_same_model(model, axes, mesh.device)
         plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device
         self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate
-        self._defers = plan.reshard == "after_step" and plan.microbatches_per_step > 1
+        self._defers = (plan.reshard == "after_step" and plan.microbatches_per_step > 1) or plan.pp > 1
         self._has_host = host is not None and plan.offload_share("params") + plan.offload_share("optimizer") > 0
         self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
         self._in_microbatch = self._averages = self._unfinished = False
@@ -109,13 +114,14 @@ class FullyShardedModel:
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
         self._places_missing = self._defers and self.precision.is_mixed
+        self._stage_passes = StagePasses(self._modules) if plan.pp > 1 else None
         find_optimizers(weakref.ref(self))
 
     def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
         """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
         names, calls, travels = [*map(str, self.units), *self.plain], Calls(), self.precision.reduce
         axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
-        orders = {axis.ranks: Order(axis, names, mesh.device) for axis in axes}
+        orders = {axis.ranks: Order(axis, names) for axis in axes}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
         self._undivided: dict[nn.Module, ReplicaSum] = {}
@@ -148,6 +154,8 @@ class FullyShardedModel:
                 module.unshard()
                 module.reshard()
             self._places_missing = False
+        if self._stage_passes is not None:
+            self._stage_passes.begin()
         if self._unfinished:
             drop_partial_gradients(self._modules)
             self._unfinished = False
@@ -167,13 +175,16 @@ class FullyShardedModel:
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one microbatch."""
+        """Around forward and backward of one microbatch; of a pipeline, of all of a step."""
         self._in_microbatch = self._unfinished = self._is_partial = True
         self._average(False)
-        self._synchronise(last or not self._defers)
+        self._synchronise((last or not self._defers) and self._stage_passes is None)
         self._at_last(last, overlaps=last)
         try:
             yield
+            if self._stage_passes is not None:
+                self._synchronise(True)
+                self._stage_passes.end()
             self._unfinished = not last
         finally:
             # Outside, each backward is complete in itself, as a user's own loop expects.
@@ -224,7 +235,7 @@ class FullyShardedModel:
                 yield param.grad, self._kinds[name].same.size // self._replicas.size
 
     def check(self) -> None:
-        """Nothing: ranks compare what they are about to do before they do it."""
+        """Nothing: ranks know before a gather or reduction whether they do what they agreed on."""
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""

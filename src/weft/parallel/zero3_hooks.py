@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.collectives import Pending, start_all_reduce
 from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.own_loop import find_optimizers
-from weft.parallel.zero3_comm import Act, Order
+from weft.parallel.zero3_order import Act, Order
 
 if TYPE_CHECKING:
     from weft.parallel.zero3 import FullyShardedModel
     from weft.parallel.zero3_adopt import ShardAdoption
 
-__all__ = ["Calls", "ReplicaSum", "drop_partial_gradients", "find_optimizers", "hide_hooks", "watch_steps"]
+__all__ = [
+    "Calls",
+    "ReplicaSum",
+    "StagePasses",
+    "drop_partial_gradients",
+    "find_optimizers",
+    "hide_hooks",
+    "watch_steps",
+]
 
 
 class ReplicaSum:
@@ -132,13 +141,48 @@ def _outside_of_modes(hook: Any, *args: Any) -> Any:
 def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:
     """Forget unreduced gradients of a step that broke off. fully_shard has no door for it, so its inside is asked."""
     for module in modules:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            for param in group.fsdp_params if group is not None else ():
+        for group in _groups(module):
+            for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
+
+
+class StagePasses:
+    """The passes of one step of a pipeline, of which forward and backward go on side by side.
+
+    fully_shard expects one root forward after another, each with its end and its backward. A stage leaves the root's
+    forward in the middle, and the pass is over when the schedule is: so gradients add up unreduced until then. As in
+    torch.distributed.pipelining, what fully_shard does at the end of a backward is called by hand.
+    """
+
+    def __init__(self, modules: Sequence[FSDPModule]):
+        self._modules = modules
+        self._root = modules[-1]._get_fsdp_state()
+        # Now, while all modules are in their places: each stage's forward stands in for those of the others.
+        self._root._lazy_init()
+
+    def begin(self) -> None:
+        """Forget a forward that a stage left in the middle."""
+        self._root._training_state = TrainingState.IDLE
+        self._root._state_ctx.iter_forward_root = None
+        self._modules[-1].set_is_last_backward(False)
+
+    def end(self) -> None:
+        """Reduce what all backwards added up, and let the parameters go."""
+        self._modules[-1].set_is_last_backward(True)
+        for module in reversed(self._modules):
+            for group in _groups(module):
+                group.post_backward()
+        self._root._root_post_backward_final_callback()
+
+
+def _groups(module: FSDPModule) -> Sequence[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch below 2.13
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
 
 
 def watch_steps(

@@ -67,6 +67,7 @@ def shard_units(
         in_use = index >= len(units) - 2
         embeds = type(module) is nn.Embedding
         lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
+        lets_go = lets_go and mesh.plan.pp == 1  # else another microbatch's forward comes before the first backward
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
         fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)

@@ -101,6 +101,12 @@ class Columns:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def reduces_once(self) -> NDArray[np.bool_]:
+        """Rows that with zero=3 gather and reduce once in a step. Under a pipeline one pass is the step."""
+        lets_go = self.reshard == RESHARDS.index("after_forward")
+        return (self.reshard == RESHARDS.index("after_step")) | ((self.pp > 1) & ~lets_go)
+
     def stride(self, axis: str) -> Ints:
         """Ranks from one neighbour on an axis to the next: the product of the axes inside of it."""
         usual = self._inside(ORDERS[0], axis, slice(None))

@@ -44,8 +44,8 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: Work, devices_pe
     step = stepped * (_HOST_STEP_BYTES * devices_per_node / tables.host_step_rate)
     out = optimizer * work.own * job.stack.grad_bytes / rate
     back = optimizer * work.own * job.stack.weight_bytes / rate
-    gathers = np.choose(columns.reshard, [2 * passes, passes, np.ones(len(columns))]) if len(RESHARDS) == 3 else passes
-    sums = np.where(columns.reshard == RESHARDS.index("after_step"), 1.0, passes)
+    sums = np.where(columns.reduces_once, 1.0, passes)
+    gathers = np.where(columns.reshard == RESHARDS.index("after_forward"), 2 * passes, sums)
     moved = params * work.own * (gathers * job.stack.gather_bytes + sums * job.stack.grad_bytes) / rate
     late = np.maximum(0.0, out + moved - whole_s * (2 / 3))
     each = activations * layer_bytes(job, columns).kept / rate

@@ -241,10 +241,10 @@ def _whole_gradients(job: Job, columns: Columns) -> NDArray[np.bool_]:
     """Rows whose ranks hold all gradients of their parameters at the fullest moment of backward.
 
     Those of several passes add up before they travel, where they travel once a step: under ZeRO 1 and 2 of Weft's
-    runtime, and under ZeRO 3 that lets go after the step. Those of one pass leave bucket by bucket.
+    runtime, and under ZeRO 3 that lets go after the step, as a pipeline does. Those of one pass leave bucket by bucket.
     """
     zero, several = columns.zero, columns.num_micro > 1
-    once = np.where(zero == 3, columns.reshard == _AFTER_STEP, job.stack.travel_once)
+    once = np.where(zero == 3, columns.reduces_once, job.stack.travel_once)
     return (zero == 0) | (once & several) | ((zero == 1) & ~np.bool_(job.stack.travel_once))
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weft.planner.collective_cost import Fabric
 from weft.planner.columns import Columns, Job
 from weft.planner.tables import Tables
-from weft.spec.plan import REDUCES, RESHARDS
+from weft.spec.plan import REDUCES
 
 Array = NDArray[np.float64]
 
@@ -44,11 +44,12 @@ def exposed_s(
     sharded = columns.zero == 3
     units = np.maximum(1.0, window.layers)
     gathers, reduces = _traffic(job, columns, fabric, shares, units)
-    once = columns.reshard == RESHARDS.index("after_step")
+    once = columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
     gathers_b = np.where(sharded & (columns.reshard == 0), gathers, 0.0)
     open_f, busy_f = _hide(gathers, window.forward, units, tables, stack.overlap_params)
-    hides_b = stack.overlap_params & sharded | stack.overlap_grads
+    # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
+    hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1))
     open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
     return passes * (open_f + open_b), passes * lost

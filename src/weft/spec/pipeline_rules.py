@@ -71,16 +71,13 @@ PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
 #: What cannot work, whatever is built.
 PIPELINE_LASTING: tuple[Rule, ...] = (
     Rule(
-        name="zero-3-without-pp",
-        field="zero",
-        reason="zero=3 gathers parameters for each microbatch, and a pipeline has many: traffic would grow with them.",
-        predicate=lambda plan, facts: plan.zero == 3 and asks(plan, facts, "pp"),
-        finding=lambda plan, facts: (
-            f"parameters would be gathered twice in each of {plan.microbatches} microbatches, and stages divide them "
-            f"already"
-        ),
-        remedy=lambda plan, facts: "Use zero=2, under which gradients travel once in a step",
-        fix=lambda plan, facts: plan.replace(zero=2, reshard="after_forward"),
+        name="pp-keeps-gathered",
+        field="reshard",
+        reason="zero=3 with reshard=after_forward would gather parameters twice for each microbatch of a pipeline.",
+        predicate=lambda plan, facts: plan.zero == 3 and plan.reshard == "after_forward" and asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "zero=3 would gather parameters twice for each microbatch of the pipeline",
+        remedy=lambda plan, facts: "Use reshard=after_step, which gathers them once in a step, or zero=2",
+        fix=lambda plan, facts: plan.replace(reshard="after_step"),
     ),
     Rule(
         name="schedule-virtual-stages",

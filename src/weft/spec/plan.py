@@ -64,7 +64,8 @@ class Plan:
         Ranks that are neighbours on the innermost axis are neighbours on the machine.
     zero: ZeRO stage; what is sharded over dp_shard (0 nothing, 1 optimizer, 2 + gradients, 3 + parameters).
     reshard: when zero=3 lets gathered parameters go: "after_forward" (least memory), "after_backward" (gathered
-        once in a pass), "after_step" (once in a step, in which gradients travel once too).
+        once in a pass), "after_step" (once in a step, in which gradients travel once too). Under a pipeline the latter
+        two are the same.
     sp: sequence parallel between tensor-parallel regions.
     cp_mode: how a sequence that is cut over cp attends to all of itself: "gather" (keys and values of all ranks),
         "ring" (they go around, under the computation), "ulysses" (all tokens of some heads, by all_to_all), or "auto":

@@ -48,7 +48,7 @@ def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Se
         "reduce": ("fp32",),  # bf16 differs from one process by its rounding: tests/parity/test_reduce.py
         "recompute": ("none", "full", "selective", "attention", "full:1"),
         "offload": ((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
-        "compile": (False,),
+        "compile": (False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
     }
 
 

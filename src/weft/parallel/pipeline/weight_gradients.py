@@ -6,12 +6,10 @@ themselves. Layers of other kinds give all their gradients at once, which is rig
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from weft.memory.become import become
 from weft.parallel.cut_modules import ColumnLinear, RowLinear
 from weft.parallel.held import HeldGradients, HeldProduct, linear
 
@@ -43,36 +41,42 @@ def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:
 
     Layers whose forward was replaced, and subclasses with a forward of their own, stay as they are.
     """
-    kinds: dict[type, type] = {}
     count = 0
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
             module._weft_held = held
             count += 1
             continue
-        forward = _forward_of(module)
-        if forward is not None and "forward" not in vars(module):
-            kind = type(module)
-            if kind not in kinds:
-                kinds[kind] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-            module._weft_held = held  # pyright: ignore[reportArgumentType]
-            module.__class__ = kinds[kind]
+        kind = _kind_of(module)
+        if kind is not None and "forward" not in vars(module):
+            become(module, kind, held=held)
             count += 1
     return count
 
 
-def _forward_of(module: nn.Module) -> Callable[..., Tensor] | None:
+class _HoldingLinear(nn.Module):
+    """A linear layer whose weight's gradient may wait."""
+
+    _weft_held: HeldGradients
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        return linear(input, self.weight, self.bias, self._weft_held)  # pyright: ignore[reportArgumentType]
+
+
+class _HoldingConv1D(nn.Module):
+    """transformers' layer of GPT-2: a linear layer whose weight is (I, O)."""
+
+    _weft_held: HeldGradients
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        return linear(x, self.weight, self.bias, self._weft_held, transposed=True)  # pyright: ignore[reportArgumentType]
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return _linear_forward
-    # transformers' layer of GPT-2: a linear layer whose weight is (I, O).
+        return _HoldingLinear
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
-        return _conv1d_forward
+        return _HoldingConv1D
     return None
-
-
-def _linear_forward(self: Any, input: Tensor) -> Tensor:
-    return linear(input, self.weight, self.bias, self._weft_held)
-
-
-def _conv1d_forward(self: Any, x: Tensor) -> Tensor:
-    return linear(x, self.weight, self.bias, self._weft_held, transposed=True)

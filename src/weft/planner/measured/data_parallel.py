@@ -9,7 +9,6 @@ from weft.planner.columns import Columns, Job
 from weft.planner.measured.crowd import Crowd
 from weft.planner.measured.layer import VALUE, Clock
 from weft.planner.memory_cost import rank_shares
-from weft.spec.plan import RESHARDS
 
 Array = NDArray[np.float64]
 
@@ -57,7 +56,7 @@ def _sharded(job: Job, columns: Columns, clock: Clock, dense: Array, ends: Array
     """ZeRO 3: units are gathered for forward and again for backward, and their gradients scattered, in every pass."""
     group = (columns.dp_shard * columns.cp).astype(float)
     stride = columns.tp
-    once = columns.reshard == RESHARDS.index("after_step")
+    once = columns.reduces_once
     again = np.where(columns.reshard == 0, 2.0, 1.0)
     h = float(job.shape.hidden)
     total = np.zeros(len(columns))
@@ -65,8 +64,6 @@ def _sharded(job: Job, columns: Columns, clock: Clock, dense: Array, ends: Array
         each = params / units * VALUE
         # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
         moved = clock.of("copy", params / units / h, h)
-        # Before each, ranks tell each other which unit they mean.
-        moved = moved + clock.travel("all_gather", np.full(len(columns), 24.0) * group, group, stride)
         gather = clock.travel("all_gather", each, group, stride) + moved
         reduce = clock.travel("reduce_scatter", each, group, stride) + moved
         reduce = reduce + clock.travel("all_reduce", each / group, columns.dp_replicate, stride * group)

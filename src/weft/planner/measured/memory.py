@@ -165,7 +165,8 @@ def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one
 
     Those of a single pass travel from where autograd put them, so a stage keeps its part alone; those of several add
     up whole, but under ZeRO 3. In a pipeline they add up where autograd puts them, beside what the engine keeps; a
-    schedule that runs all forwards first has let one pass go when they are there.
+    schedule that runs all forwards first has let one pass go when they are there. ZeRO 3 that reduces once in a step
+    has them whole until then.
     """
     group = (columns.dp_shard * columns.cp).astype(float)
     piped = columns.pp > 1
@@ -176,5 +177,6 @@ def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one
     made = np.where((columns.zero == 2) & several, params, 0.0)
     beside = np.where(columns.num_micro > passes, params, np.maximum(0.0, params - one_pass))
     made = np.where(piped & (columns.zero < 3), beside, made)
+    made = np.where((columns.zero == 3) & (columns.num_micro > 1) & columns.reduces_once, params, made)
     found = (kept + made) * np.maximum(width, 4.0)
     return np.where(late, 0.0, found), np.where(late, found, 0.0)

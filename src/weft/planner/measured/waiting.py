@@ -43,7 +43,7 @@ def _meetings(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[
     shard = columns.dp_shard * columns.cp
     by_unit = columns.zero == 3
     gathers = np.select([columns.reshard == RESHARDS.index(name) for name in _GATHERS], list(_GATHERS.values()))
-    once = columns.reshard == RESHARDS.index("after_step")
+    once = columns.reduces_once
     # Attention and feed-forward, each forward and backward; of what is made again the first of two sums.
     tp = every * (4 + columns.recompute_share * (full | selective))
     cp = every * (2 + columns.recompute_share * full)

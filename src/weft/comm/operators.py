@@ -1,0 +1,116 @@
+"""Collectives along a dim; and the same as operators of torch, which graphs of torch.compile hold like any other.
+
+Without operators the compiler would follow a collective into its transport, and give up there. `prepare_operators`
+makes those of one axis; from then on the functions of `comm.autograd` over that axis call them while they are compiled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
+from weft.errors import CommError
+from weft.mesh import Axis
+
+#: What each function gives, for the operator of its name.
+_SCHEMAS = {
+    "add_up": "(Tensor x) -> Tensor",
+    "join": "(Tensor x, int dim) -> Tensor",
+    "sum_part": "(Tensor x, int dim) -> Tensor",
+}
+
+
+def add_up(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of the ranks' tensors, a new tensor."""
+    if (operator := _compiled(axis, "add_up")) is not None:
+        return operator(x)
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' tensors joined along dim."""
+    if (operator := _compiled(axis, "join")) is not None:
+        return operator(x, dim)
+    if dim == 0:
+        return all_gather(x.contiguous(), axis, out=x.new_empty((axis.size * x.shape[0], *x.shape[1:])))
+    parts = all_gather(x.contiguous(), axis).view(axis.size, *x.shape)
+    return torch.cat(parts.unbind(0), dim)
+
+
+def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's slice along dim of the sum over the ranks. CommError where dim is no multiple of the ranks."""
+    size = share(x, axis, dim)
+    if (operator := _compiled(axis, "sum_part")) is not None:
+        return operator(x, dim)
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    if dim == 0:
+        return reduce_scatter(x.contiguous(), axis, out=x.new_empty(shape))
+    stacked = torch.stack(x.split(size, dim))
+    return reduce_scatter(stacked, axis, out=x.new_empty(shape))
+
+
+def share(x: Tensor, axis: Axis, dim: int) -> int:
+    """How much of dim each rank has."""
+    size, rest = divmod(x.shape[dim], axis.size)
+    if rest:
+        raise CommError(
+            f"axis {axis.name}: dim {dim} of shape {tuple(x.shape)} is no multiple of its {axis.size} ranks. "
+            f"Pad it to {x.shape[dim] + axis.size - rest}."
+        )
+    return size
+
+
+def prepare_operators(axis: Axis) -> None:
+    """Let compiled graphs hold collectives over this axis. They live with it, and torch forgets them with it.
+
+    Call it before what uses the axis is compiled.
+    """
+    if axis.size > 1 and not axis.operators:
+        axis.operators.update(_Library(axis).operators())
+
+
+class _Library:
+    """The operators of one axis, in a name space of torch's that goes when this goes."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self._space = f"weft_{id(self)}"
+        self._library = torch.library.Library(self._space, "DEF")
+
+    def operators(self) -> dict[str, object]:
+        """By name, and the library itself: torch's own table of operators does not keep it."""
+        size, known = self.axis.size, weakref.ref(self)
+        functions = {add_up: torch.empty_like, join: _scaled(size, 1), sum_part: _scaled(1, size)}
+        for function, fake in functions.items():
+            name = function.__name__
+            self._library.define(f"{name}{_SCHEMAS[name]}")
+            self._library.impl(name, _on_axis(function, known), "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{self._space}::{name}", fake, lib=self._library)
+        space = getattr(torch.ops, self._space)
+        return {"library": self, **{name: getattr(space, name).default for name in _SCHEMAS}}
+
+
+def _on_axis(function: Callable[..., Tensor], known: weakref.ref[_Library]) -> Callable[..., Tensor]:
+    def call(*args: Any) -> Tensor:
+        library = known()
+        assert library is not None, "the mesh is gone, and so is what was compiled for it"
+        return function(args[0], library.axis, *args[1:])
+
+    return call
+
+
+def _scaled(times: int, over: int) -> Callable[[Tensor, int], Tensor]:
+    def shaped(x: Tensor, dim: int) -> Tensor:
+        return x.new_empty((*x.shape[:dim], x.shape[dim] * times // over, *x.shape[dim + 1 :]))
+
+    return shaped
+
+
+def _compiled(axis: Axis, name: str) -> Callable[..., Tensor] | None:
+    """The axis's operator of that name, while something is compiled."""
+    return axis.operators.get(name) if torch.compiler.is_compiling() else None  # pyright: ignore[reportReturnType]

@@ -1,0 +1,99 @@
+"""Deep models under plans that compile: what is trained, and what torch.compile made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from tests.parity.cases import LLAMA
+from tests.parity.dropout_cases import Block, PlainCase
+from tests.parity.moe_cases import MOE, MoECase
+from tests.parity.plans import Cell, Subject
+from weft.spec.plan import Plan, plan_fields
+from weft.testing import Case, DecoderCase, ParityResult, covering, train_case
+from weft.testing.matrix import row_of
+
+#: More blocks than torch.compile compiles anew before it gives up.
+DEPTH = 12
+_DEEP = dataclasses.replace(LLAMA, num_layers=DEPTH)
+
+
+@dataclasses.dataclass(frozen=True)
+class DroppingCase(PlainCase):
+    """Plain blocks that drop by nn.Dropout; inside attention too, where `attention` is not 0."""
+
+    depth: int = DEPTH
+    attention: float = 0.0
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.blocks = nn.ModuleList(Block(16, 4, 0.25) for _ in range(self.depth)).double()
+        for block in model.blocks:
+            block.attn.dropout = self.attention
+        return model
+
+
+def deep_subjects() -> dict[str, Subject]:
+    """Twelve blocks: Weft's decoder, one with experts (dense blocks first), plain PyTorch with dropout."""
+    experts = dataclasses.replace(MOE, num_layers=DEPTH, first_moe_layer=2)
+    return {
+        "decoder": Subject(DecoderCase(_DEEP, num_steps=2), _DEEP),
+        "experts": Subject(MoECase(experts, global_batch=8, num_steps=2), experts),
+        "dropout": Subject(DroppingCase("plain", num_steps=2), _DEEP, without=frozenset({"cp", "ep"})),
+    }
+
+
+def compiled_cells(num_ranks: int) -> list[Cell]:
+    """Few legal plans that compile: each axis, each kind of recompute, zero=3, with each model that has a place for it.
+
+    Those that differ from one another only in how data parallelism, accumulation or a schedule go on outside of blocks
+    are tried without compiling.
+    """
+    only = {
+        "compile": (True,), "order": ((),), "offload": ((),), "zero": (0, 3), "accumulation": (1,),
+        "reshard": ("after_forward",), "microbatches": (1, 2), "schedule": ("gpipe", "1f1b"),
+        "recompute": ("none", "full", "selective"), "cp_mode": ("auto", "gather"),
+    }  # fmt: skip
+    cells = [Cell(name, plan) for name, one in deep_subjects().items() for plan in one.plans(num_ranks, **only)]
+    rows = [row_of(cell.plan, subject=cell.subject) for cell in cells]
+    axes = [name for name in plan_fields() if name in ("tp", "sp", "cp", "ep", "pp", "zero", "recompute")]
+    groups = [(axis, "subject") for axis in axes] + [("tp", "sp", "recompute")]
+    return [cells[index] for index in covering(rows, groups)]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A training, and what was compiled for it: graphs, reasons of breaks, runs that the limit left uncompiled."""
+
+    result: ParityResult
+    graphs: int
+    breaks: list[str]
+
+
+def train_compiled(plan: str, case: Case, backend: str = "eager") -> Compiled:
+    """On each rank, without code being generated. Fails where torch.compile gives up on a block."""
+    module = importlib.import_module("weft.parallel.parallelize")
+    known: Callable[..., Any] = module.compile_blocks
+    limit = torch._dynamo.config.fail_on_recompile_limit_hit
+    module.compile_blocks = functools.partial(known, backend=backend)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        result = train_case(plan, case)
+        return Compiled(result, counters["stats"]["unique_graphs"], list(counters["graph_break"]))
+    finally:
+        module.compile_blocks = known
+        torch._dynamo.config.fail_on_recompile_limit_hit = limit
+
+
+def compiled_plan(text: str) -> str:
+    return Plan.parse(f"{text} compile=on precision=fp64").format()

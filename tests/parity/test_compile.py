@@ -1,0 +1,106 @@
+"""Deep models whose blocks are compiled: they share graphs, and compute what PyTorch alone computes uncompiled.
+
+The tracer is real. Code is generated in tests/memory/test_compile.py, and the backward is traced in
+tests/parity/test_compile_cut.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tests.parity.compiled import DroppingCase, compiled_cells, compiled_plan, deep_subjects, train_compiled
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.parallel.position_noise import kept_at, key_of
+from weft.spec.plan import Plan
+from weft.testing import train_case
+
+RTOL = 1e-10
+#: Where the host must look inside of a block: rows of each expert, the part of a sequence that a rank attends to.
+ON_THE_HOST = ("MoE.forward", "_attend_cut", "_first_run")
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {
+        name: train_case("precision=fp64", one.case) if name != "decoder" else None
+        for name, one in deep_subjects().items()
+    }
+
+
+@pytest.mark.parametrize("cell", compiled_cells(2), ids=lambda cell: f"{cell.subject} {cell.plan}")
+def test_blocks_of_one_class_share_their_graphs(cell, plain, references, ranks2):
+    subject = deep_subjects()[cell.subject]
+    want = references[cell.subject] or plain[subject.case]
+    kinds = 2 if cell.subject == "experts" else 1
+    for found in ranks2.run(train_compiled, cell.plan.format(), subject.case):
+        assert found.result.largest_difference(want) < RTOL
+        breaks = [reason for reason in found.breaks if not any(name in reason for name in ON_THE_HOST)]
+        assert not breaks
+        # What is left of a block at a break is a graph of its own; a recomputed block with a break has none. Where a
+        # sequence is cut and joined around the blocks, each is one more.
+        least = 0 if found.breaks and cell.plan.recompute != "none" else 1
+        assert least <= found.graphs <= 2 * kinds + 2 * len(found.breaks) + cell.plan.sp
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=2", "tp=2 sp=on recompute=full"])
+def test_twice_the_depth_is_the_same_graph(plan, ranks2):
+    counts = [
+        ranks2.run(train_compiled, compiled_plan(plan), DroppingCase("plain", num_steps=1, depth=depth))[0].graphs
+        for depth in (12, 24)
+    ]
+    assert counts[0] == counts[1] <= 3  # of sp, two cut the sequence and join it
+
+
+def test_dropout_inside_attention_breaks_a_block_and_is_compiled_around(ranks2):
+    case = DroppingCase("plain", num_steps=2, attention=0.25)
+    want = train_case("precision=fp64", case)
+    for found in ranks2.run(train_compiled, compiled_plan("tp=2 sp=on"), case):
+        assert found.result.largest_difference(want) < RTOL
+        assert 2 <= found.graphs <= 5
+
+
+def test_generated_code_draws_the_numbers_of_the_eager_one():
+    """Of the second rank of tp, which has the later half of the tokens: there places are no plain indices."""
+
+    def dropped(x, key, first):
+        places = [torch.arange(4) + first, torch.arange(16).narrow(0, 8, 8), torch.arange(6)]
+        return torch.where(kept_at(key, places, 0.25), x, 0.0)
+
+    x, key, first = torch.ones(4, 8, 6), torch.tensor(key_of(3, "blocks.0", 1)), torch.tensor(3)
+    torch._dynamo.reset()
+    found = torch.compile(dropped, dynamic=False)(x, key, first)
+    assert torch.equal(found, dropped(x, key, first))
+    assert 0.5 < found.mean() < 0.95
+
+
+def told(model, plan):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        parallelize(model, build_mesh(Plan.parse(plan)))
+    return [str(each.message) for each in seen if str(each.message).startswith("compile=on")]
+
+
+def test_blocks_that_recompute_and_cannot_be_compiled_are_told_of():
+    subjects = deep_subjects()
+    for model, reason in (
+        (DroppingCase("plain", attention=0.25).model(), "dropout inside of attention"),
+        (subjects["experts"].case.model(), "experts"),
+    ):
+        assert told(model, "recompute=full compile=on precision=fp64") == [
+            f"compile=on: blocks with {reason} run uncompiled where they recompute. "
+            f"Use recompute=none to have them compiled in parts, or leave compile out."
+        ]
+    assert told(subjects["dropout"].case.model(), "recompute=full compile=on precision=fp64") == []
+    assert told(subjects["experts"].case.model(), "compile=on precision=fp64") == []
+
+
+def test_the_plans_tried_have_every_axis():
+    plans = [cell.plan for cell in compiled_cells(2)]
+    assert all(isinstance(plan, Plan) and plan.compile for plan in plans)
+    for field in ("tp", "cp", "ep", "pp", "sp"):
+        assert any(getattr(plan, field) > 1 or getattr(plan, field) is True for plan in plans), field
+    assert {plan.recompute for plan in plans} >= {"none", "full", "selective"}
