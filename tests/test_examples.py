@@ -52,7 +52,7 @@ def run(*command: str, home: Path) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=home,
-        env=env.child_env(WEFT_HOME=str(home), OMP_NUM_THREADS="1", CI="true"),
+        env=env.child_env(WEFT_HOME=str(home), TMPDIR=str(home), OMP_NUM_THREADS="1", CI="true"),
         capture_output=True,
         text=True,
         timeout=180,
@@ -61,9 +61,26 @@ def run(*command: str, home: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("example", [path for path in EXAMPLES if path != ADOPTION], ids=lambda path: path.stem)
+#: Those that the gate runs; they stand for the others.
+QUICK = ("02_plans", "03_from_python", "04_save_and_resume", "06_hugging_face")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.full)
+        for path in EXAMPLES
+        if path != ADOPTION
+    ],
+)
 def test_example_runs(example, tmp_path):
     assert run(str(example), home=tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if "torchrun" in path.read_text()], ids=lambda p: p.stem)
+def test_example_runs_on_two_ranks(example, tmp_path):
+    assert run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example), home=tmp_path)
 
 
 def test_examples_are_short():
