@@ -20,7 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from weft.spec.plan import Plan
+from weft.testing.hugging_face import model_of
 from weft.testing.spawn import RankPool
 from weft.testing.subject import Settings, find_subject
 from weft.testing.verify import Verifier
@@ -113,10 +116,11 @@ def row_of(kind: str, class_name: str, folder: Path, pool: RankPool) -> dict[str
     (folder / "config.json").write_text(
         json.dumps({**config.to_dict(), "model_type": kind, "architectures": [class_name]})
     )
-    subject = find_subject(str(folder), Settings(num_steps=2, seq_len=16, global_batch=4))
-    num_parameters = sum(p.numel() for p in subject.build().model().parameters())
+    with torch.device("meta"):
+        num_parameters = sum(p.numel() for p in model_of(config).parameters())
     if num_parameters > MOST_PARAMETERS:
         raise ValueError(f"{num_parameters:,} parameters: its sizes have other names")
+    subject = find_subject(str(folder), Settings(num_steps=2, seq_len=16, global_batch=4))
     cells: dict[str, str] = {}
     with Verifier(subject, 2, pool) as verifier:
         for technique, plan in PLANS.items():
