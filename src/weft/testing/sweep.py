@@ -7,6 +7,7 @@ there takes all plans that ask for at least as much out of the choice, so that t
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -76,6 +77,8 @@ class Sweep:
                 yield plan
         while rest := self._rest(done):
             for plan in rest:
+                if len(done) - self.num_refused == self.limit:
+                    return
                 if not self.is_refused(plan):
                     done[plan] = None
                     yield plan
@@ -98,8 +101,9 @@ class Sweep:
     def _rest(self, done: Mapping[Plan, None]) -> list[Plan]:
         chosen = self.choose(self.allowed())
         rest = [plan for plan in chosen if plan not in done]
-        missing = len(rest) if self.limit is None else self.limit - (len(done) - self.num_refused)
-        return sample(rest, max(0, missing), self.seed)
+        if self.limit is not None:
+            random.Random(self.seed).shuffle(rest)
+        return rest if len(done) - self.num_refused != self.limit else []
 
     def _probes(self) -> Iterator[Plan]:
         """For each technique, the plan that asks for least besides."""
