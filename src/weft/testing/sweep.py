@@ -42,8 +42,8 @@ def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
 class Sweep:
     """Plans to try, one after the other; `refuse` says that the model cannot be laid out as the last one asks.
 
-    every: all legal plans. choose: which of the allowed ones are worth trying. limit: stop when so many were tried and
-    not refused; they are drawn by `seed`. refused: what was refused, each with the reason that was given.
+    every: all legal plans. choose: which of the allowed ones are worth trying. limit: so many that are not refused,
+    drawn by `seed`. refused: what was refused, each with the reason that was given.
     """
 
     every: Sequence[Plan]
@@ -69,19 +69,20 @@ class Sweep:
         return [plan for plan in self.every if not self.is_refused(plan)]
 
     def plans(self) -> Iterator[Plan]:
-        """The plans, chosen anew whenever something was refused. Say what was refused before asking for the next."""
+        """Each technique by itself, then the plans that are chosen; say what was refused before asking for the next."""
         done: dict[Plan, None] = {}
-        if self.limit is None:
-            for plan in self._probes():
-                done[plan] = None
-                yield plan
+        for plan in self._probes():
+            done[plan] = None
+            yield plan
+        left = self.limit
         while rest := self._rest(done):
             for plan in rest:
-                if len(done) - self.num_refused == self.limit:
+                if left == 0:
                     return
                 if not self.is_refused(plan):
                     done[plan] = None
                     yield plan
+                    left = left if left is None or self.is_refused(plan) else left - 1
 
     def part(self, number: int, count: int) -> Iterator[Plan]:
         """Each technique by itself, then every `count`-th of the plans that are chosen after that.
@@ -99,11 +100,10 @@ class Sweep:
                 yield plan
 
     def _rest(self, done: Mapping[Plan, None]) -> list[Plan]:
-        chosen = self.choose(self.allowed())
-        rest = [plan for plan in chosen if plan not in done]
+        rest = [plan for plan in self.choose(self.allowed()) if plan not in done]
         if self.limit is not None:
             random.Random(self.seed).shuffle(rest)
-        return rest if len(done) - self.num_refused != self.limit else []
+        return rest
 
     def _probes(self) -> Iterator[Plan]:
         """For each technique, the plan that asks for least besides."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -157,6 +158,36 @@ def test_a_module_that_runs_where_it_is_not_held_is_an_error():
         "another, and modules beside them wholly before or after. Register those that run after the blocks behind "
         "them, or use pp=1."
     )
+
+
+class Around(nn.Module):
+    """Residuals outside of the blocks, or an embedding that is added again behind them."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.embed = kind, nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x) if self.kind == "residual" else block(x)
+        return self.head(x + first if self.kind == "skip" else x)
+
+
+@pytest.mark.parametrize("kind", ["residual", "skip", "plain"])
+def test_what_goes_around_the_blocks_is_refused_by_the_stage_that_lacks_it(kind):
+    """It computed other numbers without a word before."""
+    model, batch = Around(kind), torch.randn(3, 4)
+    wrong, activation = {"residual": [1, 2], "skip": [2], "plain": []}, None
+    for stage in stages_of(model, [1, 2]):
+        with pytest.raises(ModelError, match="outside of them") if stage.index in wrong[kind] else nullcontext():
+            activation = stage.forward(lambda model, x: model(x), batch, activation).detach().requires_grad_()
+        if stage.index in wrong[kind]:
+            activation = torch.randn(3, 4, requires_grad=True)
+    if kind == "plain":
+        assert torch.equal(activation, model(batch))
 
 
 def test_a_stand_in_has_no_tensors_and_all_attributes():

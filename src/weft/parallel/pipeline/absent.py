@@ -11,24 +11,46 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
 
 
 class Flow:
-    """The activation that enters a stage, while its forward runs. None: the stage is the first."""
+    """The activation that enters a stage, while its forward runs. None: the stage is the first.
+
+    mark: a zero in all that absent modules give, where it is asked whether the stage's output depends on that.
+    """
 
     def __init__(self) -> None:
         self.incoming: torch.Tensor | None = None
         self.has_entered = False
+        self.mark: torch.Tensor | None = None
 
-    def begin(self, incoming: torch.Tensor | None) -> None:
+    def begin(self, incoming: torch.Tensor | None, *, is_marked: bool) -> None:
         """A stage's forward begins."""
         self.incoming, self.has_entered = incoming, incoming is None
+        if is_marked and incoming is not None:
+            self.mark = torch.zeros((), dtype=incoming.dtype, device=incoming.device, requires_grad=True)
 
     def end(self) -> None:
         """It is over."""
-        self.incoming, self.has_entered = None, False
+        self.incoming, self.has_entered, self.mark = None, False, None
+
+    def reaches(self, output: Any) -> bool:
+        """Whether what absent modules gave went into the output: it stands there for values of other stages."""
+        mark = self.mark
+        found = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+        seen: set[Any] = set(found)
+        while mark is not None and found:
+            node = found.pop()
+            if getattr(node, "variable", None) is mark:
+                return True
+            for before, _ in node.next_functions:
+                if before is not None and before not in seen:
+                    seen.add(before)
+                    found.append(before)
+        return False
 
 
 class Left(BaseException):
@@ -82,7 +104,8 @@ class Absent(StandIn):
                 f"one after another, and modules beside them wholly before or after. Register those that run after "
                 f"the blocks behind them, or use pp=1."
             )
-        return flow.incoming.detach()
+        given = flow.incoming.detach()
+        return given if flow.mark is None else given + flow.mark
 
 
 class Entry(StandIn):

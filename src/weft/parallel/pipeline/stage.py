@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.errors import ModelError
 from weft.parallel.pipeline.absent import Absent, Entry, Exit, Flow, Left
 from weft.parallel.pipeline.chain import Chain, Site
 
@@ -32,6 +33,7 @@ class Stage:
         self._model = model
         self._chain = chain
         self._flow = Flow()
+        self._has_looked = False
         self._swaps: list[tuple[Site, nn.Module]] = []
 
     @property
@@ -57,14 +59,32 @@ class Stage:
 
     def forward(self, forward: ForwardFn, batch: Any, incoming: torch.Tensor | None) -> Any:
         """What the next stage takes; of the last stage the model's output. incoming: None for the first stage."""
-        self._flow.begin(incoming)
+        looks = not self._has_looked and torch.is_grad_enabled()
+        self._flow.begin(incoming, is_marked=looks)
+        try:
+            output = self._run(forward, batch)
+            if looks:
+                self._has_looked = True
+                self._refuse_other_paths(output)
+            return output
+        finally:
+            self._flow.end()
+
+    def _run(self, forward: ForwardFn, batch: Any) -> Any:
         try:
             with self._alone():
                 return forward(self._model, batch)
         except Left as left:
             return left.output
-        finally:
-            self._flow.end()
+
+    def _refuse_other_paths(self, output: Any) -> None:
+        """ModelError where something reaches the output past the blocks, which a stage does not receive."""
+        if self._flow.reaches(output):
+            raise ModelError(
+                f"pp: {type(self._model).__name__} carries values from block to block outside of them, such as a "
+                f"residual that is added around a block, and a stage receives only what the block before gave. "
+                f"Put that into the blocks, or use pp=1."
+            )
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
