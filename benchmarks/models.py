@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -196,9 +197,11 @@ def page(rows: dict[str, tuple[str, dict[str, str]]], left_out: dict[str, str]) 
 
 
 def _general(cell: str) -> str:
-    """The reason without the names of single modules, so that families share footnotes."""
+    """The reason without the names of single modules and classes, so that families share footnotes."""
     text = cell.partition(": ")[2] or cell
-    return " ".join("…" if ("." in word.strip(".,()") and "/" not in word) else word for word in text.split())
+    text = re.sub(r"`?\b[\w*{},]+(?:\.[\w*{},]+)+`?(?:\(.*?\))?", "…", text)
+    text = re.sub(r"\b[A-Z][a-z]*\w*(?:For|Model|Attention|Layer|With|Head|LM)\w*", "…", text)
+    return re.sub(r"…(?:,? …)*", "…", text)[:240]
 
 
 def main() -> None:

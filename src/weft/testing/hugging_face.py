@@ -25,7 +25,7 @@ _PARTS = ("text_config", "vision_config", "audio_config")
 
 
 def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size: int | None) -> Any:
-    """The config of a folder, dropout off, with the depth, width and vocabulary that are given.
+    """The config of a folder, dropout and router noise off, with the depth, width and vocabulary that are given.
 
     Raises ModelError where transformers cannot read it, MissingExtra without transformers.
     """
@@ -44,7 +44,7 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
         ) from None
     for part in (config, *(found for name in _PARTS if (found := getattr(config, name, None)) is not None)):
         for name in vars(part):
-            if "dropout" in name or name.endswith("pdrop"):
+            if "dropout" in name or "jitter" in name or name.endswith("pdrop"):
                 setattr(part, name, 0.0)
     if num_layers:
         _reduce_depth(config, num_layers)
