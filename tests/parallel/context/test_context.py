@@ -216,6 +216,7 @@ def misused_model(kind):
         family, changes = FOREIGN[kind]
         return hf_of(family, **changes)
     model = hf_llama(attention_dropout=0.1 if kind == "dropout" else 0.0)
+    model.config.trigram_input = kind == "neighbours"
     if kind == "heads":
         model.config.num_attention_heads = 3
     elif kind == "layer":
@@ -256,8 +257,10 @@ def misuse(kind):
             model(input_ids=batch["input_ids"])
 
 
-MODELS = ("free", "heads", "dropout", "sinks", "layer", "own mask", *FOREIGN)
+MODELS = ("neighbours", "free", "heads", "dropout", "sinks", "layer", "own mask", *FOREIGN)
 REFUSALS = {
+    "neighbours": "cp=2: LlamaForCausalLM reads the embeddings of neighbouring tokens together (trigram_input), and a "
+    "rank has only its own. Use cp=1 for this model.",
     "free": "cp=2: Free is neither one of Weft's decoders nor one of transformers, so its attention cannot be "
     "replaced. Use cp=1.",
     "heads": "cp_mode=ulysses: 3 heads and 2 key-value heads cannot be shared out over cp=2 and tp=1. "

@@ -90,6 +90,11 @@ def replace_attention(model: Any, context: Context) -> None:
 
 def _refuse_mixers(model: nn.Module, context: Context) -> None:
     """ModelError where tokens reach each other by other ways than attention: a rank would see its own only."""
+    if getattr(getattr(model, "config", None), "trigram_input", False):
+        raise ModelError(
+            f"cp={context.axis.size}: {type(model).__name__} reads the embeddings of neighbouring tokens together "
+            f"(trigram_input), and a rank has only its own. Use cp=1 for this model."
+        )
     for path, block in repeated_blocks(model).items():
         for name, module in block.named_modules():
             if mixes_beside_attention(module):
