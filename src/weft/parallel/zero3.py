@@ -287,7 +287,7 @@ class FullyShardedModel:
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Frozen parameters by name, whole: here they are sharded too. A collective."""
         rest = self.axes.named(self.axes.rest(self._buffers.items()))
-        ours = self._whole_here(lambda param: None if param.requires_grad else param.detach())
+        ours = self.axes.named(self._unsharded(lambda param: None if param.requires_grad else param.detach()))
         return across_stages(chain(ours, rest), self.axes.stages, self._device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -354,10 +354,7 @@ class FullyShardedModel:
         yield from self.plain.values()
 
     def _whole(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        return across_stages(self._whole_here(of), self.axes.stages, self._device)
-
-    def _whole_here(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.axes.named(self._unsharded(of))
+        return across_stages(self.axes.named(self._unsharded(of)), self.axes.stages, self._device)
 
     def _unsharded(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, shard in self.shards.items():
