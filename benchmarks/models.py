@@ -165,9 +165,10 @@ def page(rows: dict[str, tuple[str, dict[str, str]]], left_out: dict[str, str]) 
         "# Hugging Face families by technique",
         f"`python benchmarks/models.py` trained {len(rows)} families of transformers for two steps on two ranks under",
         "each technique and compared loss, gradient norm, gradients and weights with PyTorch alone in float64 (1e-10):",
-        f"{cells['equal']} of {total} cells are equal, {cells['refused']} are refused with a sentence, {cells['DIFFERS']} give",
-        f"other numbers and {cells['FAILED']} end in an error that is not Weft's own. The models are two layers of width 16 with",
-        "random weights: the table says what computes right, not how fast it is.",
+        f"{cells['equal']} of {total} cells are equal, {cells['refused']} are refused with a sentence, "
+        f"{cells['DIFFERS']} give",
+        f"other numbers and {cells['FAILED']} end in an error that is not Weft's own. The models are two layers of width",
+        "16 with random weights: the table says what computes right, not how fast it is.",
         "",
         "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts to divide",
         "",
