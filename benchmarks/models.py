@@ -167,10 +167,11 @@ def page(rows: dict[str, tuple[str, dict[str, str]]], left_out: dict[str, str]) 
         "each technique and compared loss, gradient norm, gradients and weights with PyTorch alone in float64 (1e-10):",
         f"{cells['equal']} of {total} cells are equal, {cells['refused']} are refused with a sentence, "
         f"{cells['DIFFERS']} give",
-        f"other numbers and {cells['FAILED']} end in an error that is not Weft's own. The models are two layers of width",
+        f"other numbers and {cells['FAILED']} end in an error that is not Weft's own. "
+        "The models are two layers of width",
         "16 with random weights: the table says what computes right, not how fast it is.",
         "",
-        "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts to divide",
+        "● equal · – refused (the footnote has Weft's sentence) · ✗ an error or other numbers · empty: no experts",
         "",
         "| family | trained for | " + " | ".join(PLANS) + " |",
         "|---|---|" + "---|" * len(PLANS),
