@@ -169,9 +169,7 @@ def draw_times(
     title = f"Where the time of {num_steps} steps{since} went: {longest:.1f} s"
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
     # Bars may be too narrow for numbers; the legend has those of all.
-    legend = [
-        (f"{_word(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()
-    ]
+    legend = [(f"{_word(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()]
     return draw_bars(rows, title, legend)
 
 
