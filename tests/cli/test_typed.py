@@ -34,4 +34,5 @@ def test_one_setting_is_changed_and_the_rest_quoted() -> None:
     folder = RunFolder(Path("runs/my run"))
     words = ["weft", "train", "train.steps=40", "plan=dp_replicate=2 zero=1", "resume.step=20"]
     assert with_setting(words, folder, "train.steps", 80) == "weft train 'plan=dp_replicate=2 zero=1' train.steps=80"
+    assert with_setting(["weft", "train", "train.epochs=2"], folder, "train.steps", 80) == "weft train train.steps=80"
     assert with_setting((), folder, "train.steps", 80) == "weft train 'runs/my run/config.toml' train.steps=80"

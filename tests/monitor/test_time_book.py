@@ -85,6 +85,13 @@ def test_joined_axes_are_told_without_those_of_one_rank():
     assert "communication over dp_replicate 1.0 s" in draw_times(ranks, 5, sizes)
 
 
+def test_axes_that_read_alike_are_told_once():
+    ranks = [{"compute": 1.0, "over tp": 0.5, "over dp_shard*tp": 0.5, "total": 2.0}]
+    sizes = {"dp_shard": 1, "tp": 2}
+    assert time_lines(ranks, 5, sizes)[0].count("communication over tp 50%") == 1
+    assert draw_times(ranks, 5, sizes).count("communication over tp 1.0 s") == 1  # in the legend
+
+
 def test_the_report_as_a_picture():
     picture = ElementTree.fromstring(draw_times(RANKS * 100, 5))
     titles = [title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")]

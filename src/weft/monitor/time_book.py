@@ -120,10 +120,11 @@ def time_lines(
 
     sizes: of the mesh's axes, so that joined axes are told without those of one rank.
     """
+    ranks = [_over_wide(one, sizes) for one in ranks]
     total = max(one["total"] for one in ranks)
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in _kinds(ranks)}
     shares = sorted(((seconds / total, kind) for kind, seconds in means.items()), reverse=True)
-    told = ", ".join(f"{_word(kind, sizes)} {share:.0%}" for share, kind in shares if share >= 0.005)
+    told = ", ".join(f"{_word(kind)} {share:.0%}" for share, kind in shares if share >= 0.005)
     of = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
     since = f" since step {start_step}" if start_step else ""
     lines = [f"time    {num_steps} steps{since} in {total:.1f} s{of}: {told}"]
@@ -136,7 +137,7 @@ def time_lines(
     for share, kind in shares:
         least, advice = _ADVICE.get(kind, (2.0, ""))
         if share >= least and share * total >= _WORTH_ADVICE_S:
-            told = advice.format(share=share) if "{share" in advice else f"{_word(kind, sizes)}: {advice}"
+            told = advice.format(share=share) if "{share" in advice else f"{_word(kind)}: {advice}"
             lines.append(f"        {told}")
     return lines
 
@@ -146,6 +147,7 @@ def draw_times(
 ) -> str:
     """The report as a picture: SVG text, one row for each rank (at most 64, evenly chosen). The arguments are those of
     `time_lines`."""
+    ranks = [_over_wide(one, sizes) for one in ranks]
     kinds = _kinds(ranks)
     axes = [kind for kind in kinds if kind.startswith("over ")]
     colour = _COLOURS | {kind: _COMMUNICATION[place % len(_COMMUNICATION)] for place, kind in enumerate(axes)}
@@ -157,7 +159,7 @@ def draw_times(
         for kind in kinds:
             seconds = ranks[rank].get(kind, 0.0)
             share = seconds / max(ranks[rank]["total"], 1e-9)
-            title = f"rank {rank}: {_word(kind, sizes)} {seconds:.2f} s, {share:.1%}"
+            title = f"rank {rank}: {_word(kind)} {seconds:.2f} s, {share:.1%}"
             label = f"{_short(seconds)} · {share:.0%}"
             label = label if fits(label, seconds / longest) else f"{share:.0%}"
             bars.append(Bar(at, at + seconds, colour[kind], label, title))
@@ -167,9 +169,7 @@ def draw_times(
     title = f"Where the time of {num_steps} steps{since} went: {longest:.1f} s"
     means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
     # Bars may be too narrow for numbers; the legend has those of all.
-    legend = [
-        (f"{_word(kind, sizes)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()
-    ]
+    legend = [(f"{_word(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()]
     return draw_bars(rows, title, legend)
 
 
@@ -199,12 +199,20 @@ def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
     return [kind for kind in order if kind in found]
 
 
-def _word(kind: str, sizes: Mapping[str, int] | None = None) -> str:
-    if not kind.startswith("over "):
-        return _WORDS.get(kind, kind)
-    axes = kind.removeprefix("over ").split("*")
-    wide = [axis for axis in axes if (sizes or {}).get(axis.partition("/")[0], 2) > 1]
-    return f"communication over {'*'.join(wide or axes)}"
+def _over_wide(rank: Mapping[str, float], sizes: Mapping[str, int] | None) -> dict[str, float]:
+    """Seconds by kind, where axes of one rank are left out of joined ones; what then has one name adds up."""
+    sizes, found = sizes or {}, dict[str, float]()
+    for kind, seconds in rank.items():
+        if kind.startswith("over "):
+            axes = kind.removeprefix("over ").split("*")
+            wide = [axis for axis in axes if sizes.get(axis.partition("/")[0], 2) > 1]
+            kind = f"over {'*'.join(wide or axes)}"
+        found[kind] = found.get(kind, 0.0) + seconds
+    return found
+
+
+def _word(kind: str) -> str:
+    return f"communication {kind}" if kind.startswith("over ") else _WORDS.get(kind, kind)
 
 
 def _short(seconds: float) -> str:

@@ -49,7 +49,18 @@ def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: obj
     command: its words; where nobody knows them (a run started from Python), the folder's own config is named.
     """
     words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
-    return shlex.join([word for word in words if not word.startswith((f"{key}=", "resume.step="))] + [f"{key}={value}"])
+    # Steps and epochs say the same thing, and are refused together.
+    replaced = ("train.steps=", "train.epochs=") if key == "train.steps" else (f"{key}=",)
+    kept = [word for word in words if not word.startswith((*replaced, "resume.step="))]
+    return shlex.join([*kept, f"{key}={value}"])
+
+
+def _go_on(command: Sequence[str]) -> str:
+    """How an unfinished run goes on; the command that went back to an older step would go back once more."""
+    kept = [word for word in command if not word.startswith("resume.step=")]
+    if len(kept) < len(command):
+        return f"{shlex.join(kept)}   goes on from here"
+    return "the same command again goes on from here"
 
 
 def already_done(folder: RunFolder, config: RunConfig, step: int, command: Sequence[str] = ()) -> list[str]:
@@ -88,7 +99,7 @@ def closing_lines(
         f'next    weft generate {folder.path} --prompt "def "',
     ]
     if progress.step < config.train.steps:
-        lines.append("        the same command again goes on from here")
+        lines.append(f"        {_go_on(command)}")
     else:
         wanted = config.train.steps * 2
         lines.append(f"        {with_setting(command, folder, 'train.steps', wanted)}   trains on from here")
