@@ -74,11 +74,14 @@ class Trainer:
         for hook in self.hooks:
             hook.on_start(self.progress.step)
             hook.on_phase("compiling" if self.mesh.plan.compile else "first step")
+        reason = "finished"
         with self.loader.iterate(self.progress.step, num_steps) as steps:
-            reason = next(
-                (stop for batches in self._awaited(steps) if (stop := self._advance(batches, guard))), "finished"
-            )
-        if self._saved_step != self.progress.step and (why := self._save(guard)) and reason == "finished":
+            for batches in self._awaited(steps):
+                if stop := self._advance(batches, guard):
+                    reason = stop
+                    break
+        if self._saved_step != self.progress.step and (why := self._save(guard)):
+            # However it came to its end: "asked to stop" promises that everything is saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
         self._end(reason)
         return reason
@@ -95,7 +98,7 @@ class Trainer:
         if not guard.num_bad:
             self.confirm(record.step - 1)
         stop = ASKED_TO_STOP if metrics.wants_stop else self._evaluate_if_due()
-        if stop or self._due(self.config.checkpoint.every) or self._is_best_now():
+        if not stop and (self._due(self.config.checkpoint.every) or self._is_best_now()):
             self._save(guard)
         return stop
 
