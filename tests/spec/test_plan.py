@@ -31,7 +31,16 @@ def test_a_star_keeps_its_meaning_through_the_text(plan, axis, size):
     assert f"{axis}=*" in text.split()
     read, open_axis = Plan.read_open(text)
     assert (read, open_axis) == (plan.replace(**{axis: 1}), axis)
-    assert Plan.parse(text, read.world_size * size) == plan.replace(**{axis: size})
+    alone = {"zero": 0, "reshard": "after_forward"} if axis == "dp_shard" and size == plan.cp == 1 and plan.zero else {}
+    assert Plan.parse(text, read.world_size * size) == plan.replace(**{axis: size}, **alone)
+
+
+def test_one_line_of_sharding_is_for_any_number_of_ranks():
+    """With nobody to share with, ZeRO has nothing to do."""
+    text = "dp_shard=* zero=3 reshard=after_step precision=bf16"
+    assert Plan.parse(text, 1) == Plan.parse("precision=bf16")
+    assert Plan.parse(text, 8) == Plan.parse("dp_shard=8 zero=3 reshard=after_step precision=bf16")
+    assert Plan.parse("cp=2 dp_shard=* zero=3", 2).zero == 3  # shards lie over cp too
 
 
 @settings(max_examples=80, deadline=None)

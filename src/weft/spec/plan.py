@@ -211,7 +211,7 @@ class Plan:
                 f"Change them, or start a multiple of {rest} ranks.",
             )
         found: dict[str, object] = {open_axis: world_size // rest}
-        if open_axis == "dp_shard" and world_size == rest and plan.cp == 1:
+        if open_axis == "dp_shard" and world_size == rest and plan.cp == 1 and plan.zero:
             # One line from laptop to cluster: with nobody to share with, ZeRO has nothing to do.
             found |= {"zero": 0, "reshard": type(plan).__dataclass_fields__["reshard"].default}
         return plan.replace(**found)
