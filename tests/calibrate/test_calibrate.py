@@ -49,7 +49,7 @@ def test_the_planner_uses_it(path: Path, capsys: pytest.CaptureFixture[str]) -> 
     words = ["plan", "tiny", "2xhere", "--profile", str(path), "--seq-len", "128", "--global-batch", "8", "--top", "1"]
     assert run(words) == 0
     text = capsys.readouterr().out
-    assert "measured on this machine" in text
+    assert "measurements of this machine" in text
     assert "the profile of" in text
     asked = Question.of("tiny", "here", profile=path, seq_len=128, global_batch=8)
     assert asked.tables.laws is not None
