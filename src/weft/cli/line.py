@@ -29,6 +29,8 @@ from weft.errors import LaunchError
 _HEAD = struct.Struct("!Q")  # length of the settings that follow
 #: How long (s) a rank waits for the launcher to take its record: a launcher that is stopped must not hold it.
 _TELL_S = 5.0
+#: How long (s) the launcher may need to read what is there: much, on a machine that is busy with other things.
+_READ_S = 60.0
 
 
 class Switchboard:
@@ -61,7 +63,7 @@ class Switchboard:
             # What is in the buffer is still read; after it comes the end, also where a child holds the rank's end.
             with contextlib.suppress(OSError):
                 call.shutdown(socket.SHUT_RD)
-            thread.join(_TELL_S)
+            thread.join(_READ_S)
             call.close()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
