@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from weft.spec.plan import Plan
-from weft.testing.hugging_face import model_of
+from weft.testing.foreign_config import model_of
 from weft.testing.spawn import RankPool
 from weft.testing.subject import Settings, find_subject
 from weft.testing.verify import Verifier

@@ -10,7 +10,6 @@ for batch in loader:
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -24,11 +23,12 @@ from torch.utils.data import DataLoader
 
 from weft import env
 from weft.comm import Ledger
-from weft.comm.watch import WARN_AFTER_S, Watch
+from weft.comm.hang_watch import WARN_AFTER_S, Watch
 from weft.data import ShardedLoader
 from weft.errors import PlanError, did_you_mean
 from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
+from weft.optim import options_of
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.foreign_router import balance_routers
 from weft.parallel.local_means import global_mean, trust_loss
@@ -207,13 +207,9 @@ def _duration(name: str, value: str | float) -> float:
 
 def _check_options(optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
     """PlanError for an option that the optimizer's signature does not have."""
-    try:
-        params = inspect.signature(optimizer).parameters.values()
-    except (TypeError, ValueError):
+    known = options_of(optimizer)
+    if known is None:
         return
-    if any(param.kind is param.VAR_KEYWORD for param in params):
-        return
-    known = [param.name for param in params if param.kind is not param.VAR_POSITIONAL][1:]
     named, listed = getattr(optimizer, "__name__", str(optimizer)), ", ".join(known)
     # A misspelt argument of train_step arrives here too.
     hints = {

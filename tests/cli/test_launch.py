@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Generator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -18,8 +21,9 @@ from weft.cli.console import say
 from weft.cli.failure import Failure, write_failure
 from weft.cli.launch import launch_ranks
 from weft.cli.main import show_error
+from weft.cli.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
-from weft.train.lock import run_lock
+from weft.train.run_lock import run_lock
 
 LIMIT_S = 40.0
 
@@ -54,7 +58,7 @@ RANK = """
 import contextlib, ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from weft import env
-from weft.cli.line import launcher_line
+from weft.cli.switchboard import launcher_line
 from weft.cli.rank import run_as_rank
 from weft.errors import DataError
 place, line = env.rank_env(), launcher_line()
@@ -485,3 +489,13 @@ def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(launch):
     assert len(addresses) >= 3
     assert {address.ip for address in addresses} == {"127.0.0.1"}
     assert launched.end()[0] == 0
+
+
+def test_what_a_rank_said_counts_where_it_was_gone_before_its_settings_came():
+    with switchboard(settings=b"x" * 2**22) as board:  # more than the socket holds: the launcher still sends
+        call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        call.connect(f"\0{board.address[1:]}")
+        call.recv(8)
+        call.sendall(json.dumps(asdict(Failure(3, 1, kind="ValueError"))).encode())
+        call.close()
+    assert board.failures[3].kind == "ValueError"

@@ -83,16 +83,22 @@ def test_of_many_ranks_some_are_named():
     assert text.count("is stopped") == 8
 
 
+def _wait_for_state(pid: int, said: str) -> None:
+    end = time.monotonic() + 5
+    while process_state(3, pid) != said:
+        assert time.monotonic() < end, process_state(3, pid)
+        time.sleep(0.01)
+
+
 def test_the_state_of_a_process():
     assert process_state(3, None) == "Rank 3 gives no sign; it is on another machine."
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
-        assert process_state(3, sleeper.pid) == f"Process {sleeper.pid} of rank 3 runs, and has not come there yet."
+        # While it is being started it waits for the disk now and then.
+        _wait_for_state(sleeper.pid, f"Process {sleeper.pid} of rank 3 runs, and has not come there yet.")
         os.kill(sleeper.pid, signal.SIGSTOP)
         stopped = f"Process {sleeper.pid} of rank 3 is stopped; `kill -CONT {sleeper.pid}` lets it go on."
-        end = time.monotonic() + 5
-        while process_state(3, sleeper.pid) != stopped:
-            assert time.monotonic() < end
+        _wait_for_state(sleeper.pid, stopped)
     finally:
         sleeper.kill()
         sleeper.wait()

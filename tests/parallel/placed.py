@@ -19,7 +19,7 @@ from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement import Placement
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
-from weft.train.batch import Microbatches
+from weft.train.microbatches import Microbatches
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 

@@ -15,7 +15,7 @@ from weft.mesh import ENDS, Axis, build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement import Placement
 from weft.spec.plan import Plan
-from weft.train.batch import Microbatches
+from weft.train.microbatches import Microbatches
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 

@@ -22,7 +22,7 @@ from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, La
 from weft.monitor import read_events
 from weft.spec.config_file import load_config
 from weft.train import RunFolder, generate_text, prepare_run, run_rank
-from weft.train.lock import run_lock
+from weft.train.run_lock import run_lock
 from weft.train.state import expected_bytes
 
 

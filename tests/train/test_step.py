@@ -13,7 +13,7 @@ from weft.errors import ModelError
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train.batch import split_batch
+from weft.train.microbatches import split_batch
 from weft.train.step import TrainStep
 
 

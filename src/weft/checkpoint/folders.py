@@ -10,8 +10,6 @@ step_00000120.again/     step 120 saved a second time: committed, and about to t
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import secrets
@@ -22,6 +20,7 @@ from pathlib import Path
 
 from weft.checkpoint.manifest import COMMIT_NAME
 from weft.errors import CheckpointError
+from weft.file_lock import try_lock
 
 _STEP_FOLDER = re.compile(r"step_(\d{8,15})(\.again)?")
 _TEMP_PREFIX = ".tmp-"
@@ -122,15 +121,10 @@ def writer_lock(root: Path) -> Iterator[None]:
     """
     handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(handle):
             raise CheckpointError(
                 f"run.dir={root}: another process is saving a checkpoint here. Give this run another run.name."
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
-                raise
+            )
         yield
     finally:
         os.close(handle)

@@ -81,7 +81,7 @@ def verify(arguments: Arguments = None) -> None:
     problems = verify_data(prepared)
     if problems:
         folders = dict.fromkeys(str(source.folder.parent) for source in (*prepared.train, *prepared.eval))
-        remedy = f"Type rm -r {shlex.join(folders)} and give the command again, which makes them anew."
+        remedy = f"Type rm -r {shlex.join(folders)} and run the command again; it makes new ones."
         raise DataError("\n".join([*(f"{problem}." for problem in problems), remedy]))
     sources = (*prepared.train, *prepared.eval)
     num_bytes = sum(size for source in sources for size, _ in source.counts.files.values())

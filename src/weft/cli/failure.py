@@ -1,9 +1,9 @@
 """What a failing rank leaves behind, and which of several failures came first.
 
-A rank that fails tells its launcher over their line (line.py) and leaves `logs/rank_N.error.json`, where its disk has
-room; one that is killed can do neither. The launcher joins both kinds, with the time at which it saw each process end,
-and shows the one that began it: when a rank goes, its neighbours lose their connection a moment later, and their
-errors are only consequences.
+A rank that fails tells its launcher over their line (switchboard.py) and leaves `logs/rank_N.error.json`, where its
+disk has room; one that is killed can do neither. The launcher joins both kinds, with the time at which it saw each
+process end, and shows the one that began it: when a rank goes, its neighbours lose their connection a moment later, and
+their errors are only consequences.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from types import FrameType
 
 from weft import env
 from weft.cli.failure import Failure, first_failure, log_path
-from weft.cli.line import switchboard
+from weft.cli.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
 from weft.train.signals import heeded_signals
 
@@ -68,7 +68,7 @@ def launch_ranks(
 
     logs: folder where ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
     variables: environment of the ranks, on top of this process's own.
-    settings, lock: what each rank gets over its line: bytes, and the descriptor of a lock to hold (see line.py).
+    settings, lock: what each rank gets over its line: bytes, and the descriptor of a lock to hold (see switchboard.py).
     notice: called with one line when a signal asks the ranks to stop.
     grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit. peer_grace_s: the same once
     another rank has failed.

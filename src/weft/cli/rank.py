@@ -1,7 +1,7 @@
 """One rank's process: `python -m weft.cli.rank RUN_DIR [WORDS that the user typed]`, started by the launcher.
 
-Settings come over the line to the launcher (line.py), not from the run's folder; a failure goes back the same way.
-What compiled code prints goes past sys.stdout, so the streams are redirected at the file descriptors.
+Settings come over the line to the launcher (switchboard.py), not from the run's folder; a failure goes back the same
+way. What compiled code prints goes past sys.stdout, so the streams are redirected at the file descriptors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TextIO
 
 from weft import env
 from weft.cli.failure import Failure, error_path, log_path, write_failure
-from weft.cli.line import LauncherLine, launcher_line
+from weft.cli.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
 from weft.monitor.terminal import busy
 from weft.train.signals import STOP_SIGNALS
@@ -87,7 +87,7 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
     sys.stdout, sys.stderr = _lossy_stream(1), _lossy_stream(2)
     faulthandler.enable(file=2)
     clock = time.strftime("%Y-%m-%d %H:%M:%S%z")
-    with contextlib.suppress(OSError):  # a full disk is told of by what needs it
+    with contextlib.suppress(OSError):  # whoever needs the disk reports that it is full
         os.write(1, f"--- rank {place.rank} of {place.world_size}, pid {os.getpid()}, {clock} ---\n".encode())
     return terminal, outcry
 

@@ -37,7 +37,7 @@ class OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else is there to be told."""
+        """Do nothing: there is no other node."""
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -14,7 +14,7 @@ def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | Non
     """This process's command line as a person types it; of a rank of torchrun, torchrun's.
 
     argv: of this process; parent: the command line of the process that started it. By default both are looked up.
-    Of a rank of srun nobody knows srun's own words: its own command is given.
+    A rank cannot know the srun command that started it, so this is the rank's own command.
     """
     argv = sys.argv if argv is None else argv
     if parent is None:

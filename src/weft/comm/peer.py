@@ -136,7 +136,7 @@ class Message:
         return f"{self._what} over {self._axis.name}", (self._peer,)
 
     def late(self) -> tuple[int, ...]:
-        """Nobody but the other rank is waited for."""
+        """The other rank: a message waits for no one else."""
         return (self._peer,)
 
 

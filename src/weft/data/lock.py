@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from weft.file_lock import try_lock
 
 _POLL_S = 0.05
 
@@ -23,15 +24,11 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         told = False
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if waiting is not None and not told:
-                    told = True
-                    waiting()
-                time.sleep(_POLL_S)
+        while not try_lock(handle):
+            if waiting is not None and not told:
+                told = True
+                waiting()
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(handle)

@@ -1,6 +1,6 @@
 """Optimizers, learning rates, clipping and loss scaling."""
 
-from weft.optim.build import build_optimizer, check_optimizer, freeze
+from weft.optim.build import build_optimizer, check_optimizer, freeze, options_of
 from weft.optim.clip import clip_factor, global_norm
 from weft.optim.loss_scale import LossScale
 from weft.optim.muon import Muon
@@ -15,4 +15,5 @@ __all__ = [
     "freeze",
     "global_norm",
     "lr_factor",
+    "options_of",
 ]

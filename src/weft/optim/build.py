@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
@@ -103,8 +103,8 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
         _refuse("name", f"{section.name}: it cannot be imported ({error}). Name a class importable from this folder.")
     if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
         _refuse("name", f"{section.name}: it is no subclass of torch.optim.Optimizer. Name one that is.")
-    takes = inspect.signature(made).parameters
-    if "weight_decay" not in takes:
+    takes = options_of(made)
+    if takes is not None and "weight_decay" not in takes:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
     _check_options(section, takes)
     try:
@@ -113,16 +113,26 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
         _refuse("options", f"{section.name} refuses them: {type(error).__name__}: {error}. Change or leave them out.")
 
 
-def _check_options(section: OptimizerSection, takes: Mapping[str, inspect.Parameter]) -> None:
-    if "lr" not in takes:
+def options_of(optimizer: Callable[..., torch.optim.Optimizer]) -> list[str] | None:
+    """Arguments of an optimizer's class or factory beside the parameters; None where it takes any, or none can tell."""
+    try:
+        params = inspect.signature(optimizer).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(param.kind is param.VAR_KEYWORD for param in params):
+        return None
+    return [param.name for param in params if param.kind is not param.VAR_POSITIONAL][1:]
+
+
+def _check_options(section: OptimizerSection, takes: list[str] | None) -> None:
+    if takes is not None and "lr" not in takes:
         _refuse("name", f"{section.name}: it takes no lr, which the schedule sets. Wrap it in a class that does.")
     own = [name for name in ("lr", "weight_decay") if name in section.options]
     if own:
         _refuse(f"options.{own[0]}", f"the section has this setting itself. Use optimizer.{own[0]}=.")
-    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
-    unknown = [name for name in section.options if name not in takes]
-    if unknown and not anything:
-        known = ", ".join(name for name in takes if name not in ("params", "lr", "weight_decay"))
+    unknown = [name for name in section.options if takes is not None and name not in takes]
+    if takes is not None and unknown:
+        known = ", ".join(name for name in takes if name not in ("lr", "weight_decay"))
         _refuse(f"options.{unknown[0]}", f"{section.name} has no such argument. It takes {known}.")
 
 

@@ -17,8 +17,8 @@ from weft.models import build_decoder
 from weft.parallel import data_parallel, flat, parallelize
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
-from weft.train.batch import Microbatches
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
+from weft.train.microbatches import Microbatches
 from weft.train.step import TrainStep
 
 Batch = dict[str, torch.Tensor]

@@ -31,7 +31,7 @@ from weft.spec.config import OptimizerSection
 from weft.spec.config_file import load_config
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, decoder_spec, model_names, resolve_decoder, shape_problems
-from weft.testing.hugging_face import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
+from weft.testing.foreign_config import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
 from weft.train.forward import call_model
 from weft.train.loss import model_forward, token_cross_entropy
 

@@ -24,10 +24,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.batch import Microbatches
     from weft.train.folder import RunFolder, prepare_run
     from weft.train.hooks import Hook
     from weft.train.loop import Progress, Trainer
+    from weft.train.microbatches import Microbatches
     from weft.train.run import RunResult, run_rank
     from weft.train.sample import generate_text
     from weft.train.step import StepMetrics, TrainStep
@@ -36,7 +36,7 @@ __getattr__ = loads(
     __name__,
     {
         "Hook": ".hooks",
-        "Microbatches": ".batch",
+        "Microbatches": ".microbatches",
         "Progress": ".loop",
         "RunFolder": ".folder",
         "RunResult": ".run",

@@ -7,7 +7,7 @@ runs/<name>/
   events.jsonl     one line per step, evaluation, checkpoint
   logs/rank_N.log  output of each rank        loss.png    samples/step_N.txt
   checkpoints/     step_NNNNNNNN/ (safetensors + JSON)
-  .lock            held by the command that trains here (lock.py)
+  .lock            held by the command that trains here (run_lock.py)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
 from weft.train.epochs import with_steps
-from weft.train.lock import run_lock
+from weft.train.run_lock import run_lock
 
 #: Settings that decide what the weights of a step are: another value is another run. The rest may change on resume.
 #: Of data and saved tokenizers the content counts, wherever they lie; `_refuse_other_data` asks for it.

@@ -25,7 +25,7 @@ from weft.checkpoint import (
 )
 from weft.checkpoint.aside import set_aside, set_unfinished_aside
 from weft.checkpoint.folders import step_in_name
-from weft.comm import barrier, broadcast
+from weft.comm import barrier
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.spec.config import RunConfig
@@ -34,6 +34,7 @@ from weft.train.progress import Progress
 from weft.train.rates import rate_change, rate_state
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
+from weft.train.together import on_first
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18
@@ -66,17 +67,8 @@ class Keeper:
         Returns its progress, and lines that say what was found. Raises CheckpointError where there is nothing to
         resume from although there should be.
         """
-        notes: list[str] = []
-        chosen = torch.full((1,), -1, dtype=torch.int64, device=self._mesh.device)
-        if self._mesh.rank == 0:
-            notes += _told_unfinished(set_unfinished_aside(self._folder.checkpoints))
-            if self._config.resume.step:
-                notes += go_back(self._folder, self._config.resume.step)
-            if (found := newest_checkpoint(self._folder.checkpoints)) is not None:
-                notes += [f"checkpoint passed over: {one}" for one in found.passed_over]
-                chosen[0] = found.step
-        step = int(broadcast(chosen, self._mesh.world))
-        if step < 0:
+        step, notes = on_first(self._mesh, self._find)
+        if step is None:
             return Progress(), notes
         with self._mesh.pulse.doing("reads a checkpoint"):
             checkpoint = load_checkpoint(self._folder.checkpoint(step))
@@ -88,6 +80,16 @@ class Keeper:
         self._resumed = step
         return Progress(**checkpoint.state["progress"]), notes
 
+    def _find(self) -> tuple[int | None, list[str]]:
+        """The step to resume from, or None, and what was found on the way; for the first rank."""
+        notes = _told_unfinished(set_unfinished_aside(self._folder.checkpoints))
+        if self._config.resume.step:
+            notes += go_back(self._folder, self._config.resume.step)
+        found = newest_checkpoint(self._folder.checkpoints)
+        if found is None:
+            return None, notes
+        return found.step, [*notes, *(f"checkpoint passed over: {one}" for one in found.passed_over)]
+
     def save(
         self, progress: Progress, is_good: bool, on_saved: Callable[[int, Path], None] | None = None
     ) -> str | None:
@@ -97,10 +99,7 @@ class Keeper:
         on all ranks. What is dropped is never the newest one that is known to be good.
         """
         tensors = capture(self._model, self._step.optimizer, keep=self._mesh.rank == 0)
-        fault = torch.zeros(1, dtype=torch.int64, device=self._mesh.device)
-        if self._mesh.rank == 0:
-            fault[0] = _FAULTS.index(_fault(tensors))
-        if reason := _FAULTS[int(broadcast(fault, self._mesh.world))]:
+        if reason := on_first(self._mesh, lambda: _fault(tensors)):
             return reason
         if self._mesh.rank == 0:
             path = self._write(progress, is_good, tensors)
@@ -150,10 +149,10 @@ class Keeper:
         The checkpoint of the step just before may hold what spoilt it: where there is an older one it is set aside,
         unless an evaluation gave a finite loss.
         """
-        moved = torch.zeros(1, dtype=torch.int64, device=self._mesh.device)
-        if self._mesh.rank == 0:
-            moved[0] = len(self._set_doubtful_aside(first_bad))
-        doubtful = int(broadcast(moved, self._mesh.world))
+        return on_first(self._mesh, lambda: self._told_halt(first_bad))
+
+    def _told_halt(self, first_bad: int) -> str:
+        doubtful = self._set_doubtful_aside(first_bad)
         steps = saved_steps(self._folder)
         if not steps:
             return "it starts anew, since nothing was saved"
@@ -214,22 +213,15 @@ def _told_unfinished(moved: list[Path]) -> list[str]:
     ]
 
 
-_FAULTS = (
-    "",
-    "a weight is not finite",
-    f"a weight is beyond {_LARGEST_WEIGHT:g}",
-    "a state of the optimizer is not finite",
-)
-
-
 def _fault(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
     """What makes these tensors useless to train on from, or ''."""
     weights = [_largest(tensor) for tensor in groups["model"].values()]
     if not all(map(math.isfinite, weights)):
-        return _FAULTS[1]
+        return "a weight is not finite"
     if max(weights, default=0.0) > _LARGEST_WEIGHT:
-        return _FAULTS[2]
-    return "" if all(math.isfinite(_largest(tensor)) for tensor in groups["optimizer"].values()) else _FAULTS[3]
+        return f"a weight is beyond {_LARGEST_WEIGHT:g}"
+    states_are_finite = all(math.isfinite(_largest(tensor)) for tensor in groups["optimizer"].values())
+    return "" if states_are_finite else "a state of the optimizer is not finite"
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -18,9 +18,9 @@ from weft.monitor import Meter, NonFiniteGuard, StepRecord, memory_bytes, mfu
 from weft.monitor.time_book import TimeBook
 from weft.optim import lr_factor
 from weft.spec.config import RunConfig
-from weft.train.batch import Microbatches
 from weft.train.evaluate import Batch, evaluate
 from weft.train.hooks import Hook
+from weft.train.microbatches import Microbatches
 from weft.train.progress import Progress
 from weft.train.step import StepMetrics, TrainStep
 
@@ -61,6 +61,7 @@ class Trainer:
     peak_flops: float | None = None
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
+    _started: bool = False
     _saved_step: int = 0
     _sound_step: int | None = None
 

@@ -31,11 +31,11 @@ from weft.spec.model import DecoderSpec, ModelSpec
 from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
 from weft.train.keeping import Keeper
-from weft.train.lock import run_lock
 from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.progress import Progress
 from weft.train.recorder import Recorder
+from weft.train.run_lock import run_lock
 from weft.train.sample import write_sample
 from weft.train.signals import stop_on_signal
 from weft.train.state import expected_bytes

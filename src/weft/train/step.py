@@ -26,9 +26,9 @@ from weft.parallel.dropout import drops_of
 from weft.parallel.head import expect_labels
 from weft.parallel.local_means import TrainMode, trust_loss
 from weft.parallel.pipeline.runtime import Drawing, Work, pipeline_of
-from weft.train.batch import Microbatches, microbatches_of, samples_in, values_in
 from weft.train.forward import call_model
 from weft.train.loss_check import CheckedLoss, LossFn
+from weft.train.microbatches import Microbatches, microbatches_of, samples_in, values_in
 from weft.train.oom import explains_memory
 from weft.train.unsharded import fingerprint, warn_if_alike
 

@@ -20,9 +20,9 @@ from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches
-from weft.train.batch import Microbatches
 from weft.train.evaluate import evaluate
 from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.microbatches import Microbatches
 from weft.train.state import capture, restore
 from weft.train.step import TrainStep
 

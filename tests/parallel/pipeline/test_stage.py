@@ -176,14 +176,18 @@ class Around(nn.Module):
         return self.head(x + first if self.kind == "skip" else x)
 
 
+@pytest.mark.parametrize("with_gradient", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("kind", ["residual", "skip", "plain"])
-def test_what_goes_around_the_blocks_is_refused_by_the_stage_that_lacks_it(kind):
+def test_what_goes_around_the_blocks_is_refused_by_the_stage_that_lacks_it(kind, with_gradient):
     """It computed other numbers without a word before."""
     model, batch = Around(kind), torch.randn(3, 4)
     wrong, activation = {"residual": [1, 2], "skip": [2], "plain": []}, None
     for stage in stages_of(model, [1, 2]):
         with pytest.raises(ModelError, match="outside of them") if stage.index in wrong[kind] else nullcontext():
-            activation = stage.forward(lambda model, x: model(x), batch, activation).detach().requires_grad_()
+            with torch.set_grad_enabled(with_gradient):
+                output = stage.forward(lambda model, x: model(x), batch, activation)
+            assert output.requires_grad == with_gradient
+            activation = output.detach().requires_grad_()
         if stage.index in wrong[kind]:
             activation = torch.randn(3, 4, requires_grad=True)
     if kind == "plain":

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
+from weft.parallel.batches import map_tensors
 from weft.parallel.pipeline.absent import Absent, Entry, Exit, Flow, Left
 from weft.parallel.pipeline.chain import Chain, Site
 
@@ -59,13 +60,16 @@ class Stage:
 
     def forward(self, forward: ForwardFn, batch: Any, incoming: torch.Tensor | None) -> Any:
         """What the next stage takes; of the last stage the model's output. incoming: None for the first stage."""
-        looks = not self._has_looked and torch.is_grad_enabled()
+        # The graph tells what went into the output; an evaluation before the first step makes one for this once.
+        looks, with_gradient = not self._has_looked and not torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         self._flow.begin(incoming, is_marked=looks)
         try:
-            output = self._run(forward, batch)
+            with torch.set_grad_enabled(with_gradient or looks):
+                output = self._run(forward, batch)
             if looks:
                 self._has_looked = True
                 self._refuse_other_paths(output)
+                output = output if with_gradient else map_tensors(torch.Tensor.detach, output)
             return output
         finally:
             self._flow.end()

@@ -6,18 +6,15 @@ file on to its ranks, so the folder is free again as soon as the last of them is
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weft.errors import ConfigError, LaunchError
+from weft.file_lock import try_lock
 
 _NAME = ".lock"
-#: What flock says on file systems that know no locks; they are used without one, as the checkpoints' lock does.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
 @contextmanager
@@ -66,17 +63,12 @@ def _acquire(folder: Path) -> tuple[int, list[Path]]:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip() or "another process"
         raise LaunchError(
             f"run.name={folder.name}: {holder} is training in {str(folder)!r} right now. "
             f"Wait for it, or use another run.name."
-        ) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+        )
 
 
 def _is_there(descriptor: int, path: Path) -> bool:

@@ -1,7 +1,7 @@
 """The line between the launcher and its ranks: settings and the run's lock one way, a failure's record the other.
 
 A socket of this machine, which needs no disk: a rank that fails because the disk is full is heard all the same. What
-a rank trains with comes by value, so that nobody can change it on the way. The lock's open file comes along; the
+a rank trains with comes by value, so that no other command can change it. The lock's open file comes along; the
 folder stays held until the launcher and every rank are gone.
 """
 
@@ -82,20 +82,25 @@ class Switchboard:
             self._calls.append((call, thread))
 
     def _serve(self, call: socket.socket) -> None:
-        # A rank that dies in the middle leaves half a record: its exit code then speaks for it.
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            head = _HEAD.pack(len(self._settings))
-            if self._lock is None:
-                call.sendall(head)
-            else:
-                socket.send_fds(call, [head], [self._lock])
-            call.sendall(self._settings)
-            said = b""
+        # A rank may be gone before all is sent to it, and has then told why.
+        with contextlib.suppress(OSError):
+            self._give(call)
+        said = b""
+        with contextlib.suppress(OSError):  # its end of the line was cut after what came
             while part := call.recv(65536):
                 said += part
-            if said:
-                failure = Failure(**json.loads(said))
-                self.failures[failure.rank] = failure
+        # A rank that dies in the middle leaves half a record: its exit code then speaks for it.
+        with contextlib.suppress(ValueError, TypeError):
+            failure = Failure(**json.loads(said))
+            self.failures[failure.rank] = failure
+
+    def _give(self, call: socket.socket) -> None:
+        head = _HEAD.pack(len(self._settings))
+        if self._lock is None:
+            call.sendall(head)
+        else:
+            socket.send_fds(call, [head], [self._lock])
+        call.sendall(self._settings)
 
 
 @contextmanager
