@@ -33,15 +33,15 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.monitor import Meter
 from weft.parallel import parallelize
-from weft.parallel.live import live_bytes
-from weft.planner.columns import Columns
 from weft.planner.estimate import estimate
 from weft.planner.measured import here
 from weft.planner.measured.profile import Profile, load_profile
-from weft.planner.question import Question
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
+from weft.testing.between_steps import live_bytes
 from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep
 from weft.train.loss import model_forward, token_cross_entropy

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models.moe import Experts
-from weft.parallel.expert import spread_experts
+from weft.parallel.expert.spread import spread_experts
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool

@@ -142,7 +142,7 @@ def build_torch(options: argparse.Namespace, kind: str) -> tuple[nn.Module, Call
 def build_weft(
     options: argparse.Namespace, kind: str, ledger: Ledger | None = None
 ) -> tuple[nn.Module, Callable[[int], torch.Tensor], Step]:
-    from weft.parallel.head import expect_labels
+    from weft.parallel.tensor.head import expect_labels
 
     plan = Plan(tp=options.ranks, sp=kind == "weft-tp-sp")
     mesh = build_mesh(plan, record=ledger.record) if ledger else build_mesh(plan)

@@ -12,10 +12,10 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from weft.deepspeed.keys import Group, groups
 from weft.spec.config import RunConfig
-from weft.spec.config_rules import CONFIG_RULES
-from weft.spec.deepspeed.keys import Group, groups
-from weft.spec.rules import RULES
+from weft.spec.rules.config_rules import CONFIG_RULES
+from weft.spec.rules.plan_rules import RULES
 
 REFERENCE = Path(__file__).parent / "reference"
 DEEPSPEED = Path(__file__).parent / "how-to" / "from_deepspeed.md"

@@ -5,7 +5,7 @@ python examples/02_plans.py
 
 import weft
 from weft.spec.cluster import ClusterSpec
-from weft.spec.rules import Facts, check
+from weft.spec.rules.plan_rules import Facts, check
 
 plan = weft.Plan.parse("dp_shard=4 tp=2 zero=3 precision=bf16")
 print(f"{plan} needs {plan.world_size} ranks")

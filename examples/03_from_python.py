@@ -6,7 +6,7 @@ python examples/03_from_python.py
 import tempfile
 from pathlib import Path
 
-from weft.spec.config_file import load_config
+from weft.spec.files.config_file import load_config
 from weft.train import generate_text, prepare_run, run_rank
 
 with tempfile.TemporaryDirectory() as folder:

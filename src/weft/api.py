@@ -30,12 +30,12 @@ from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.optim import options_of
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.foreign_router import balance_routers
+from weft.parallel.expert.foreign_router import balance_routers
 from weft.parallel.local_means import global_mean, trust_loss
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
-from weft.spec.rules import Facts, check
+from weft.spec.rules.plan_rules import Facts, check
 from weft.train.loss_check import LossFn
 from weft.train.script_state import ScriptState
 from weft.train.step import ForwardFn, TrainStep
@@ -231,7 +231,7 @@ def _chosen(
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
     from weft.parallel.traced import trace
-    from weft.planner.model_source import CODE, read_model
+    from weft.planner.search.model_source import CODE, read_model
     from weft.train.auto_plan import choose_plan, chosen_line, this_cluster
 
     if model is None or seq_len is None or global_batch is None:

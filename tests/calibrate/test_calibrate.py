@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 from weft.planner.measured.here import this_host
 from weft.planner.measured.laws import Laws
 from weft.planner.measured.profile import Sample, load_profile
-from weft.planner.question import Question
+from weft.planner.search.question import Question
 
 
 @pytest.fixture(scope="module")

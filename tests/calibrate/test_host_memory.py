@@ -8,9 +8,9 @@ import torch
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.planner.columns import Columns, Job
 from weft.planner.measured.memory import host_memory
-from weft.planner.shape import Shape
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing.step_bytes import peak_of_step

@@ -11,7 +11,7 @@ import pytest
 
 from weft.cli.main import run
 from weft.spec.config import RunConfig
-from weft.spec.config_file import load_config
+from weft.spec.files.config_file import load_config
 
 
 def test_show_prints_a_file_that_loads_back(capsys, tmp_path):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from weft.cli import main as command
-from weft.cli.failure import Failure
-from weft.cli.launch import RankFailed, Stopped
+from weft.cli.launcher.failure import Failure
+from weft.cli.launcher.launch import RankFailed, Stopped
 from weft.errors import (
     CheckpointError,
     CommError,

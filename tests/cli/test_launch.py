@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from weft.cli.console import say
-from weft.cli.failure import Failure, write_failure
-from weft.cli.launch import launch_ranks
+from weft.cli.launcher.failure import Failure, write_failure
+from weft.cli.launcher.launch import launch_ranks
+from weft.cli.launcher.switchboard import switchboard
 from weft.cli.main import show_error
-from weft.cli.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
 from weft.train.run_lock import run_lock
 
@@ -58,8 +58,8 @@ RANK = """
 import contextlib, ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from weft import env
-from weft.cli.switchboard import launcher_line
-from weft.cli.rank import run_as_rank
+from weft.cli.launcher.switchboard import launcher_line
+from weft.cli.launcher.rank import run_as_rank
 from weft.errors import DataError
 place, line = env.rank_env(), launcher_line()
 logs = Path(sys.argv[1])

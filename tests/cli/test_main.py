@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from weft.cli import main
-from weft.cli.launch import Stopped
+from weft.cli.launcher.launch import Stopped
 from weft.errors import CommError, ConfigError, Problem, TrainingHalted, WeftError
 
 #: What nobody should pay for who only asks. (typer brings pydantic, which is small by itself, once a verb runs.)

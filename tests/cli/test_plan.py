@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from weft.cli.launcher.world import count_ranks
 from weft.cli.main import run
-from weft.cli.plan import NOTHING_FITS
-from weft.cli.world import count_ranks
+from weft.cli.planning.plan import NOTHING_FITS
 from weft.spec.cluster import device
-from weft.spec.config_file import load_config
+from weft.spec.files.config_file import load_config
 from weft.spec.plan import Plan
 
 SMALL = ["plan", "small", "4xa100", "--seq-len", "1024", "--global-batch", "48"]

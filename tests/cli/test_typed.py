@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.typed import typed_command
+from weft.cli.launcher.typed import typed_command
 from weft.train import RunFolder
 from weft.train.summary import with_setting
 

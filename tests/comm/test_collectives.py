@@ -9,8 +9,8 @@ import torch
 
 from tests.comm.reference import combined, data
 from weft.comm import Ledger, all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from weft.comm.links.segment import NUM_SLOTS, SLOT_BYTES
 from weft.comm.meet import join
-from weft.comm.segment import NUM_SLOTS, SLOT_BYTES
 from weft.mesh import Axis, build_mesh
 from weft.spec.plan import Plan
 from weft.testing import RankPool

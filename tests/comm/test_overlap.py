@@ -9,8 +9,8 @@ import torch
 
 from tests.comm.reference import combined, data
 from weft.comm import all_reduce, barrier, reduce_scatter, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.links.segment import NUM_SLOTS, SLOT_BYTES
 from weft.comm.meet import join
-from weft.comm.segment import NUM_SLOTS, SLOT_BYTES
 from weft.mesh import build_mesh
 from weft.spec.plan import Plan
 

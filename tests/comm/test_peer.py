@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import Ledger, all_reduce, autograd, start_all_reduce
+from weft.comm.links.segment import SLOT_BYTES
 from weft.comm.meet import join
 from weft.comm.peer import all_to_all, shift, start_receive, start_send
-from weft.comm.segment import SLOT_BYTES
 from weft.errors import CommError
 from weft.mesh import Axis, build_mesh
 from weft.spec.plan import Plan

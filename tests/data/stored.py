@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.shards import SplitCounts, SplitWriter
+from weft.data.prepared.shards import SplitCounts, SplitWriter
 
 
 @dataclass(frozen=True)

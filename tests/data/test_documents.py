@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from weft.data.documents import Document, read_document
-from weft.data.records import Broken, Record
-from weft.data.schema import Schema
+from weft.data.read.documents import Document, read_document
+from weft.data.read.records import Broken, Record
+from weft.data.read.schema import Schema
 
 TEXT = Schema("text", text="text")
 CHAT = Schema("messages", messages="m", role="from", content="value")

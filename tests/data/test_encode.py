@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data import encode
-from weft.data.documents import Document
-from weft.data.encode import encode_documents, split_text
-from weft.data.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.read.documents import Document
+from weft.data.tokens import encode
+from weft.data.tokens.encode import encode_documents, split_text
+from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
 
 
 @pytest.fixture(scope="module")

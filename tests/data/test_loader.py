@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.stored import store
-from weft.data.loader import Batch, EvalBatches, Loader
-from weft.data.stream import SampleStream
+from weft.data.order.loader import Batch, EvalBatches, Loader
+from weft.data.order.stream import SampleStream
 from weft.errors import DataError
 
 

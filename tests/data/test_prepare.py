@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from weft.data import cached
-from weft.data.prepare import prepare_data
-from weft.data.prepared import PreparedData, verify_data
-from weft.data.stream import SampleStream
+from weft.data.order.stream import SampleStream
+from weft.data.prepared import cached
+from weft.data.prepared.prepare import prepare_data
+from weft.data.prepared.prepared_data import PreparedData, verify_data
 from weft.errors import DataError
 from weft.spec.config import EarlyStopSection, RunConfig
 
@@ -263,7 +263,8 @@ def test_the_tokenizer_does_not_see_what_is_kept_aside(tmp_path: Path) -> None:
 
 WORKER = """
 import sys
-from weft.data.prepare import prepare_data
+from weft.data.prepared import cached
+from weft.data.prepared.prepare import prepare_data
 from weft.spec.config import RunConfig
 work = []
 prepared = prepare_data(RunConfig.model_validate_json(sys.argv[1]), lambda stage, *_: work.append(stage))
@@ -310,7 +311,8 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path: Path, text: str) -
 MEMORY = """
 import gzip, json, resource, sys
 from pathlib import Path
-from weft.data.prepare import prepare_data
+from weft.data.prepared import cached
+from weft.data.prepared.prepare import prepare_data
 from weft.spec.config import RunConfig
 folder = Path(sys.argv[1])
 line = "some words that fill a line, number {0}, and a few more of them to make it long enough\\n"
@@ -339,7 +341,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 LONG_LINE = """
 import json, resource, sys
 from pathlib import Path
-from weft.data.prepare import prepare_data
+from weft.data.prepared import cached
+from weft.data.prepared.prepare import prepare_data
 from weft.spec.config import RunConfig
 def prepare(name, size):
     path = Path(sys.argv[1]) / name

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.data.stored import Stored
-from weft.data.preview import marked, view_sample, visible
-from weft.data.shards import SplitWriter
-from weft.data.stream import SampleStream
-from weft.data.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.order.preview import marked, view_sample, visible
+from weft.data.order.stream import SampleStream
+from weft.data.prepared.shards import SplitWriter
+from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.source import find_files
+from weft.data.read.source import find_files
 from weft.errors import DataError
 from weft.spec.config import STDLIB_SOURCE
 

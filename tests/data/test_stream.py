@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.stored import Stored, store
-from weft.data.stream import IGNORED, Sample, SampleStream
+from weft.data.order.stream import IGNORED, Sample, SampleStream
 from weft.errors import DataError
 
 packings = st.sampled_from(["concat", "fit", "pad"])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from weft.data import tokenise as tokenise_module
-from weft.data.schema import Schema, detect_schema
-from weft.data.shards import SplitReader
-from weft.data.source import find_files
-from weft.data.tokenise import Manifest, ReadLimits, piece_bytes, tokenise_source
-from weft.data.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.prepared.shards import SplitReader
+from weft.data.read.schema import Schema, detect_schema
+from weft.data.read.source import find_files
+from weft.data.tokens import tokenise as tokenise_module
+from weft.data.tokens.tokenise import Manifest, ReadLimits, piece_bytes, tokenise_source
+from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.errors import DataError
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from weft.data.bpe import train_bpe
-from weft.data.tokenizer import SPECIAL_TOKENS, Tokenizer, import_tokenizer, save_bytes_tokenizer
+from weft.data.tokens.bpe import train_bpe
+from weft.data.tokens.tokenizer import SPECIAL_TOKENS, Tokenizer, import_tokenizer, save_bytes_tokenizer
 from weft.errors import DataError
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 5, "naïve café 漢字 🎉 the the the", "<|endoftext|> is a token's name"] * 3
@@ -79,9 +79,9 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 def test_training_is_the_same_in_another_process(tmp_path: Path) -> None:
     """The library counts in hash maps whose order differs from process to process."""
     code = (
-        "import sys; from pathlib import Path; from weft.data.bpe import train_bpe; import weft.data.bpe as b;"
+        "import sys; from pathlib import Path; import weft.data.tokens.bpe as b;"
         "texts = [Path(b.__file__).read_text(), Path(b.__file__).with_name('tokenizer.py').read_text()];"
-        "print(train_bpe(Path(sys.argv[1]), texts, 600).digest)"
+        "print(b.train_bpe(Path(sys.argv[1]), texts, 600).digest)"
     )
     digests = {
         subprocess.run(

@@ -50,7 +50,7 @@ def weft_commands() -> list[str]:
 def test_commands_in_the_docs_are_accepted(command, monkeypatch):
     """Files and settings that the documentation shows exist."""
     from weft.cli.train import split_words
-    from weft.spec.config_file import load_config
+    from weft.spec.files.config_file import load_config
 
     monkeypatch.chdir(ROOT)
     words = [word for word in shlex.split(command.split(">")[0])[1:] if not word.startswith("--")]

@@ -8,7 +8,7 @@ import weakref
 
 from torch import nn
 
-from weft.memory.become import become, revert
+from weft.structure.surgery import become, revert
 
 
 class Loud(nn.Module):

@@ -45,8 +45,8 @@ def laid_out(plan_text: str, model: nn.Module, **options: object) -> tuple[nn.Mo
     """`parallelize` on the ranks that are there."""
     mesh = build_mesh(Plan.parse(plan_text))
     if options:
-        from weft.parallel.flat import FlatModel
-        from weft.parallel.gradients import attach
+        from weft.parallel.placement.gradients import attach
+        from weft.parallel.zero.flat.flat_model import FlatModel
 
         attach(model, FlatModel(model, mesh, **options))
         return model, mesh

@@ -16,7 +16,7 @@ from weft.comm.autograd import copy_to, gather_from, gather_slice, scatter_sum, 
 from weft.mesh import Axis, Mesh, build_mesh
 from weft.optim import Muon
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.placement import Placement
+from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
 from weft.train.microbatches import Microbatches

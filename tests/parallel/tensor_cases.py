@@ -17,9 +17,9 @@ from torch import nn
 from weft.comm import Ledger, all_gather, all_reduce
 from weft.mesh import build_mesh
 from weft.models import build_decoder
-from weft.parallel.head import expect_labels
-from weft.parallel.placement import WHOLE
-from weft.parallel.tensor import cut_tensors
+from weft.parallel.placement.placement import WHOLE
+from weft.parallel.tensor.cut_tensors import cut_tensors
+from weft.parallel.tensor.head import expect_labels
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan

@@ -18,7 +18,7 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.models.moe import routers
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.expert import _by_expert, spread_experts
+from weft.parallel.expert.spread import _by_expert, spread_experts
 from weft.spec.layout import Layout
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case

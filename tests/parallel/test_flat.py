@@ -15,7 +15,7 @@ from weft.comm import Ledger
 from weft.errors import CommError, ModelError
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.flat import FlatModel
+from weft.parallel.zero.flat.flat_model import FlatModel
 from weft.spec.plan import Plan
 from weft.train import Microbatches, TrainStep
 
@@ -31,7 +31,7 @@ def step_of(model: nn.Module, mesh, **options) -> TrainStep:
 def each_microbatch(plan: str, each: bool) -> tuple[dict, int, float]:
     ledger = Ledger()
     mesh = build_mesh(Plan.parse(plan), record=ledger.record)
-    from weft.parallel.gradients import attach
+    from weft.parallel.placement.gradients import attach
 
     model = mlp()
     attach(model, FlatModel(model, mesh, each_microbatch=each, bucket_bytes=512))

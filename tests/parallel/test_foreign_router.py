@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.parity.moe_cases import hugging_face_moe_cases
 from weft.errors import ModelError
-from weft.parallel.foreign_router import ForeignRouter, balance_routers
+from weft.parallel.expert.foreign_router import ForeignRouter, balance_routers
 from weft.testing.float64 import Float64Throughout
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows
 from tests.parity.cases import LLAMA, ImageCase
-from weft.comm.segment import Segment
+from weft.comm.links.segment import Segment
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
-from weft.parallel.reducer import Reducer
+from weft.parallel.zero.flat.reducer import Reducer
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case
 from weft.train import TrainStep

@@ -10,7 +10,7 @@ from weft.errors import ModelError
 from weft.mesh import build_mesh
 from weft.models import initialise
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.placement import Placement
+from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
 
 PLANS = ["tp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=3", "dp_shard=2 zero=3 precision=bf16"]

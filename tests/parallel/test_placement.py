@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from weft.errors import ModelError
 from weft.mesh import build_mesh
-from weft.parallel.axes import AxisMap
-from weft.parallel.placement import WHOLE, Placement, merge_placements
+from weft.parallel.placement.axes import AxisMap
+from weft.parallel.placement.placement import WHOLE, Placement, merge_placements
 from weft.spec.plan import Plan
 
 

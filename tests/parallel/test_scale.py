@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.buckets import ALIGNMENT
-from weft.parallel.flat import FlatModel
+from weft.parallel.zero.flat.buckets import ALIGNMENT
+from weft.parallel.zero.flat.flat_model import FlatModel
 from weft.spec.plan import Plan
 from weft.train import TrainStep
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from weft.comm.autograd import copy_to, sum_over
 from weft.mesh import ENDS, Axis, build_mesh
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.placement import Placement
+from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
 from weft.train.microbatches import Microbatches
 from weft.train.state import capture, restore

@@ -13,9 +13,9 @@ from tests.parallel.tensor_cases import LLAMA
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models import build_decoder
-from weft.parallel.head import HeadLoss, expect_labels
-from weft.parallel.head_loss import token_loss
-from weft.parallel.tensor import cut_tensors, fuse_whole_head
+from weft.parallel.tensor.cut_tensors import cut_tensors, fuse_whole_head
+from weft.parallel.tensor.head import HeadLoss, expect_labels
+from weft.parallel.tensor.head_loss import token_loss
 from weft.spec.plan import Plan
 from weft.testing.live import LiveBytes
 from weft.train.loss import model_forward, token_cross_entropy
@@ -87,8 +87,8 @@ def peak_of_a_step(fused: bool) -> int:
 
 
 def test_logits_of_a_large_vocabulary_do_not_set_the_peak_without_tp(monkeypatch):
-    monkeypatch.setattr("weft.parallel.head.LARGE_LOGITS_BYTES", 2**20)
-    monkeypatch.setattr("weft.parallel.head_loss.CHUNK_BYTES", 2**21)
+    monkeypatch.setattr("weft.parallel.tensor.head.LARGE_LOGITS_BYTES", 2**20)
+    monkeypatch.setattr("weft.parallel.tensor.head_loss.CHUNK_BYTES", 2**21)
     logits_bytes, weight_bytes = 64 * 128256 * 4, 128256 * LLAMA.dim * 4
     assert peak_of_a_step(fused=False) > 2 * logits_bytes
     # Gradients of embedding and head, and a few chunks.
@@ -108,7 +108,7 @@ def test_the_head_gives_the_same_loss_in_any_number_of_pieces(monkeypatch):
     fuse_whole_head(model)
     line = head._weft_head.line
     for chunk_bytes in (1, 3 * 11 * 8, 2**20):
-        monkeypatch.setattr("weft.parallel.head_loss.CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("weft.parallel.tensor.head_loss.CHUNK_BYTES", chunk_bytes)
         loss = token_loss(x, head.weight, head.bias, labels, line, 11, -100)
         found = torch.autograd.grad(2 * loss, [x, head.weight, head.bias])
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -130,7 +130,7 @@ def test_a_large_head_gives_the_loss_without_tp(monkeypatch):
 
     logits, (small, count) = loss()
     assert not isinstance(logits, HeadLoss)
-    monkeypatch.setattr("weft.parallel.head.LARGE_LOGITS_BYTES", 0)
+    monkeypatch.setattr("weft.parallel.tensor.head.LARGE_LOGITS_BYTES", 0)
     output, (large, other_count) = loss()
     assert isinstance(output, HeadLoss)
     torch.testing.assert_close(large, small, rtol=1e-12, atol=0)

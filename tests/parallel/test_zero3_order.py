@@ -10,7 +10,7 @@ from weft.errors import CommError
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.gradients import DataParallel
+from weft.parallel.placement.gradients import DataParallel
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 

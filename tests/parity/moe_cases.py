@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.models.moe import routers
-from weft.parallel.foreign_router import balance_routers
+from weft.parallel.expert.foreign_router import balance_routers
 from weft.spec.model import DecoderSpec
 from weft.testing import Case, DecoderCase
 from weft.testing.float64 import Float64Throughout

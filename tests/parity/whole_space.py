@@ -18,8 +18,8 @@ from tests.parity.plans import Cell, Subject
 from weft.spec.context import CP_MODES
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import AXES, RECOMPUTES, RESHARDS, SCHEDULES, Plan, plan_fields
-from weft.spec.rule import Facts
-from weft.spec.rules import check
+from weft.spec.rules.plan_rules import check
+from weft.spec.rules.rule import Facts
 from weft.testing import DecoderCase, covering
 from weft.testing.matrix import row_of
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner.clock import clocked
-from weft.planner.moves import estimated
-from weft.planner.partition import split_stages
-from weft.planner.question import Question
-from weft.planner.ranks import best_split, drawn_schedule, memory_by_rank, passes, stage_layers
-from weft.planner.why_not import read_plan
+from weft.planner.search.clock import clocked
+from weft.planner.search.moves import estimated
+from weft.planner.search.partition import split_stages
+from weft.planner.search.question import Question
+from weft.planner.search.ranks import best_split, drawn_schedule, memory_by_rank, passes, stage_layers
+from weft.planner.tell.why_not import read_plan
 
 QUESTION = Question.of("llama3-70b", "8x8xh100", seq_len=8192, global_batch=512, built_only=False)
 PLANS = [

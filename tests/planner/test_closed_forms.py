@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner.columns import Columns
-from weft.planner.pipeline import bubble_s, in_flight, sends
-from weft.planner.pipeline_sim import Durations, Timeline, simulate
+from weft.planner.cost.pipeline_cost import bubble_s, in_flight, sends
+from weft.planner.cost.pipeline_sim import Durations, Timeline, simulate
+from weft.planner.space.columns import Columns
 from weft.spec.plan import SCHEDULES
 from weft.spec.schedule import build_schedule
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.mesh import _strides
-from weft.planner.columns import CP_MODES, Columns, Job, settled
-from weft.planner.shape import Shape
+from weft.planner.space.columns import CP_MODES, Columns, Job, settled
+from weft.planner.space.shape import Shape
 from weft.spec.model import ModelSpec, decoder_spec, model_names
 from weft.spec.plan import AXES, PRECISIONS, RESHARDS, SCHEDULES, Plan
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from weft.planner import context_cost
-from weft.planner.collective_cost import Fabric
-from weft.planner.columns import CP_MODES, Columns, Job
+from weft.planner.cost import context_cost
+from weft.planner.cost.collective_cost import Fabric
+from weft.planner.cost.kernels import flash_s
+from weft.planner.cost.memory_cost import layer_bytes
+from weft.planner.cost.tables import Tables
 from weft.planner.estimate import estimate
-from weft.planner.kernels import flash_s
-from weft.planner.memory_cost import layer_bytes
-from weft.planner.search import search
-from weft.planner.shape import Shape
-from weft.planner.stack import Stack
-from weft.planner.tables import Tables
+from weft.planner.search.best_plans import search
+from weft.planner.space.columns import CP_MODES, Columns, Job
+from weft.planner.space.shape import Shape
+from weft.planner.space.stack import Stack
 from weft.spec.cluster import ClusterSpec
 from weft.spec.context import sent_bytes
 from weft.spec.model import decoder_spec

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 from hypothesis import given, settings
 
 from tests.spec.schedule.cases import schedules
-from weft.planner.drawing import Bar, draw_bars, draw_schedule
-from weft.planner.pipeline_sim import Durations
+from weft.planner.cost.pipeline_sim import Durations
+from weft.planner.tell.drawing import Bar, draw_bars, draw_schedule
 from weft.spec.schedule import build_schedule, parts
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from weft.planner.columns import CP_MODES, PRECISIONS, Columns
-from weft.planner.enumerate import Tally, enumerate_space
-from weft.planner.question import Question
-from weft.planner.space import Space
+from weft.planner.search.question import Question
+from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns
+from weft.planner.space.enumerate import Tally, enumerate_space
+from weft.planner.space.plan_space import Space
 from weft.spec.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
-from weft.spec.rules import LASTING, RULES, check
+from weft.spec.rules.plan_rules import LASTING, RULES, check
 
 WORLDS = (1, 6, 8, 12)
 
@@ -147,7 +147,7 @@ def test_a_narrower_space_is_a_part_of_the_wider_one():
 
 
 def test_mixtures_divide_their_experts():
-    from weft.planner.shape import Shape
+    from weft.planner.space.shape import Shape
 
     shape = Shape(vocab=32_000, hidden=1024, layers=8, heads=16, kv_heads=4, head_dim=64, ffn=0, num_experts=6, top_k=2,
                   expert_ffn=2048)  # fmt: skip

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.planner import estimate as module
-from weft.planner.columns import Columns, Job
+from weft.planner.cost.tables import Tables
 from weft.planner.estimate import TERMS, estimate
-from weft.planner.shape import Shape
-from weft.planner.stack import Stack
-from weft.planner.tables import Tables
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
+from weft.planner.space.stack import Stack
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import RECOMPUTES, SCHEDULES

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from weft.planner.figures import flops_per_token, matmul_params, model_flops_utilisation, step_cost, usual_price
-from weft.planner.question import Question
+from weft.planner.search.figures import flops_per_token, matmul_params, model_flops_utilisation, step_cost, usual_price
+from weft.planner.search.question import Question
 from weft.spec.cluster import ClusterSpec, devices
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128)

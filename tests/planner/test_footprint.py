@@ -7,11 +7,11 @@ import torch
 
 from weft.memory import apply_recompute
 from weft.models import build_decoder
-from weft.planner.footprint import Usage, activation_bytes, remedies
+from weft.planner.tell.footprint import Usage, activation_bytes, remedies
 from weft.spec.model import DecoderSpec, decoder_spec
 from weft.spec.plan import Plan
-from weft.spec.rule import Facts
-from weft.spec.rules import NOT_BUILT, check
+from weft.spec.rules.plan_rules import NOT_BUILT, check
+from weft.spec.rules.rule import Facts
 from weft.testing.live import LiveBytes
 from weft.train.loss import token_cross_entropy
 
@@ -70,7 +70,7 @@ def test_rules_leave_out_what_is_not_built_or_not_legal():
 
 
 def test_sharding_is_offered_with_what_it_saves_once_it_is_built(monkeypatch):
-    monkeypatch.setattr("weft.planner.footprint.check", lambda plan, facts: [])
+    monkeypatch.setattr("weft.planner.tell.footprint.check", lambda plan, facts: [])
     no_rows = Usage(parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB)
     one, two, three = remedies(Plan(dp_replicate=4), no_rows, 0)
     assert (one.change, one.saved_bytes) == ("dp_shard=4 zero=1", 6 * GIB)

@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 
 from weft.memory.budget import cheapest_choice
-from weft.planner.collective_cost import Fabric
-from weft.planner.columns import Columns
-from weft.planner.layer_cost import layer_costs
-from weft.planner.moves import estimated
-from weft.planner.question import Question
-from weft.planner.recompute_cost import menu, replay_s
-from weft.planner.why_not import read_plan
+from weft.planner.cost.collective_cost import Fabric
+from weft.planner.cost.layer_cost import layer_costs
+from weft.planner.cost.recompute_cost import menu, replay_s
+from weft.planner.search.moves import estimated
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns
+from weft.planner.tell.why_not import read_plan
 
 
 def test_a_replay_stops_before_what_backward_does_not_ask_for():

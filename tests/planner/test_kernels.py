@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner.collective_cost import Fabric
-from weft.planner.kernels import bytes_s, core_s, flash_s, gemm_s
-from weft.planner.tables import Tables
+from weft.planner.cost.collective_cost import Fabric
+from weft.planner.cost.kernels import bytes_s, core_s, flash_s, gemm_s
+from weft.planner.cost.tables import Tables
 from weft.spec.cluster import device, devices
 
 H100 = Tables.of(device("h100"))

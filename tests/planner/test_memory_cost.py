@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner import loss_memory
-from weft.planner.columns import Columns, Job
+from weft.planner.cost import loss_memory
+from weft.planner.cost.memory_cost import CLASSES, layer_bytes
+from weft.planner.cost.tables import Tables
 from weft.planner.estimate import estimate
-from weft.planner.memory_cost import CLASSES, layer_bytes
-from weft.planner.shape import Shape
-from weft.planner.stack import Stack
-from weft.planner.tables import Tables
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
+from weft.planner.space.stack import Stack
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import RECOMPUTES, Plan
@@ -114,7 +114,7 @@ def test_gpt_keeps_34_bytes_and_its_scores():
 
 
 def test_the_loss_is_cut_where_the_runtime_cuts_it():
-    head, head_loss = (importlib.import_module(f"weft.parallel.{name}") for name in ("head", "head_loss"))
+    head, head_loss = (importlib.import_module(f"weft.parallel.tensor.{name}") for name in ("head", "head_loss"))
     assert (loss_memory.LARGE_LOGITS_BYTES, loss_memory.CHUNK_BYTES) == (head.LARGE_LOGITS_BYTES, head_loss.CHUNK_BYTES)
 
 

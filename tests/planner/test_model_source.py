@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from weft.errors import ConfigError, WeftError
-from weft.planner.model_source import _FAMILIES, default_batch, default_seq_len, read_model
-from weft.planner.question import Question
+from weft.planner.search.model_source import _FAMILIES, default_batch, default_seq_len, read_model
+from weft.planner.search.question import Question
 from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.spec.plans import plans
-from weft.planner.partial import BROKEN, KEPT, OPEN, PartialPlans, broken, crossed, verdicts
+from weft.planner.space.partial import BROKEN, KEPT, OPEN, PartialPlans, broken, crossed, verdicts
 from weft.spec.cluster import device
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan, plan_fields
-from weft.spec.rule import Facts, Rule, UnknownFact
-from weft.spec.rules import RULES
+from weft.spec.rules.plan_rules import RULES
+from weft.spec.rules.rule import Facts, Rule, UnknownFact
 
 FACTS = Facts(
     model=decoder_spec("tiny"), world_size=8, global_batch=24, seq_len=256, device=device("v100"), open_axis=None

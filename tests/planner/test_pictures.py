@@ -6,15 +6,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from weft.planner import ranks
-from weft.planner.canvas import Drawing, Line, Rect, Text
-from weft.planner.explain import explain, fit_words, memory_bars, waterfall
-from weft.planner.moves import estimated
-from weft.planner.pictures import memory_by_rank, pareto
-from weft.planner.pictures import waterfall as draw_waterfall
-from weft.planner.question import Question
-from weft.planner.search import answer
-from weft.planner.why_not import read_plan
+from weft.planner.search import ranks
+from weft.planner.search.best_plans import answer
+from weft.planner.search.moves import estimated
+from weft.planner.search.question import Question
+from weft.planner.tell.canvas import Drawing, Line, Rect, Text
+from weft.planner.tell.explain import explain, fit_words, memory_bars, waterfall
+from weft.planner.tell.pictures import memory_by_rank, pareto
+from weft.planner.tell.pictures import waterfall as draw_waterfall
+from weft.planner.tell.why_not import read_plan
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128, built_only=False, most_plans=20_000)
 PIPED = "pp=4 dp_shard=2 zero=1 microbatches=16 precision=bf16 recompute=full compile=on"

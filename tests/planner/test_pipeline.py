@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner.columns import Columns
-from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, in_flight, sends, split_layers
+from weft.planner.cost.pipeline_cost import balanced_layers, bubble_s, chunks_per_rank, in_flight, sends, split_layers
+from weft.planner.space.columns import Columns
 from weft.spec.plan import SCHEDULES
 
 

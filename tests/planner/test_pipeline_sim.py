@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.spec.schedule.cases import schedules
-from weft.planner.pipeline_sim import Durations, simulate
+from weft.planner.cost.pipeline_sim import Durations, simulate
 from weft.spec.schedule import Action, Schedule, build_schedule
 
 

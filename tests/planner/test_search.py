@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import weft
-from weft.planner.answer import Answer, layouts
-from weft.planner.moves import estimated, neighbours
-from weft.planner.question import Question
-from weft.planner.refine import anneal, descend
-from weft.planner.search import answer, search
-from weft.planner.what_if import change
+from weft.planner.search.answer import Answer, layouts
+from weft.planner.search.best_plans import answer, search
+from weft.planner.search.moves import estimated, neighbours
+from weft.planner.search.question import Question
+from weft.planner.search.refine import anneal, descend
+from weft.planner.tell.what_if import change
 from weft.spec.plan import RECOMPUTES, Plan
-from weft.spec.rules import LASTING, RULES, check
+from weft.spec.rules.plan_rules import LASTING, RULES, check
 
 SMALL = {"seq_len": 1024, "global_batch": 48}
 

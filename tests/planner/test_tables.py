@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from weft.errors import ConfigError
-from weft.planner.tables import Tables
+from weft.planner.cost.tables import Tables
 from weft.spec.cluster import device, devices
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.planner.nearest_yes import nearest_yes
-from weft.planner.question import Question
-from weft.planner.report import scenario_table
-from weft.planner.what_if import LEVERS, change, what_if
+from weft.planner.search.question import Question
+from weft.planner.tell.nearest_yes import nearest_yes
+from weft.planner.tell.report import scenario_table
+from weft.planner.tell.what_if import LEVERS, change, what_if
 
 BASE = Question.of("llama3-8b", "2x8xh100", seq_len=4096, global_batch=64, built_only=False, most_plans=20_000)
 

@@ -6,13 +6,14 @@ import pytest
 
 from tests.planner import stub
 from weft.errors import PlanError
-from weft.planner import moves, search
-from weft.planner.compare import compare
-from weft.planner.question import Question
-from weft.planner.report import comparison_table, why_not_table
-from weft.planner.search import answer
-from weft.planner.why_not import why_not
-from weft.spec.rules import LASTING, check
+from weft.planner.search import best_plans as search
+from weft.planner.search import moves
+from weft.planner.search.best_plans import answer
+from weft.planner.search.question import Question
+from weft.planner.tell.compare import compare
+from weft.planner.tell.report import comparison_table, why_not_table
+from weft.planner.tell.why_not import why_not
+from weft.spec.rules.plan_rules import LASTING, check
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.spec.broken import BASE, Case, broken_configs
 from weft.errors import ConfigError
-from weft.spec.config_file import load_config
+from weft.spec.files.config_file import load_config
 
 RAW_PYDANTIC = re.compile(
     r"Input should|validation error|pydantic|type=|Traceback|Field required|should be a valid", re.IGNORECASE

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from weft.spec.config import RunConfig
-from weft.spec.config_file import config_schema, load_config
+from weft.spec.files.config_file import config_schema, load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.spec.config import RunConfig, SourceSection
-from weft.spec.config_file import LoadedConfig, format_config, load_config, show_origins
+from weft.spec.files.config_file import LoadedConfig, format_config, load_config, show_origins
 
 MANY = b"""plan = "dp_shrad=4 zero=9"
 sed = 3

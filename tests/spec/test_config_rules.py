@@ -7,9 +7,9 @@ import pytest
 from weft.errors import ConfigError
 from weft.spec.cluster import device
 from weft.spec.config import RunConfig
-from weft.spec.config_file import load_config
-from weft.spec.config_rules import CONFIG_RULES, config_problems
-from weft.spec.expect import node_at
+from weft.spec.files.config_file import load_config
+from weft.spec.files.expect import node_at
+from weft.spec.rules.config_rules import CONFIG_RULES, config_problems
 
 CASES = [
     ("warmup-fits", ["train.steps=10", "schedule.warmup_steps=20"],

@@ -6,8 +6,8 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.spec.config import STDLIB_SOURCE, RunConfig
-from weft.spec.config_file import load_config
-from weft.spec.overrides import override_value
+from weft.spec.files.config_file import load_config
+from weft.spec.files.overrides import override_value
 
 
 def loaded(*overrides) -> RunConfig:

@@ -164,7 +164,8 @@ def test_replace_refuses_unknown_fields():
 
 
 def test_spec_needs_no_torch():
-    code = "import weft.spec.config_file, weft.spec.layout, weft.spec.rules, sys; print('torch' in sys.modules)"
+    modules = "weft.spec.files.config_file, weft.spec.layout, weft.spec.rules.plan_rules"
+    code = f"import {modules}, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

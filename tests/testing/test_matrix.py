@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.spec.plan import plan_fields
-from weft.spec.rules import LASTING
+from weft.spec.rules.plan_rules import LASTING
 from weft.testing.matrix import LAYOUT_FIELDS, covering, layout_of, legal, pairs, row_of, sample, values_tried
 
 #: Of what a rank may do with its part: all of it takes seconds to list.

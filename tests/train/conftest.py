@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.spec.config_file import load_config
+from weft.spec.files.config_file import load_config
 from weft.train import prepare_run, run_rank
 
 SMALL = [

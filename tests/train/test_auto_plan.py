@@ -9,9 +9,9 @@ import pytest
 import weft
 from weft.cli.main import run
 from weft.errors import ConfigError, PlanError
-from weft.planner.model_source import read_model
+from weft.planner.search.model_source import read_model
 from weft.spec.cluster import ClusterSpec
-from weft.spec.config_file import load_config
+from weft.spec.files.config_file import load_config
 from weft.spec.plan import Plan
 from weft.train.auto_plan import CHOSEN, choose_plan, chosen_line, record_choice, settle_plan, this_cluster
 

@@ -20,7 +20,7 @@ from tests.train.conftest import SMALL
 from weft.checkpoint import load_checkpoint
 from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError
 from weft.monitor import read_events
-from weft.spec.config_file import load_config
+from weft.spec.files.config_file import load_config
 from weft.train import RunFolder, generate_text, prepare_run, run_rank
 from weft.train.run_lock import run_lock
 from weft.train.state import expected_bytes

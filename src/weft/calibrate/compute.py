@@ -19,8 +19,8 @@ from weft.mesh import Axis
 from weft.models.attention import see_causally
 from weft.models.rotary import rotate, rotation
 from weft.models.transformer import Block
-from weft.parallel.cut_linear import Line
-from weft.parallel.head_loss import token_loss
+from weft.parallel.tensor.cut_linear import Line
+from weft.parallel.tensor.head_loss import token_loss
 from weft.planner.measured.layer import TINY
 from weft.spec.model import DecoderSpec
 

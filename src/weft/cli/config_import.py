@@ -10,11 +10,11 @@ from pathlib import Path
 import typer
 
 from weft.cli.console import say
+from weft.deepspeed import Imported, Outcome
 from weft.errors import ConfigError
-from weft.spec.config_file import run_name
-from weft.spec.config_rules import config_problems
-from weft.spec.config_text import format_config
-from weft.spec.deepspeed import Imported, Outcome
+from weft.spec.files.config_file import run_name
+from weft.spec.files.config_text import format_config
+from weft.spec.rules.config_rules import config_problems
 
 _STYLES = {"became": "green", "follows": "cyan", "nothing": "dim", "not built": "yellow", "removed": "dim"}
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from weft.cli.console import complain, paint, say
-from weft.cli.launch import RankFailed, Stopped
+from weft.cli.launcher.launch import RankFailed, Stopped
 from weft.errors import ConfigError, WeftError, did_you_mean
 
 
@@ -27,7 +27,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("Train a model; the same command again resumes.", "weft.cli.train", "train"),
-    "plan": Verb("Find the best plans for a model on a cluster, and say why.", "weft.cli.plan", "plan"),
+    "plan": Verb("Find the best plans for a model on a cluster, and say why.", "weft.cli.planning.plan", "plan"),
     "calibrate": Verb("Measure this machine, so that the planner knows it.", "weft.cli.calibrate", "calibrate"),
     "verify": Verb("Check that a plan gives the same numbers as one process.", "weft.cli.verify", "verify"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),

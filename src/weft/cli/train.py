@@ -15,10 +15,10 @@ import typer
 
 from weft import env
 from weft.cli.console import progress_report, say
-from weft.cli.failure import exit_code_of
-from weft.cli.launch import launch_ranks
-from weft.cli.typed import typed_command
-from weft.cli.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
+from weft.cli.launcher.failure import exit_code_of
+from weft.cli.launcher.launch import launch_ranks
+from weft.cli.launcher.typed import typed_command
+from weft.cli.launcher.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
 from weft.errors import ConfigError, WeftError
 from weft.monitor.terminal import busy
 
@@ -47,7 +47,7 @@ def train(
 
     Under torchrun or srun each process is one rank. Otherwise the command starts the ranks of this machine.
     """
-    from weft.spec.config_file import load_config
+    from weft.spec.files.config_file import load_config
 
     path, overrides = split_words(words or [])
     place = env.rank_env()
@@ -77,14 +77,14 @@ def train_here(config: RunConfig) -> None:
         folder = _prepare(config, num_ranks, num_ranks)
         given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
         settings = json.dumps(given).encode()
-        command = [sys.executable, "-m", "weft.cli.rank", str(folder.path)]
+        command = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
         variables = threads_variables(num_ranks, cores)
         launch_ranks(command, num_ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
 
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
-    from weft.cli.rank import run_as_rank, second_handle
+    from weft.cli.launcher.rank import run_as_rank, second_handle
     from weft.comm.word import FirstWord
     from weft.mesh import open_store
     from weft.train import run_rank

@@ -11,9 +11,9 @@ import time
 
 import torch
 
-from weft.comm.link import Operation, finish
+from weft.comm.links.link import Operation, finish
+from weft.comm.links.parts import Parts
 from weft.comm.meet import link_of, links_of
-from weft.comm.parts import Parts
 from weft.errors import CommError
 from weft.mesh import Axis
 

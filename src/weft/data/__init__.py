@@ -22,27 +22,27 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.data.loader import Batch, EvalBatches, Loader, Prefetch
-    from weft.data.prepare import prepare_data
-    from weft.data.prepared import PreparedData, PreparedSource, verify_data
-    from weft.data.sharded import ShardedLoader
-    from weft.data.stream import Sample, SampleStream
-    from weft.data.tokenizer import Tokenizer
+    from weft.data.order.loader import Batch, EvalBatches, Loader, Prefetch
+    from weft.data.order.sharded import ShardedLoader
+    from weft.data.order.stream import Sample, SampleStream
+    from weft.data.prepared.prepare import prepare_data
+    from weft.data.prepared.prepared_data import PreparedData, PreparedSource, verify_data
+    from weft.data.tokens.tokenizer import Tokenizer
 
 __getattr__ = loads(
     __name__,
     {
-        "Batch": ".loader",
-        "EvalBatches": ".loader",
-        "Loader": ".loader",
-        "Prefetch": ".loader",
-        "PreparedData": ".prepared",
-        "PreparedSource": ".prepared",
-        "Sample": ".stream",
-        "SampleStream": ".stream",
-        "ShardedLoader": ".sharded",
-        "Tokenizer": ".tokenizer",
-        "prepare_data": ".prepare",
-        "verify_data": ".prepared",
+        "Batch": ".order.loader",
+        "EvalBatches": ".order.loader",
+        "Loader": ".order.loader",
+        "Prefetch": ".order.loader",
+        "PreparedData": ".prepared.prepared_data",
+        "PreparedSource": ".prepared.prepared_data",
+        "Sample": ".order.stream",
+        "SampleStream": ".order.stream",
+        "ShardedLoader": ".order.sharded",
+        "Tokenizer": ".tokens.tokenizer",
+        "prepare_data": ".prepared.prepare",
+        "verify_data": ".prepared.prepared_data",
     },
 )

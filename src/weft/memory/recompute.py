@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves
 
 from weft.comm import all_reduce
 from weft.errors import ModelError, PlanError, Problem
-from weft.memory.become import become, revert
-from weft.memory.blocks import repeated_blocks
 from weft.memory.budget import cheapest_choice
 from weft.memory.policy import Forward, Policy, run_block, spare_buffers, without_graph
 from weft.memory.trace import BlockTrace, Option, Storages, num_bytes, storages_of, trace_block
 from weft.mesh import Axis
 from weft.spec.plan import RECOMPUTES, Plan
+from weft.structure.blocks import repeated_blocks
+from weft.structure.surgery import become, revert
 from weft.units import format_bytes, parse_bytes
 
 #: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import LayoutError, ModelError
-from weft.parallel.cut_modules import input_embeddings, is_linear, weight_of
-from weft.parallel.feature_flow import FeatureFlow, Mark
 from weft.parallel.found import FoundLayout
 from weft.parallel.numberless import call_without_numbers, example_of, in_some_format, without_numbers
+from weft.parallel.tensor.cut_modules import input_embeddings, is_linear, weight_of
 from weft.spec.layout import Layout
+from weft.structure.feature_flow import FeatureFlow, Mark
 
 
 def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:

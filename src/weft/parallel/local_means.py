@@ -17,7 +17,7 @@ from weft.comm import all_reduce
 from weft.errors import WeftWarning
 from weft.mesh import Mesh
 from weft.parallel.context.hugging_face import is_hugging_face
-from weft.parallel.gradients import is_attached
+from weft.parallel.placement.gradients import is_attached
 
 _SHOWN = 3  # names of modules in a warning
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from weft.errors import LayoutError, ModelError
-from weft.parallel.cut_modules import is_linear, weight_of
+from weft.parallel.tensor.cut_modules import is_linear, weight_of
 
 T = TypeVar("T")
 

@@ -18,20 +18,20 @@ from weft.mesh import Mesh
 from weft.models.moe import MoE
 from weft.parallel.context import apply_context
 from weft.parallel.dropout import FunctionalDropout, follow_positions
-from weft.parallel.expert import SpreadExperts, expect_experts, spread_experts
-from weft.parallel.expert_balance import divide_sequences
-from weft.parallel.flat import FlatModel
-from weft.parallel.gradients import DataParallel, attach, is_attached
+from weft.parallel.expert.expert_balance import divide_sequences
+from weft.parallel.expert.spread import SpreadExperts, expect_experts, spread_experts
 from weft.parallel.layout_find import find_layout
 from weft.parallel.local_means import watch_local_means
-from weft.parallel.materialise import move
-from weft.parallel.original import grown, originals_of
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
-from weft.parallel.placement import Placement, merge_placements
-from weft.parallel.precision import Precision
-from weft.parallel.state_guard import guard_model
-from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
-from weft.parallel.zero3 import FullyShardedModel
+from weft.parallel.placement.gradients import DataParallel, attach, is_attached
+from weft.parallel.placement.materialise import move
+from weft.parallel.placement.original import grown, originals_of
+from weft.parallel.placement.placement import Placement, merge_placements
+from weft.parallel.placement.precision import Precision
+from weft.parallel.placement.state_guard import guard_model
+from weft.parallel.tensor.cut_tensors import check_whole_model, cut_tensors, fuse_whole_head
+from weft.parallel.zero.flat.flat_model import FlatModel
+from weft.parallel.zero.sharded.sharded_model import FullyShardedModel
 from weft.spec.layout import Layout
 
 #: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.

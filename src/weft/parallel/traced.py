@@ -24,8 +24,8 @@ from weft.parallel.context.hugging_face import is_hugging_face
 from weft.parallel.layout_find import explain_layout, find_lm_head
 from weft.parallel.numberless import example_of
 from weft.parallel.pipeline.chain import find_chain
-from weft.parallel.precision import Precision, cast_inputs, formats
-from weft.parallel.tensor import check_layout
+from weft.parallel.placement.precision import Precision, cast_inputs, formats
+from weft.parallel.tensor.cut_tensors import check_layout
 from weft.spec.layout import Layout
 from weft.spec.traced import Limit, TracedModel
 

@@ -9,16 +9,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.collective_cost import Fabric
-from weft.planner.columns import Columns, Job
-from weft.planner.host_cost import Work, offload_s
-from weft.planner.kernels import bytes_s
-from weft.planner.layer_cost import LayerCosts, layer_costs
-from weft.planner.memory_cost import CLASSES, memory_bytes, rank_shares
-from weft.planner.overlap import Shares, Window, exposed_s
-from weft.planner.pipeline import balanced_layers, bubble_s, chunks_per_rank, hidden_sends, sends, split_layers
-from weft.planner.recompute_cost import budget_s, replay_s
-from weft.planner.tables import Tables
+from weft.planner.cost.collective_cost import Fabric
+from weft.planner.cost.host_cost import Work, offload_s
+from weft.planner.cost.kernels import bytes_s
+from weft.planner.cost.layer_cost import LayerCosts, layer_costs
+from weft.planner.cost.memory_cost import CLASSES, memory_bytes, rank_shares
+from weft.planner.cost.overlap import Shares, Window, exposed_s
+from weft.planner.cost.pipeline_cost import (
+    balanced_layers,
+    bubble_s,
+    chunks_per_rank,
+    hidden_sends,
+    sends,
+    split_layers,
+)
+from weft.planner.cost.recompute_cost import budget_s, replay_s
+from weft.planner.cost.tables import Tables
+from weft.planner.space.columns import Columns, Job
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import RECOMPUTES
 

@@ -11,10 +11,8 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import cast
 
-from weft import env
 from weft.errors import PlanError, Problem, did_you_mean
 from weft.spec.context import CP_MODES
 from weft.spec.plan_values import (
@@ -178,23 +176,6 @@ class Plan:
     def from_mapping(cls, table: Mapping[str, object], world_size: int | None = None) -> Plan:
         """Read a table such as `[plan]` in TOML: {"dp_shard": 4, "tp": 2}. Values may be text."""
         return cls._close(table, world_size)
-
-    @classmethod
-    def from_deepspeed(cls, source: Path | str | Mapping[str, object], world_size: int | None = None) -> Plan:
-        """The plan that a DeepSpeed config asks for: a path to ds_config.json, its text, or the dict of it.
-
-        world_size: number of ranks; by default the number that torchrun, srun or `weft train` started, or that the
-        file's batch sizes say. `weft.spec.deepspeed.import_deepspeed` also gives the settings and what each key became.
-        Raises ConfigError with every mistake in the file, PlanError where the number of ranks is not known.
-        """
-        from weft.spec.deepspeed import import_deepspeed
-
-        place = env.rank_env() if world_size is None else None
-        plan, open_axis = cls.read_open(import_deepspeed(source, place.world_size if place else world_size).plan)
-        if open_axis is not None:
-            rule = "the file leaves the number of ranks open. Give world_size=, or start the ranks with torchrun."
-            raise refused(open_axis, f"{open_axis}=*: {rule}")
-        return plan
 
     @classmethod
     def _close(cls, source: str | Mapping[str, object], world_size: int | None) -> Plan:

@@ -12,11 +12,11 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 
 from weft.spec.context import CP_MODES
-from weft.spec.legal import legal_plans
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan, plan_fields
-from weft.spec.rule import Facts, Rule, common_divisors
-from weft.spec.rules import RULES
+from weft.spec.rules.legal import legal_plans
+from weft.spec.rules.plan_rules import RULES
+from weft.spec.rules.rule import Facts, Rule, common_divisors
 
 #: Fields that say how ranks divide the work; the others say how one rank does its part.
 LAYOUT_FIELDS = tuple(

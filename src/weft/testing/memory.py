@@ -10,16 +10,16 @@ import torch
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.parallel.live import live_bytes, plain_tensors
-from weft.planner.columns import Columns, Job
+from weft.planner.cost.memory_cost import layer_bytes
+from weft.planner.cost.tables import Tables
 from weft.planner.estimate import estimate
 from weft.planner.measured.memory import host_memory
-from weft.planner.memory_cost import layer_bytes
-from weft.planner.shape import Shape
-from weft.planner.tables import Tables
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
+from weft.testing.between_steps import live_bytes, plain_tensors
 from weft.testing.live import LiveBytes
 from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep

@@ -20,14 +20,14 @@ import torch
 
 from weft.errors import WeftError
 from weft.mesh import Mesh
-from weft.planner.basis import time_by_rung
-from weft.planner.columns import Columns
 from weft.planner.estimate import estimate
 from weft.planner.measured import here
 from weft.planner.measured.learn import FILE, measured_parts, parts_of
 from weft.planner.measured.profile import Profile, default_path
-from weft.planner.model_source import of_decoder
-from weft.planner.question import Question
+from weft.planner.search.model_source import of_decoder
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns
+from weft.planner.tell.basis import time_by_rung
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
 from weft.spec.config import RunConfig
 from weft.spec.model import DecoderSpec

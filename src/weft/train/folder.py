@@ -26,13 +26,13 @@ from typing import Any
 from weft.data import PreparedData, prepare_data
 from weft.errors import CheckpointError, ConfigError, DataError, PlanError, Problem
 from weft.spec.config import RunConfig
-from weft.spec.config_file import load_config, parse_config
-from weft.spec.config_text import format_config
-from weft.spec.expect import as_toml
+from weft.spec.files.config_file import load_config, parse_config
+from weft.spec.files.config_text import format_config
+from weft.spec.files.expect import as_toml
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan
-from weft.spec.rules import Facts, check
+from weft.spec.rules.plan_rules import Facts, check
 from weft.train.epochs import with_steps
 from weft.train.run_lock import run_lock
 
@@ -273,7 +273,7 @@ def _with_own_layout(config: RunConfig, decoder: DecoderSpec, plan: Plan) -> Run
     if not config.layout:
         return config
     from weft.models import build_decoder
-    from weft.parallel.tensor import check_layout, expect_used
+    from weft.parallel.tensor.cut_tensors import check_layout, expect_used
 
     layout = Layout.read(config.layout)
     model = build_decoder(decoder, device="meta")

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from weft.errors import ModelError
-from weft.parallel.head import HeadLoss
+from weft.parallel.tensor.head import HeadLoss
 
 #: Label of a position that is not trained.
 IGNORE = -100
@@ -30,7 +30,7 @@ def token_cross_entropy(
     return loss_sum, (labels != IGNORE).sum()
 
 
-#: The head may give the loss in the place of logits: see `weft.parallel.head`.
+#: The head may give the loss in the place of logits: see `weft.parallel.tensor.head`.
 token_cross_entropy.takes_head_loss = True
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.errors import ModelError
-from weft.parallel.batches import move_batch, parts_of, tensors_in, with_parts
+from weft.parallel.placement.batches import move_batch, parts_of, tensors_in, with_parts
 from weft.spec.plan import Plan
 
 

@@ -18,9 +18,9 @@ from weft.errors import OutOfMemory
 from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.monitor import memory_bytes
-from weft.planner.footprint import Usage, activation_bytes, remedies
+from weft.planner.tell.footprint import Usage, activation_bytes, remedies
 from weft.spec.model import DecoderSpec
-from weft.spec.rule import Facts
+from weft.spec.rules.rule import Facts
 from weft.units import format_bytes, parse_bytes
 
 _P = ParamSpec("_P")

@@ -21,7 +21,7 @@ from weft.errors import CheckpointError, ModelError
 from weft.mesh import Mesh
 from weft.parallel import data_parallel
 from weft.parallel.dropout import drops_of
-from weft.parallel.gradients import is_attached, originals
+from weft.parallel.placement.gradients import is_attached, originals
 from weft.train.ema import Ema
 from weft.train.evaluate import mean_loss
 from weft.train.export import write_pretrained

@@ -20,12 +20,12 @@ from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import ExpertBalance, Precision, data_parallel
-from weft.parallel.batches import move_batch
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.dropout import drops_of
-from weft.parallel.head import expect_labels
 from weft.parallel.local_means import TrainMode, trust_loss
 from weft.parallel.pipeline.runtime import Drawing, Work, pipeline_of
+from weft.parallel.placement.batches import move_batch
+from weft.parallel.tensor.head import expect_labels
 from weft.train.forward import call_model
 from weft.train.loss_check import CheckedLoss, LossFn
 from weft.train.microbatches import Microbatches, microbatches_of, samples_in, values_in

@@ -7,15 +7,15 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
-from weft.planner.columns import Columns, Job
 from weft.planner.estimate import TERMS, estimate
 from weft.planner.measured.crowd import crowd_of, ranks_of
 from weft.planner.measured.here import cluster_of
 from weft.planner.measured.host import measured_tables
 from weft.planner.measured.profile import Lesson, Profile
-from weft.planner.shape import Shape
-from weft.planner.stages import divide_layers
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
 from weft.spec.plan import Plan
+from weft.spec.shares import divide_layers
 
 SHAPE = Shape(vocab=2048, hidden=256, layers=8, heads=8, kv_heads=4, head_dim=32, ffn=768)
 JOB = Job(shape=SHAPE, seq_len=128, global_batch=8)
@@ -108,7 +108,7 @@ def test_what_runs_taught_scales_its_part() -> None:
 
 
 def test_every_estimate_says_what_it_rests_on() -> None:
-    from weft.planner.basis import time_by_rung
+    from weft.planner.tell.basis import time_by_rung
 
     known = profile()
     for count, rungs in ((4, {"here"}), (8, {"here", "common"})):

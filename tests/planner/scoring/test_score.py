@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.plan_score import score_runs
+from weft.cli.planning.plan_score import score_runs
 from weft.errors import ConfigError
 from weft.planner.scoring import SCORE_TIERS, score
 

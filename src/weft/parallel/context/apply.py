@@ -14,7 +14,7 @@ from weft.models.transformer import Decoder
 from weft.parallel.context.context import Context
 from weft.parallel.context.decoder import replace_cores
 from weft.parallel.context.hugging_face import heads_of, is_hugging_face, replace_attention
-from weft.parallel.placement import Placement
+from weft.parallel.placement.placement import Placement
 
 _ATTRIBUTE = "_weft_context"
 

@@ -25,7 +25,7 @@ from weft.parallel.context.documents import PADDING
 from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.pieces import Sight
 from weft.parallel.context.positions import positions_of
-from weft.parallel.mixers import mixes_beside_attention
+from weft.structure.mixers import mixes_beside_attention
 
 #: Our attention functions are registered under this and the name of the one whose place they take.
 PREFIX = "weft_context_parallel_"

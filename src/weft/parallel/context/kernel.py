@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.parallel.context.pieces import BOTH_WAYS, CAUSAL, Sight
-from weft.parallel.position_noise import keeps, lines_of
+from weft.parallel.placement.position_noise import keeps, lines_of
 
 #: Scores that plain arithmetic holds at a time, where no fused kernel gives the log-sum-exp.
 _SCORES = 2**24

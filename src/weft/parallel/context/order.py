@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weft.errors import ModelError
-from weft.parallel.batches import map_tensors, parts_of
+from weft.parallel.placement.batches import map_tensors, parts_of
 from weft.spec.context import chunks_of, num_chunks
 
 

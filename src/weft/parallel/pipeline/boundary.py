@@ -14,7 +14,7 @@ import torch
 from weft.comm.peer import Message, start_receive, start_send
 from weft.errors import CommError, ModelError
 from weft.mesh import Axis
-from weft.parallel.batches import parts_of
+from weft.parallel.placement.batches import parts_of
 from weft.spec.schedule import Key, Transfer
 
 #: Shape and format of an activation.

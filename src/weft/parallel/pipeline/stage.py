@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.parallel.batches import map_tensors
 from weft.parallel.pipeline.absent import Absent, Entry, Exit, Flow, Left
 from weft.parallel.pipeline.chain import Chain, Site
+from weft.parallel.placement.batches import map_tensors
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]

@@ -1,7 +1,7 @@
 """Lets the layers of a stage hold back their weights' gradients, and delivers these when the schedule says so.
 
-Linear layers get a subclass whose product may wait (parallel/held.py); layers that tensor parallelism cut ask by
-themselves. Layers of other kinds give all their gradients at once, which is right and only less even.
+Linear layers get a subclass whose product may wait (parallel/placement/held.py); layers that tensor parallelism cut ask
+by themselves. Layers of other kinds give all their gradients at once, which is right and only less even.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from weft.memory.become import become
-from weft.parallel.cut_modules import ColumnLinear, RowLinear
-from weft.parallel.held import HeldGradients, HeldProduct, linear
+from weft.parallel.placement.held import HeldGradients, HeldProduct, linear
+from weft.parallel.tensor.cut_modules import ColumnLinear, RowLinear
+from weft.structure.surgery import become
 
 
 @torch.no_grad()

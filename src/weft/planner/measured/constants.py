@@ -1,6 +1,6 @@
 """Constants of the cost model for GPUs from a profile: what was measured takes the place of what tables say.
 
-Each constant is solved for in the formula that uses it (planner/kernels.py, planner/collective_cost.py), from the
+Each constant is solved for in the formula that uses it (kernels.py and collective_cost.py in planner/cost/), from the
 samples that it decides most. Constants that no sample decides stay as the tables have them.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from weft.planner.kernels import flash_s
+from weft.planner.cost.kernels import flash_s
+from weft.planner.cost.tables import Tables
 from weft.planner.measured.laws import fit_law
 from weft.planner.measured.profile import Profile, Sample
-from weft.planner.tables import Tables
 from weft.spec.cluster import DeviceSpec
 
 #: Bytes that a fused AdamW step moves for a parameter in fp32: four numbers read, three written.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import Columns, Job
-from weft.planner.pipeline import bubble_s, sends
-from weft.planner.stages import divide_layers
+from weft.planner.cost.pipeline_cost import bubble_s, sends
+from weft.planner.space.columns import Columns, Job
 from weft.spec.plan import SCHEDULES
 from weft.spec.schedule import stage_owner
+from weft.spec.shares import divide_layers
 
 Array = NDArray[np.float64]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import Columns, Job
+from weft.planner.cost.memory_cost import rank_shares
 from weft.planner.measured.crowd import Crowd
 from weft.planner.measured.layer import VALUE, Clock
-from weft.planner.memory_cost import rank_shares
+from weft.planner.space.columns import Columns, Job
 
 Array = NDArray[np.float64]
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import Columns, Job
+from weft.planner.cost.recompute_cost import budget_s, replay_s
 from weft.planner.measured.crowd import Crowd, crowd_of
 from weft.planner.measured.data_parallel import data_parallel_s
 from weft.planner.measured.laws import Laws
 from weft.planner.measured.layer import VALUE, Clock, dtype_of, layer_costs
 from weft.planner.measured.waiting import waiting_s
-from weft.planner.recompute_cost import budget_s, replay_s
+from weft.planner.space.columns import Columns, Job
 from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]

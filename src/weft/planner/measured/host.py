@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 
 from weft.errors import ConfigError, Problem
-from weft.planner.columns import Columns, Job
+from weft.planner.cost.tables import Tables
 from weft.planner.measured.constants import constants_of
 from weft.planner.measured.estimate import host_terms
 from weft.planner.measured.laws import Laws
 from weft.planner.measured.learn import factors
 from weft.planner.measured.memory import host_memory
 from weft.planner.measured.profile import Profile
-from weft.planner.tables import Tables
+from weft.planner.space.columns import Columns, Job
 from weft.spec.cluster import ClusterSpec
 
 #: What decides terms of traffic: measured here only where as many ranks were at work.

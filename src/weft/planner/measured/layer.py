@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
-from weft.planner.layer_cost import LayerCosts, padded_vocab
+from weft.planner.cost.layer_cost import LayerCosts, padded_vocab
 from weft.planner.measured.laws import Laws
+from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job
 
 Array = NDArray[np.float64]
 

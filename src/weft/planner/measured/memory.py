@@ -16,12 +16,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import CP_MODES, PRECISIONS, Columns, Job
-from weft.planner.layer_cost import padded_vocab
-from weft.planner.loss_memory import cut_loss_bytes, is_cut
+from weft.planner.cost.layer_cost import padded_vocab
+from weft.planner.cost.loss_memory import cut_loss_bytes, is_cut
+from weft.planner.cost.memory_cost import CLASSES, rank_shares
+from weft.planner.cost.pipeline_cost import in_flight
 from weft.planner.measured.crowd import ranks_of
-from weft.planner.memory_cost import CLASSES, rank_shares
-from weft.planner.pipeline import in_flight
+from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job
 from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.columns import Columns, Job
 from weft.planner.measured.layer import Clock
+from weft.planner.space.columns import Columns, Job
 from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]

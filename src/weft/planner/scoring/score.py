@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weft.planner.cost.tables import TIERS, Tables
 from weft.planner.scoring.fill import predict
 from weft.planner.scoring.metrics import summary
 from weft.planner.scoring.prediction import Prediction
 from weft.planner.scoring.runs import Run, Skipped, read_runs
 from weft.planner.scoring.scalars import stack_scalars
-from weft.planner.tables import TIERS, Tables
 
 #: Tiers of a score: those of the tables, and one scalar per software stack on top.
 SCORE_TIERS = (*TIERS, "stack")

@@ -1,0 +1,1 @@
+"""Ranks of one machine: started, watched, and heard when they fail."""

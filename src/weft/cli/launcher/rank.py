@@ -1,0 +1,172 @@
+"""One rank's process: `python -m weft.cli.launcher.rank RUN_DIR [WORDS that the user typed]`, started by the launcher.
+
+Settings come over the line to the launcher (switchboard.py), not from the run's folder; a failure goes back the same
+way. What compiled code prints goes past sys.stdout, so the streams are redirected at the file descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from weft import env
+from weft.cli.launcher.failure import Failure, error_path, log_path, write_failure
+from weft.cli.launcher.switchboard import LauncherLine, launcher_line
+from weft.env import RankEnv
+from weft.monitor.terminal import busy
+from weft.train.signals import STOP_SIGNALS
+
+_PR_SET_PDEATHSIG = 1
+
+#: What a rank runs; it gets the terminal on rank 0 and None on the others.
+RankBody = Callable[[TextIO | None], object]
+
+
+def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine | None = None) -> None:
+    """Run `body` as one rank; on failure say so and end the process with the error's exit code.
+
+    The failure goes to the launcher over `line`, or where there is none to the old stderr, and into a record in `logs`.
+    From here on, file descriptors 1 and 2 lead to logs/rank_N.log. The process dies with its launcher.
+    """
+    _die_with_launcher()
+    outcry = None
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        error_path(logs, place.rank).unlink(missing_ok=True)
+        terminal, outcry = _redirect(log_path(logs, place.rank), place)
+        body(terminal)
+    # Whatever ends a rank is recorded, SystemExit and Ctrl-C too: this is the last frame of the process.
+    except BaseException as error:
+        failure = Failure.from_exception(place.rank, error)
+        if failure.exit_code != 0:
+            _report(failure, logs, outcry, line)
+        _flush()
+        # A thread that waits on a dead peer would keep a normal exit from ending.
+        os._exit(failure.exit_code)
+    # All is done and saved: who asks to stop now gets what was wished.
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    _flush()
+
+
+def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherLine | None) -> None:
+    """Say it first where no disk is needed: the rest may fail for the reason that the rank failed for."""
+    if line is not None:
+        line.tell(failure)
+    with contextlib.suppress(OSError):
+        if outcry is not None:
+            _tell(outcry, failure, log_path(logs, failure.rank))
+    print(failure.traceback, file=sys.stderr)
+    write_failure(logs, failure)
+
+
+def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
+    """Send descriptors 1 and 2 to the log; returns what they were: (stdout of rank 0, stderr without our launcher).
+
+    The old stderr is where a rank of torchrun or srun says itself why it failed.
+    """
+    _flush()
+    terminal = second_handle(1) if place.rank == 0 else None
+    outcry = second_handle(2) if place.starter != "weft" else None
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    sys.stdout, sys.stderr = _lossy_stream(1), _lossy_stream(2)
+    faulthandler.enable(file=2)
+    clock = time.strftime("%Y-%m-%d %H:%M:%S%z")
+    with contextlib.suppress(OSError):  # whoever needs the disk reports that it is full
+        os.write(1, f"--- rank {place.rank} of {place.world_size}, pid {os.getpid()}, {clock} ---\n".encode())
+    return terminal, outcry
+
+
+def second_handle(descriptor: int) -> TextIO:
+    """A stream of its own to where the descriptor leads now."""
+    return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
+
+
+def _tell(outcry: TextIO, failure: Failure, log: Path) -> None:
+    if failure.lost_peer:
+        text = f"rank {failure.rank} lost the other ranks; one of them says why.\n"
+    else:
+        text = f"{'' if failure.expected else failure.traceback}error: {failure.sentence()}\n"
+    outcry.write(f"{text}  (rank {failure.rank}; its output is in {log})\n")
+    outcry.flush()
+
+
+class _Lossy(io.FileIO):
+    """Drops what a full disk does not take: a line that is lost from a log ends no training and hides no failure."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _lossy_stream(descriptor: int) -> TextIO:
+    raw = io.BufferedWriter(_Lossy(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _die_with_launcher() -> None:
+    """See to it that this process does not outlive the one that started it, however that one ends."""
+    launcher = env.launcher_pid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if launcher is None:
+        return
+    if os.getppid() != launcher:
+        os._exit(1)  # it died before we could ask to be told
+    if sys.platform != "linux":
+        threading.Thread(target=_watch_parent, args=(launcher,), name="weft-parent-watch", daemon=True).start()
+
+
+def _watch_parent(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def main() -> None:
+    """Entry of a rank that `weft train` started."""
+    run_dir = Path(sys.argv[1])
+    place, line = env.rank_env(), launcher_line()
+    if place is None or line is None:
+        sys.exit("error: `weft train` starts this module, and sets RANK and WEFT_LINE for it. Run: weft train.")
+
+    alarm = second_handle(2)  # where a rank tells that it waits for another, when the first cannot
+
+    def body(terminal: TextIO | None) -> object:
+        # torch loads here, behind the redirection, so that its warnings land in the log.
+        with busy(terminal, "loading torch"):
+            from weft.train import RunFolder, run_rank
+
+        given = json.loads(line.settings)
+        run = RunFolder(run_dir, given["texts"])
+        return run_rank(run, place, terminal, alarm, locked=True, started=given["started"], command=given["command"])
+
+    run_as_rank(run_dir / "logs", place, body, line)
+    gc.freeze()  # as in main.py: ending takes no second
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""`weft plan`: the best plans for a model on a cluster, and why. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from weft.cli.planning import plan_options as options
+from weft.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from weft.planner.search.answer import Answer
+    from weft.planner.search.question import Question
+    from weft.planner.tell.compare import Comparison
+    from weft.planner.tell.what_if import Scenario
+    from weft.planner.tell.why_not import WhyNot
+    from weft.spec.traced import TracedModel
+
+#: Exit code where no plan fits: as of a rank that runs out of memory.
+NOTHING_FITS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Everything that one command was asked for."""
+
+    answer: Answer
+    why_not: WhyNot | None = None
+    comparison: Comparison | None = None
+    scenarios: tuple[Scenario, ...] = ()
+
+    @property
+    def only_judges(self) -> bool:
+        """Whether the user asked about certain plans and not for the best one."""
+        return self.why_not is not None or self.comparison is not None
+
+
+def plan(
+    model: options.Model = None,
+    cluster: options.Cluster = None,
+    seq_len: options.SeqLen = None,
+    global_batch: options.GlobalBatch = None,
+    fix: options.Fix = "",
+    built_only: options.BuiltOnly = True,
+    top: options.Top = 10,
+    why_not: options.WhyNotPlan = None,
+    compare: options.Compare = None,
+    what_if: options.WhatIf = None,
+    reasons: options.Reasons = False,
+    draw: options.Draw = None,
+    pareto: options.Pareto = None,
+    waterfall: options.Waterfall = None,
+    memory: options.Memory = None,
+    out: options.Out = None,
+    save_model: options.SaveModel = None,
+    json: options.Json = False,
+    price: options.Price = None,
+    tier: options.Tier = "tables",
+    refine: options.Refine = 0.0,
+    score: options.Score = None,
+    profile: options.ProfileFile = None,
+    learn: options.Learn = None,
+) -> None:
+    """Find the best plans for a model on a cluster, and say why."""
+    if _needs_no_question(score, learn, profile, as_json=json, has_model=model is not None):
+        return
+    if model is None or cluster is None:
+        raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
+    from weft.planner.search.question import Question
+
+    asked = Question.of(
+        _described(model, save_model),
+        cluster,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        fixed=fix,
+        built_only=built_only,
+        tier=tier,
+        refine_s=refine,
+        profile=profile,
+    )
+    found = _find(asked, why_not, compare, what_if or [])
+    _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
+    if json:
+        from weft.cli.planning.plan_json import print_json
+
+        print_json(found, top, price)
+    else:
+        from weft.cli.planning.plan_view import print_findings
+
+        print_findings(found, top=top, reasons=reasons, hour_price=price)
+    if found.answer.best is None and not found.only_judges:
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _described(model: str, save: Path | None) -> str | TracedModel:
+    """The model's name, or what tracing finds where the name is that of code: that alone needs torch."""
+    from weft.cli.console import say
+    from weft.planner.search.model_source import CODE
+    from weft.spec.model import size_hides
+
+    if note := size_hides(model):
+        say(note)
+    if not CODE.fullmatch(model):
+        if save is not None:
+            rule = "only what is traced is saved, and this model is read from a config"
+            raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
+        return model
+    from weft.parallel.traced import trace
+
+    found = trace(model)
+    if save is not None:
+        found.save(save)
+        say(f"wrote {save}.")
+    return found
+
+
+def _needs_no_question(
+    score: Path | None, learn: Path | None, profile: Path | None, *, as_json: bool, has_model: bool
+) -> bool:
+    """Score, or teach a profile; whether that was all."""
+    if score is not None:
+        from weft.cli.planning.plan_score import score_runs
+
+        score_runs(score, as_json)
+        return True
+    if learn is None:
+        return False
+    from weft.cli.planning.plan_learn import learn_from
+
+    learn_from(learn, profile)
+    return not has_model
+
+
+def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
+    """Search, and judge the plans that were named. Where nothing that is built fits, all plans are looked at."""
+    from weft.planner.search.best_plans import answer
+
+    found = answer(asked)
+    if found.best is None and asked.built_only:
+        asked = replace(asked, built_only=False)
+        found = answer(asked)
+    judged = comparison = None
+    if plan_text is not None:
+        from weft.planner.tell.why_not import why_not
+
+        judged = why_not(plan_text, asked, found)
+    if pair is not None:
+        from weft.planner.tell.compare import compare
+
+        comparison = compare(*pair, asked)
+    scenarios = ()
+    if changes:
+        from weft.planner.tell.what_if import what_if
+
+        scenarios = tuple(what_if(text, asked) for text in changes)
+    return Findings(answer=found, why_not=judged, comparison=comparison, scenarios=scenarios)
+
+
+def _write_files(
+    found: Findings,
+    *,
+    draw: Path | None,
+    pareto: Path | None,
+    waterfall: Path | None,
+    memory: Path | None,
+    out: Path | None,
+) -> None:
+    """The files that were asked for."""
+    from weft.cli.planning import plan_files
+
+    if pareto is not None:
+        plan_files.write_pareto(found.answer, pareto)
+    for path, write in (
+        (draw, plan_files.write_schedule),
+        (waterfall, plan_files.write_waterfall),
+        (memory, plan_files.write_memory),
+        (out, plan_files.write_config),
+    ):
+        if path is not None and found.answer.best is not None:
+            write(found.answer.best, path)
+        elif path is not None:
+            raise ConfigError(
+                f"{path}: no plan fits, so there is nothing to write. Leave it out to see what would fit."
+            )

@@ -1,0 +1,178 @@
+"""Batches of one rank: which samples are its own follows from the step, so that resuming is a matter of one integer.
+
+B = sequences in a microbatch, T = seq_len.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from weft.data.order.stream import IGNORED, Rows, SampleStream
+from weft.errors import DataError
+
+Batch = dict[str, torch.Tensor]
+_PREFETCH = 2
+
+
+class Loader:
+    """The microbatches of one data-parallel rank.
+
+    Microbatch a of rank r at step s holds the global samples s * global_batch + (a * dp_size + r) * b + [0, b), where
+    b = global_batch / (dp_size * accumulation). Raises DataError where that is not a whole number.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        global_batch: int,
+        accumulation: int,
+        dp_rank: int,
+        dp_size: int,
+        pin: bool = False,
+    ):
+        if global_batch % (dp_size * accumulation):
+            raise DataError(
+                f"train.global_batch={global_batch}: not a multiple of {dp_size * accumulation} "
+                f"({dp_size} data-parallel ranks times {accumulation} microbatches). "
+                f"Use train.global_batch={-(-global_batch // (dp_size * accumulation)) * dp_size * accumulation}."
+            )
+        self._stream, self._global_batch, self._accumulation = stream, global_batch, accumulation
+        self._dp_rank, self._dp_size, self._pin = dp_rank, dp_size, pin
+        self._num_rows = global_batch // (dp_size * accumulation)
+
+    def batches(self, step: int) -> list[Batch]:
+        """The microbatches of optimizer step `step`, 0 and up."""
+        first = step * self._global_batch
+        return [
+            build_batch(self._stream, range(start, start + self._num_rows), self._num_rows, pin=self._pin)
+            for start in (
+                first + (number * self._dp_size + self._dp_rank) * self._num_rows
+                for number in range(self._accumulation)
+            )
+        ]
+
+    def iterate(self, start_step: int, end_step: int) -> Prefetch:
+        """The same for steps start_step .. end_step - 1, built ahead in a thread. Close it, or use it in `with`."""
+        return Prefetch(self, start_step, end_step)
+
+
+class EvalBatches:
+    """A fixed evaluation set: each of its samples once, spread evenly over the sources, equal at any number of ranks.
+
+    stream: with shuffle=False. num_samples: at most this many (None: all). num_rows: sequences in a batch of one rank.
+    All ranks get the same number of batches; rows beyond the set are padding with no label.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        num_samples: int | None,
+        num_rows: int,
+        dp_rank: int,
+        dp_size: int,
+        pin: bool = False,
+    ):
+        total = stream.num_sequences
+        self.num_samples = total if num_samples is None else min(num_samples, total)
+        self._stream, self._total, self._num_rows, self._pin = stream, total, num_rows, pin
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+
+    def __len__(self) -> int:
+        per_call = self._num_rows * self._dp_size
+        return (self.num_samples + per_call - 1) // per_call
+
+    def __iter__(self) -> Iterator[Batch]:
+        for call in range(len(self)):
+            first = (call * self._dp_size + self._dp_rank) * self._num_rows
+            last = min(first + self._num_rows, self.num_samples)
+            indices = [number * self._total // self.num_samples for number in range(first, last)]
+            yield build_batch(self._stream, indices, self._num_rows, pin=self._pin)
+
+
+def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int, *, pin: bool = False) -> Batch:
+    """Samples as tensors, int64 (B, T) each: input_ids, labels, positions, and document_ids where a border is inside.
+
+    Rows beyond the indices are padding: their labels are all -100.
+    """
+    rows = Rows.empty(num_rows, stream.seq_len)
+    has_border = False
+    for row, index in enumerate(indices):
+        has_border |= stream.fill(rows, row, index)[1]
+    for row in range(len(indices), num_rows):
+        rows.input_ids[row], rows.labels[row], rows.document_ids[row] = stream.pad_id, IGNORED, 0
+        rows.positions[row] = np.arange(stream.seq_len)
+    arrays = {"input_ids": rows.input_ids, "labels": rows.labels, "positions": rows.positions}
+    if has_border:
+        arrays["document_ids"] = rows.document_ids
+    batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch
+
+
+class Prefetch:
+    """Builds batches in a thread, two steps ahead; an error there is raised where the batch is asked for."""
+
+    def __init__(self, loader: Loader, start_step: int, end_step: int):
+        self._queue: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(maxsize=_PREFETCH)
+        self._closed = threading.Event()
+        self._finished = False
+        self._thread = threading.Thread(
+            target=self._work, args=(loader, start_step, end_step), name="weft-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Prefetch:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._finished or self._closed.is_set():
+            raise StopIteration
+        item = self._queue.get()
+        if isinstance(item, list):
+            return item
+        self._finished = True
+        self._thread.join()
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        """Stop the thread and wait until it has ended. Calling it again does nothing."""
+        self._closed.set()
+        while self._thread.is_alive():
+            # The thread may be waiting for room in the queue.
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.02)
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self, loader: Loader, start_step: int, end_step: int) -> None:
+        try:
+            for step in range(start_step, end_step):
+                if not self._put(loader.batches(step)):
+                    return
+            self._put(None)
+        # Everything travels to the consumer, which raises it.
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: list[Batch] | BaseException | None) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False

@@ -1,0 +1,1 @@
+"""Training data in its stored form: made once, digested, reused."""

@@ -1,0 +1,1 @@
+"""Files of text, tables and chats, record by record."""

@@ -1,0 +1,343 @@
+"""Files as streams of records, in bounded memory whatever their size; what cannot be read is a `Broken`."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from weft.data.read.csv_form import comma_or_tab, sniff_delimiter
+from weft.data.read.json_array import BadArray, read_array
+from weft.data.read.source import SourceFile
+from weft.errors import DataError
+
+_READ_BYTES = 2**20
+_EXCERPT_CHARS = 200
+#: Why a piece of a text file with NUL bytes is broken.
+BINARY = "binary, not text (NUL bytes)"
+#: Small, because what one read expands to is held in memory.
+_ZSTD_READ_BYTES = 8192
+_SNIFF_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as it was read: a dict of columns, or a piece of a text file.
+
+    number: line, row or piece, from 1. part, last: place of a piece in its file; a whole record is part 0 and last.
+    """
+
+    file: str
+    number: int
+    value: Any
+    part: int = 0
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A record that cannot be used. reason is one of few texts, so that it can be counted."""
+
+    file: str
+    number: int
+    reason: str
+    excerpt: str
+
+    @classmethod
+    def of(cls, file: str, number: int, reason: str, value: object) -> Broken:
+        text = value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+        return cls(file, number, reason, text[:_EXCERPT_CHARS])
+
+
+class RecordReader:
+    """Iterates over the records of one file.
+
+    max_record_bytes: longer lines and rows come as Broken, without being held in memory.
+    piece_bytes: text files come in pieces of about this size, cut at line ends.
+    columns: of a parquet file, read only these; None reads all.
+
+    delimiter: of a csv file whose columns are separated by something else than its suffix says; known once it is read.
+    """
+
+    def __init__(
+        self,
+        file: SourceFile,
+        *,
+        max_record_bytes: int,
+        piece_bytes: int = _READ_BYTES,
+        columns: Sequence[str] | None = None,
+    ):
+        self._file = file
+        self._max_record_bytes = max_record_bytes
+        # A piece must be able to hold a character.
+        self._piece_bytes = max(8, piece_bytes)
+        self._columns = list(columns) if columns is not None else None
+        self._tell: Callable[[], int] = lambda: 0
+        self.delimiter = ""
+
+    def position(self) -> int:
+        """Bytes of the file that were read, for the progress; about right for parquet."""
+        return min(self._tell(), self._file.size_bytes)
+
+    def __iter__(self) -> Iterator[Record | Broken]:
+        if self._file.format == "parquet":
+            yield from self._parquet()
+            return
+        readers = {"text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv}
+        try:
+            with self._file.path.open("rb") as raw:
+                self._tell = raw.tell
+                yield from readers[self._file.format](_decompressed(raw, self._file.compression))
+                self._tell = lambda: self._file.size_bytes
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise self._damaged(error) from error
+        except OSError as error:
+            raise DataError(
+                f"{self._file.name}: cannot be read ({error.strerror or error}). Repair it or leave it out."
+            ) from error
+
+    def _damaged(self, error: Exception) -> DataError:
+        return DataError(f"{self._file.name}: the file is damaged or cut off ({error}). Repair it or leave it out.")
+
+    def _text(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        name, part = self._file.name, 0
+        previous: bytes | None = None
+        for piece in _pieces(stream, self._piece_bytes):
+            if previous is not None:
+                yield self._text_record(name, part, previous, last=False)
+                part += 1
+            previous = piece.removeprefix(b"\xef\xbb\xbf") if part == 0 and previous is None else piece
+        if previous:
+            yield self._text_record(name, part, previous, last=True)
+
+    @staticmethod
+    def _text_record(name: str, part: int, piece: bytes, *, last: bool) -> Record | Broken:
+        if b"\0" in piece:
+            return Broken.of(name, part + 1, BINARY, piece)
+        try:
+            return Record(name, part + 1, piece.decode("utf-8"), part, last)
+        except UnicodeDecodeError as error:
+            return Broken.of(name, part + 1, "invalid UTF-8", piece[max(0, error.start - 80) :])
+
+    def _jsonl(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        name, limit = self._file.name, self._max_record_bytes
+        number = 0
+        while line := stream.readline(limit + 1):
+            number += 1
+            if len(line) > limit and not line.endswith(b"\n"):
+                yield Broken.of(name, number, "too long", line[: 4 * _EXCERPT_CHARS])
+                while (rest := stream.readline(_READ_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                continue
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.isspace():
+                continue
+            yield _json_record(name, number, line)
+
+    def _json(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        """An array of objects; a file that starts with an object has one a line, whatever its suffix says."""
+        head = stream.read(64)
+        joined = io.BufferedReader(_Joined(head, stream), _READ_BYTES)
+        if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
+            yield from self._jsonl(joined)
+            return
+        name, number = self._file.name, 0
+        try:
+            for value in read_array(joined, self._max_record_bytes):
+                number += 1
+                yield (
+                    Record(name, number, value)
+                    if isinstance(value, dict)
+                    else Broken.of(name, number, "not an object", value)
+                )
+        except BadArray as error:
+            yield Broken.of(name, number + 1, error.reason, error.excerpt)
+
+    def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        name = self._file.name
+        # A field that was never closed would swallow the file: the reader gives up on it at this size.
+        csv.field_size_limit(self._max_record_bytes)
+        usual = comma_or_tab(self._file.path.name)
+        head = stream.read(_SNIFF_BYTES)
+        delimiter = sniff_delimiter(head, usual)
+        self.delimiter = delimiter if delimiter != usual else ""
+        text = io.TextIOWrapper(
+            io.BufferedReader(_Joined(head, stream), _READ_BYTES),
+            encoding="utf-8-sig",
+            errors="surrogateescape",
+            newline="",
+        )
+        rows = csv.reader(text, delimiter=delimiter)
+        header: list[str] | None = None
+        number = 0
+        while True:
+            number += 1
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Broken.of(name, rows.line_num, "too long" if "limit" in str(error) else "invalid CSV", error)
+                continue
+            if header is None:
+                header = row
+            elif row:
+                yield self._csv_record(rows.line_num, header, row)
+
+    def _csv_record(self, number: int, header: list[str], row: list[str]) -> Record | Broken:
+        name = self._file.name
+        if len(row) != len(header):
+            return Broken.of(name, number, "wrong number of columns", row)
+        if any(not field.isascii() and _has_surrogate(field) for field in row):
+            return Broken.of(name, number, "invalid UTF-8", ",".join(row).encode("utf-8", "surrogateescape"))
+        if sum(map(len, row)) > self._max_record_bytes:
+            return Broken.of(name, number, "too long", ",".join(field[:_EXCERPT_CHARS] for field in row))
+        return Record(name, number, dict(zip(header, row, strict=True)))
+
+    def _parquet(self) -> Iterator[Record | Broken]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        name, size_bytes, number = self._file.name, self._file.size_bytes, 0
+        try:
+            # A stream buffer instead of whole column chunks: one row group may be larger than memory.
+            with pq.ParquetFile(self._file.path, buffer_size=_READ_BYTES, pre_buffer=False) as parquet:
+                num_rows = max(1, parquet.metadata.num_rows)
+                self._tell = lambda: size_bytes * number // num_rows
+                known = set(parquet.schema_arrow.names)
+                columns = [column for column in self._columns if column in known] if self._columns is not None else None
+                for batch in parquet.iter_batches(batch_size=128, columns=columns, use_threads=False):
+                    for row in _rows(batch):
+                        number += 1
+                        yield (
+                            Broken.of(name, number, "invalid UTF-8", row)
+                            if isinstance(row, bytes)
+                            else Record(name, number, row)
+                        )
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(error) from error
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any] | bytes]:
+    """The rows of an arrow batch; bytes stand for a row whose text is not UTF-8."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for index in range(batch.num_rows):
+            try:
+                yield batch.slice(index, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield bytes(error.object)
+
+
+def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Broken.of(name, number, "invalid UTF-8", line)
+    except (ValueError, RecursionError):
+        return Broken.of(name, number, "invalid JSON", line)
+    if not isinstance(value, dict):
+        return Broken.of(name, number, "not an object", line)
+    return Record(name, number, value)
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
+    if compression == "gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _READ_BYTES)  # type: ignore[arg-type]
+    if compression == "zst":
+        return io.BufferedReader(_ZstdStream(raw), _READ_BYTES)
+    return raw
+
+
+class _Joined(io.RawIOBase):
+    """A stream whose first bytes were read already."""
+
+    def __init__(self, head: bytes, rest: BinaryIO):
+        self._head, self._rest = head, rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        taken = self._head[: len(buffer)] or self._rest.read(len(buffer))
+        self._head = self._head[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+
+class _ZstdStream(io.RawIOBase):
+    """A zstd file as a raw stream that tells a cut-off file from a finished one (the library's reader does not)."""
+
+    def __init__(self, raw: BinaryIO):
+        import zstandard
+
+        self._raw = raw
+        self._error = zstandard.ZstdError
+        self._library = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._left = b""
+        self._out = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._out:
+            chunk = self._left or self._raw.read(_ZSTD_READ_BYTES)
+            self._left = b""
+            if not chunk:
+                if self._frame is not None:
+                    raise EOFError("zstd frame ended too early")
+                return 0
+            self._feed(chunk)
+        size = min(len(buffer), len(self._out))
+        buffer[:size], self._out = self._out[:size], self._out[size:]
+        return size
+
+    def _feed(self, chunk: bytes) -> None:
+        if self._frame is None:
+            self._frame = self._library.decompressobj()
+        try:
+            self._out = self._frame.decompress(chunk)
+        except self._error as error:
+            raise EOFError(str(error)) from error
+        if self._frame.eof:
+            self._left, self._frame = self._frame.unused_data, None
+
+
+def _pieces(stream: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
+    """The stream in pieces of piece_bytes up to twice that, cut after a newline or else between characters."""
+    buffer = bytearray()
+    while block := stream.read(_READ_BYTES):
+        buffer += block
+        start = 0
+        while len(buffer) - start > 2 * piece_bytes:
+            cut = buffer.find(b"\n", start + piece_bytes - 1, start + 2 * piece_bytes) + 1
+            cut = cut or _character_border(buffer, start + piece_bytes)
+            yield bytes(buffer[start:cut])
+            start = cut
+        del buffer[:start]
+    if buffer:
+        yield bytes(buffer)
+
+
+def _character_border(buffer: bytearray, cut: int) -> int:
+    for back in range(4):
+        if buffer[cut - back] & 0xC0 != 0x80:
+            return cut - back
+    return cut

@@ -1,0 +1,284 @@
+"""What the records of a source are (text, messages, pairs or token ids), and which columns hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+from weft.data.read.records import BINARY, Broken, Record, RecordReader
+from weft.data.read.source import FileSet
+from weft.errors import DataError, did_you_mean
+
+_TEXT_COLUMNS = ("text", "content", "body", "document", "article", "passage", "story", "raw_content", "code")
+_MESSAGES_COLUMNS = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns")
+_IDS_COLUMNS = ("input_ids", "token_ids", "ids", "tokens")
+_MASK_COLUMNS = ("loss_mask", "labels", "assistant_masks", "assistant_mask", "completion_mask", "mask")
+_ROLE_KEYS = ("role", "from", "speaker", "author")
+_CONTENT_KEYS = ("content", "value", "text", "message")
+_ANSWER_COLUMNS = ("output", "response", "answer")
+_QUESTION_COLUMNS = ("instruction", "question", "query", "prompt")
+_INPUT_COLUMNS = ("input", "context")
+#: Keys of `columns` for each schema.
+_PARTS = {
+    "text": ("text",), "messages": ("messages", "role", "content"), "ids": ("ids", "mask"),
+    "instruction": ("instruction", "input", "output", "system"), "completion": ("prompt", "completion"),
+}  # fmt: skip
+_LOOK_AT = 50
+_DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """kind: text, messages, instruction, completion or ids. The names of the columns that hold its parts follow.
+
+    file_text: each file is one text document, and there are no columns.
+    delimiter: what separates the columns of a csv file, where it is not what the suffix says.
+    """
+
+    kind: str
+    file_text: bool = False
+    text: str = ""
+    messages: str = ""
+    role: str = ""
+    content: str = ""
+    ids: str = ""
+    mask: str = ""
+    instruction: str = ""
+    input: str = ""
+    output: str = ""
+    system: str = ""
+    prompt: str = ""
+    completion: str = ""
+    delimiter: str = ""
+
+    def __str__(self) -> str:
+        separated = f", columns separated by {_DELIMITER_NAMES[self.delimiter]}" if self.delimiter else ""
+        return self._described() + separated
+
+    def _described(self) -> str:
+        if self.file_text:
+            return "text, one document per file"
+        if self.kind == "messages":
+            return f"messages, column '{self.messages}' (role='{self.role}', content='{self.content}')"
+        if self.kind == "ids":
+            return f"token ids, column '{self.ids}'" + (f" (mask='{self.mask}')" if self.mask else "")
+        if self.kind == "instruction":
+            asked = " + ".join(f"'{name}'" for name in (self.system, self.instruction, self.input) if name)
+            return f"instructions as ChatML turns, columns {asked} -> '{self.output}' (loss on '{self.output}' only)"
+        if self.kind == "completion":
+            return (
+                f"completions as they are, columns '{self.prompt}' -> '{self.completion}' "
+                f"(loss on '{self.completion}' only)"
+            )
+        return f"text, column '{self.text}'"
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that must be read."""
+        names = (
+            self.text, self.messages, self.ids, self.mask, self.instruction, self.input, self.output, self.system,
+            self.prompt, self.completion,
+        )  # fmt: skip
+        return [name for name in names if name]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether documents are turns of a conversation, which need the tokenizer's chat tokens."""
+        return self.kind in ("messages", "instruction")
+
+    @property
+    def packing(self) -> str:
+        """What data.packing is by default: answers are kept with their questions, text fills every sequence."""
+        return "fit" if self.is_chat or self.kind == "completion" else "concat"
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether some tokens may be left out of the loss."""
+        return self.is_chat or self.kind == "completion" or bool(self.mask)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def detect_schema(files: FileSet, wanted: str, columns: Mapping[str, str], max_record_bytes: int) -> Schema:
+    """Look at the first records of `files`. wanted: "auto" or a kind. columns: names given by the user.
+
+    Raises DataError when the wanted columns are not there, nothing known is, or the records are of a kind that Weft
+    cannot train on.
+    """
+    field = files.field
+    _check_column_keys(field, wanted, columns)
+    if files.format == "text":
+        if wanted not in ("auto", "text") or columns:
+            raise DataError(
+                f"{field}.schema={wanted}: {files.path} holds text files, one document each, without columns. "
+                'Use schema = "text" and no columns.'
+            )
+        _refuse_binary(files)
+        return Schema("text", file_text=True)
+    first, delimiter = _first_records(files, max_record_bytes)
+    names = list(dict.fromkeys(name for record in first for name in record))
+    for part, name in columns.items():
+        if part not in ("role", "content") and name not in names:
+            raise DataError(
+                f"{field}.columns.{part}={name}: {files.path} has no such column.{did_you_mean(name, names)} "
+                f"Its columns are {', '.join(names)}."
+            )
+    kinds = [wanted] if wanted != "auto" else [kind for kind, parts in _PARTS.items() if set(columns) & set(parts)]
+    if not kinds:
+        _refuse_preferences(files, names)
+    for kind in kinds or ("messages", "ids", "instruction", "completion", "text"):
+        found = _DETECTORS[kind](first, names, columns, bool(kinds))
+        if found is not None:
+            return replace(found, delimiter=delimiter)
+    raise DataError(_nothing_found(files, wanted, names, first))
+
+
+def _refuse_binary(files: FileSet) -> None:
+    """One binary file among others is a broken record; a source that is nothing else is refused by name."""
+    if len(files.files) == 1:
+        first = next(iter(RecordReader(files.files[0], max_record_bytes=_LOOK_AT)), None)
+        if isinstance(first, Broken) and first.reason == BINARY:
+            raise DataError(
+                f"{files.field}.path={files.path}: the file is {BINARY}. Give a text file in UTF-8, "
+                "or rename it to the suffix of its format."
+            )
+
+
+def _refuse_preferences(files: FileSet, names: Sequence[str]) -> None:
+    lower = {name.lower(): name for name in reversed(names)}
+    chosen = lower.get("chosen")
+    if chosen and "rejected" in lower:
+        prompt = lower.get("prompt")
+        # What trains on the better answers alone; without a prompt beside them they hold it themselves.
+        alone = f"{files.field}.columns.prompt={prompt} {files.field}.columns.completion={chosen}"
+        remedy = f"train on the preferred answers alone with {alone}" if prompt else "give messages or instructions"
+        raise DataError(
+            f"{files.field}.path={files.path}: '{chosen}' and '{lower['rejected']}' are preference pairs, and Weft "
+            f"cannot train on preferences (DPO and the like) yet. Use a file of answers to learn, or {remedy}."
+        )
+
+
+def _check_column_keys(field: str, wanted: str, columns: Mapping[str, str]) -> None:
+    known = _PARTS[wanted] if wanted in _PARTS else tuple(part for parts in _PARTS.values() for part in parts)
+    for part in columns:
+        if part not in known:
+            raise DataError(
+                f"{field}.columns.{part}: not a part of this schema.{did_you_mean(part, known)} Use {', '.join(known)}."
+            )
+    if wanted == "auto" and len([kind for kind, parts in _PARTS.items() if set(columns) & set(parts)]) > 1:
+        raise DataError(
+            f"{field}.columns={', '.join(columns)}: these belong to different schemas. "
+            "Use text alone, messages with role and content, instruction with input, output and system, "
+            "prompt with completion, or ids with mask."
+        )
+
+
+def _first_records(files: FileSet, max_record_bytes: int) -> tuple[list[dict[str, Any]], str]:
+    """The first records that can be read, and the delimiter of their file."""
+    for file in files.files:
+        reader = RecordReader(file, max_record_bytes=max_record_bytes)
+        records = [item.value for item in islice(reader, _LOOK_AT) if isinstance(item, Record)]
+        if records:
+            return records, reader.delimiter
+    raise DataError(
+        f"{files.field}.path={files.path}: none of the first {_LOOK_AT} records of any file can be read. "
+        f"Look at {files.files[0].name}; one JSON object a line, an array of objects, or a header and rows, is needed."
+    )
+
+
+def _pick(names: Sequence[str], known: Sequence[str]) -> str:
+    lower = {name.lower(): name for name in reversed(names)}
+    return next((lower[name] for name in known if name in lower), "")
+
+
+def _values(first: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [record[name] for record in first if record.get(name) is not None]
+
+
+def _detect_text(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
+    name = columns.get("text") or _pick(names, _TEXT_COLUMNS)
+    if not name:
+        strings = _text_columns(first, names)
+        name = strings[0] if len(strings) == 1 else ""
+    if not name or (not asked and not any(isinstance(value, str) for value in _values(first, name))):
+        return None
+    return Schema("text", text=name)
+
+
+def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
+    name = columns.get("messages") or _pick(names, _MESSAGES_COLUMNS)
+    turns = [
+        turn for value in _values(first, name) if isinstance(value, list) for turn in value if isinstance(turn, dict)
+    ]
+    keys = list(dict.fromkeys(key for turn in turns for key in turn))
+    role = columns.get("role") or _pick(keys, _ROLE_KEYS)
+    content = columns.get("content") or _pick(keys, _CONTENT_KEYS)
+    if name and role in keys and content in keys:
+        return Schema("messages", messages=name, role=role, content=content)
+    return None
+
+
+def _detect_instruction(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
+    """Instructions and answers. Beside a column of text, only the columns of Alpaca are taken for them."""
+    texts = _text_columns(first, names)
+    plain = not asked and bool(_pick(texts, _TEXT_COLUMNS))
+    instruction = columns.get("instruction") or _pick(texts, _QUESTION_COLUMNS[: 1 if plain else None])
+    output = columns.get("output") or _pick(texts, _ANSWER_COLUMNS[: 1 if plain else None])
+    if not instruction or not output:
+        return None
+    system = columns.get("system") or _pick(texts, ("system", "system_prompt"))
+    extra = columns.get("input") or _pick(texts, _INPUT_COLUMNS)
+    return Schema("instruction", instruction=instruction, input=extra, output=output, system=system)
+
+
+def _detect_completion(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
+    texts = _text_columns(first, names)
+    prompt = columns.get("prompt") or _pick(texts, ("prompt",))
+    completion = columns.get("completion") or _pick(texts, ("completion",))
+    return Schema("completion", prompt=prompt, completion=completion) if prompt and completion else None
+
+
+def _text_columns(first: Any, names: list[str]) -> list[str]:
+    return [name for name in names if any(isinstance(value, str) for value in _values(first, name))]
+
+
+def _detect_ids(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
+    name = columns.get("ids") or _pick(names, _IDS_COLUMNS)
+    lists = [value for value in _values(first, name) if isinstance(value, list)] if name else []
+    if not name or not any(value and isinstance(value[0], int) for value in lists):
+        return None
+    return Schema("ids", ids=name, mask=columns.get("mask") or _pick(names, _MASK_COLUMNS))
+
+
+_DETECTORS = {
+    "text": _detect_text, "messages": _detect_messages, "ids": _detect_ids, "instruction": _detect_instruction,
+    "completion": _detect_completion,
+}  # fmt: skip
+
+
+def _nothing_found(files: FileSet, wanted: str, names: list[str], first: list[dict[str, Any]]) -> str:
+    what = {
+        "text": "a column of text", "messages": "a column of messages (lists of role and content)",
+        "ids": "a column of token ids (lists of integers)", "instruction": "a pair of instruction and output",
+        "completion": "a pair of prompt and completion", "auto": "text, messages, instructions or token ids",
+    }[wanted]  # fmt: skip
+    columns = ", ".join(f"{name} ({_type_of(first, name)})" for name in names[:20]) or "none"
+    key = f"{files.field}.columns"
+    example = {
+        "messages": f"{key}.messages=NAME", "ids": f"{key}.ids=NAME", "text": f"{key}.text=NAME",
+        "instruction": f"{key}.instruction=NAME {key}.output=NAME",
+        "completion": f"{key}.prompt=NAME {key}.completion=NAME",
+        "auto": f"{key}.text=NAME for text, {key}.instruction=NAME {key}.output=NAME for questions with answers",
+    }[wanted]  # fmt: skip
+    return (
+        f"{files.field}.schema={wanted}: {what} was not found in {files.path}, whose columns are {columns}. "
+        f"Name them: {example}."
+    )
+
+
+def _type_of(first: list[dict[str, Any]], name: str) -> str:
+    values = _values(first, name)
+    return type(values[0]).__name__ if values else "empty"

@@ -1,0 +1,1 @@
+"""Tokenizers, and text turned into tokens once."""

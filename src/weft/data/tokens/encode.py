@@ -1,0 +1,95 @@
+"""Documents to token ids: plain text, and conversations in the ChatML form with a mask of what is trained.
+
+A turn is `<|im_start|>role\\n` content `<|im_end|>\\n`. Trained: an assistant's content and the <|im_end|> after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from weft.data.read.documents import Document
+from weft.data.tokens.tokenizer import Tokenizer
+
+#: Longer texts are encoded in pieces, so that memory stays bounded and all cores have work.
+_PIECE_CHARS = 2**16
+_GROUP_CHARS = 2**20
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray | None]]:
+    """(ids, trained) of each document, without its end token; trained is None where every token is."""
+    texts: list[str] = []
+    spans: list[list[int]] = []
+    for document in documents:
+        span = []
+        for text in _texts(document):
+            pieces = split_text(text)
+            texts.extend(pieces)
+            span.append(len(pieces))
+        spans.append(span)
+    encoded = _encoded(texts, tokenizer)
+    return [_assemble(document, [_join([next(encoded) for _ in range(n)]) for n in span], tokenizer)
+            for document, span in zip(documents, spans, strict=True)]  # fmt: skip
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Encode some texts at a time: the library's result takes a hundred bytes and more per token."""
+    group: list[str] = []
+    num_chars = 0
+    for text in texts:
+        group.append(text)
+        num_chars += len(text)
+        if num_chars >= _GROUP_CHARS:
+            yield from tokenizer.encode_batch(group)
+            group, num_chars = [], 0
+    if group:
+        yield from tokenizer.encode_batch(group)
+
+
+def split_text(text: str) -> list[str]:
+    """The text in pieces of bounded length that join to it, cut after a newline or before a space if there is one."""
+    return list(cut_text(text, _PIECE_CHARS))
+
+
+def cut_text(text: str, max_chars: int) -> Iterator[str]:
+    """The same one after the other, for texts so long that a second copy matters."""
+    start = 0
+    while len(text) - start > max_chars:
+        half, end = start + max_chars // 2, start + max_chars
+        cut = text.rfind("\n", half, end) + 1 or max(text.rfind(" ", half, end), 0) or end
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _texts(document: Document) -> list[str]:
+    if document.turns is None:
+        return [text for text in (document.prompt, document.text) if text is not None]
+    return [part for role, content in document.turns for part in (f"{role}\n", content, "\n")]
+
+
+def _assemble(
+    document: Document, parts: list[np.ndarray], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray | None]:
+    if document.ids is not None:
+        return document.ids, document.trained
+    if document.prompt is not None:
+        prompt, text = parts
+        return np.concatenate(parts), np.repeat([False, True], [prompt.size, text.size])
+    if document.turns is None:
+        return parts[0], None
+    start = np.array([tokenizer.vocabulary.turn_start_id])
+    end = np.array([tokenizer.vocabulary.turn_end_id])
+    ids: list[np.ndarray] = []
+    trained: list[np.ndarray] = []
+    for index, (role, _) in enumerate(document.turns):
+        header, content, newline = parts[3 * index : 3 * index + 3]
+        ids += [start, header, content, end, newline]
+        answer = np.full(content.size + 1, role == "assistant")
+        trained += [np.zeros(1 + header.size, bool), answer, np.zeros(newline.size, bool)]
+    return np.concatenate(ids), np.concatenate(trained)
+
+
+def _join(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

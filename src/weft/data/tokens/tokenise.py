@@ -1,0 +1,312 @@
+"""Tokenise one source once: files -> records -> documents -> token ids -> shards, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.data.prepared.shards import SHARD_BYTES, SplitCounts, SplitWriter
+from weft.data.read.documents import Document, read_document
+from weft.data.read.records import Broken, RecordReader
+from weft.data.read.schema import Schema
+from weft.data.read.source import FileSet
+from weft.data.tokens.encode import cut_text, encode_documents
+from weft.data.tokens.tokenizer import Tokenizer
+from weft.errors import DataError
+
+#: Changes when the same input would give other shards, so that old ones are not used.
+FORMAT_VERSION = 2
+QUARANTINE = "quarantine.jsonl"
+_BATCH_CHARS = 2**20
+_BATCH_DOCUMENTS = 2048
+_MAX_PIECE_BYTES = 2**20
+_MIN_PIECE_BYTES = 256
+#: A single early mistake in a large source is not "too many": before this many records, the limit is as for this many.
+_EARLY_RECORDS = 1000
+#: Longer texts are tokenised in pieces: a token id takes eight times the memory of its character.
+_LONG_CHARS = 2**21
+ALL_DRAWS = 2**32
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """What of the data section matters to reading. holdout: share of documents for the eval split.
+
+    piece_bytes: of text files; 0 lets the holdout decide.
+    """
+
+    holdout: float
+    max_record_bytes: int
+    max_bad_fraction: float
+    piece_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a tokenised source is: written last, so that a folder with a manifest is complete.
+
+    notes: what people should know of documents that are trained on -> how many.
+    """
+
+    format_version: int
+    source: str
+    num_files: int
+    schema: dict[str, Any]
+    tokenizer_digest: str
+    vocab_size: int
+    end_id: int
+    pad_id: int
+    num_records: int
+    broken: dict[str, int]
+    notes: dict[str, int]
+    splits: dict[str, SplitCounts]
+
+    def write(self, folder: Path) -> None:
+        values = {**asdict(self), "splits": {name: counts.to_dict() for name, counts in self.splits.items()}}
+        (folder / "manifest.json").write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Raises OSError, ValueError, TypeError or KeyError where it is missing or damaged."""
+        values = json.loads((folder / "manifest.json").read_text("utf-8"))
+        splits = {name: SplitCounts.from_dict(counts) for name, counts in values["splits"].items()}
+        return cls(**{**values, "splits": splits})
+
+
+def piece_bytes(files: FileSet, holdout: float) -> int:
+    """How much of a text file is kept aside, or not, as a whole.
+
+    Many files: each one whole. Few large files: so many pieces that the evaluation share gets some.
+    """
+    wanted = 8 / holdout if holdout > 0 else 0
+    if files.format != "text" or len(files.files) >= wanted:
+        return _MAX_PIECE_BYTES
+    return int(min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, files.size_bytes / wanted)))
+
+
+def split_of(document: Document, holdout: float) -> str:
+    """ "eval" for a share of the documents that depends on their content alone, else "train"."""
+    return "eval" if document.draw < holdout * ALL_DRAWS else "train"
+
+
+class DocumentStream:
+    """The documents of a source in stored order; broken records are counted, and reported to `on_broken`."""
+
+    def __init__(
+        self, files: FileSet, schema: Schema, limits: ReadLimits, vocab_size: int,
+        on_broken: Callable[[Broken], None], report: Callable[[int], None] | None = None,
+    ):  # fmt: skip
+        self._files, self._schema, self._limits, self._vocab_size = files, schema, limits, vocab_size
+        self._on_broken, self._report = on_broken, report
+        self.num_records = 0
+        self.is_complete = False
+        self.broken: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Document]:
+        done_bytes = 0
+        for file in self._files.files:
+            reader = RecordReader(
+                file,
+                max_record_bytes=self._limits.max_record_bytes,
+                piece_bytes=self._limits.piece_bytes or piece_bytes(self._files, self._limits.holdout),
+                columns=self._schema.columns,
+            )
+            for record in reader:
+                document = (
+                    record if isinstance(record, Broken) else read_document(record, self._schema, self._vocab_size)
+                )
+                # A blank text file (an empty __init__.py) is nothing to complain about.
+                if isinstance(document, Broken) and self._schema.file_text and document.reason == "empty":
+                    continue
+                self.num_records += 1
+                if self._report is not None and self.num_records % 64 == 0:
+                    self._report(done_bytes + reader.position())
+                if isinstance(document, Broken):
+                    self._count(document)
+                else:
+                    yield from _in_parts(document)
+            done_bytes += file.size_bytes
+            if self._report is not None:
+                self._report(done_bytes)
+            _check_unchanged(file)
+        self.is_complete = True
+        self._check_share(self.num_records)
+
+    def _count(self, broken: Broken) -> None:
+        self.broken[broken.reason] += 1
+        self._on_broken(broken)
+        self._check_share(max(self.num_records, _EARLY_RECORDS))
+
+    def _check_share(self, out_of: int) -> None:
+        num_broken = self.broken.total()
+        if num_broken > self._limits.max_bad_fraction * out_of:
+            raise TooManyBroken(num_broken, self.num_records)
+
+
+def _in_parts(document: Document) -> Iterator[Document]:
+    """A very long text as the pieces of one document, which all go to the same split."""
+    text = document.text
+    if text is None or document.prompt is not None or len(text) <= _LONG_CHARS:
+        yield document
+        return
+    part, previous = document.part, None
+    for piece in cut_text(text, _LONG_CHARS // 2):
+        if previous is not None:
+            yield replace(document, text=previous, part=part, last=False)
+            part += 1
+        previous = piece
+    yield replace(document, text=previous, part=part)
+
+
+class TooManyBroken(Exception):
+    """Carries counts from the stream to `tokenise_source`, which knows the quarantine file."""
+
+
+def _check_unchanged(file: Any) -> None:
+    try:
+        stat = file.path.stat()
+    except FileNotFoundError:
+        stat = None
+    if stat is None or (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise DataError(f"{file.name}: the file changed while it was read. Start again when nothing writes to it.")
+
+
+def tokenise_source(
+    files: FileSet, schema: Schema, tokenizer: Tokenizer, limits: ReadLimits, folder: Path,
+    *, report: Report | None = None, keep_quarantine: Path, shard_bytes: int = SHARD_BYTES,
+) -> Manifest:  # fmt: skip
+    """Write the shards, the quarantine file and the manifest of one source into the empty `folder`.
+
+    keep_quarantine: where the quarantine file goes when too many records are broken and the folder is given up.
+    Raises DataError for too many broken records, damaged files and a tokenizer without chat tokens.
+    """
+    if schema.is_chat and not tokenizer.has_chat:
+        raise DataError(
+            f"{files.field}.path={files.path}: messages need a tokenizer with <|im_start|> and <|im_end|>. "
+            'Add them to the tokenizer, or use tokenizer.kind="bpe".'
+        )
+    title = f"tokenise {files.path}"
+    progress = (lambda done: report(title, done, files.size_bytes)) if report is not None else None
+    with (folder / QUARANTINE).open("w", encoding="utf-8") as quarantine:
+        stream = DocumentStream(
+            files, schema, limits, tokenizer.vocab_size, lambda broken: _write_broken(quarantine, broken), progress
+        )
+        router = _Router(folder, schema, tokenizer, limits.holdout, shard_bytes)
+        try:
+            for batch in _batches(stream):
+                router.add(batch)
+        except TooManyBroken as stop:
+            quarantine.flush()
+            shutil.copyfile(folder / QUARANTINE, keep_quarantine)
+            raise too_many_broken(files, schema, stream, limits.max_bad_fraction, keep_quarantine) from stop
+    manifest = Manifest(
+        FORMAT_VERSION, files.path, len(files.files), schema.to_dict(), tokenizer.digest, tokenizer.vocab_size,
+        tokenizer.end_id, tokenizer.pad_id, stream.num_records, dict(stream.broken.most_common()),
+        dict(router.notes.most_common()), router.close(),
+    )  # fmt: skip
+    manifest.write(folder)
+    return manifest
+
+
+class _Router:
+    """Sends each document to its split. A text file whose pieces go to several splits is several documents."""
+
+    def __init__(self, folder: Path, schema: Schema, tokenizer: Tokenizer, holdout: float, shard_bytes: int):
+        names = ("train", "eval") if holdout > 0 else ("train",)
+        self._writers = {
+            name: SplitWriter(
+                folder / name, vocab_size=tokenizer.vocab_size, with_mask=schema.has_mask, shard_bytes=shard_bytes
+            )
+            for name in names
+        }
+        self._tokenizer, self._holdout = tokenizer, holdout
+        self._open: str | None = None
+        self._next = ("", 0)
+        self.notes: Counter[str] = Counter()
+
+    def add(self, documents: list[Document]) -> None:
+        for document, (ids, trained) in zip(documents, encode_documents(documents, self._tokenizer), strict=True):
+            if document.note:
+                self.notes[document.note] += 1
+            split = split_of(document, self._holdout)
+            # A broken piece between two good ones ends the document too.
+            if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
+                self._end(self._open, end_trained=True)
+            writer = self._writers[split]
+            writer.append(ids, trained)
+            self._open, self._next = split, (document.file, document.part + 1)
+            if document.last:
+                self._end(split, end_trained=_end_trained(document), ids=document.ids)
+
+    def _end(self, split: str, *, end_trained: bool, ids: np.ndarray | None = None) -> None:
+        writer = self._writers[split]
+        # Ids that were made elsewhere may have their end token already.
+        if ids is None or ids.size == 0 or ids[-1] != self._tokenizer.end_id:
+            writer.append(np.array([self._tokenizer.end_id]), None if end_trained else np.zeros(1, bool))
+        writer.end_document()
+        self._open = None
+
+    def close(self) -> dict[str, SplitCounts]:
+        if self._open is not None:
+            self._end(self._open, end_trained=True)
+        return {name: writer.close() for name, writer in self._writers.items()}
+
+
+def _end_trained(document: Document) -> bool:
+    """A chat ends with the end of its last turn; a text has its end to learn; ids say it with their last mask."""
+    if document.turns is not None:
+        return False
+    return document.trained is None or bool(document.trained[-1])
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    num_chars = 0
+    for document in documents:
+        batch.append(document)
+        num_chars += (
+            len(document.text or "")
+            + len(document.prompt or "")
+            + sum(len(content) for _, content in document.turns or ())
+        )
+        num_chars += document.ids.size if document.ids is not None else 0
+        if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _write_broken(file: Any, broken: Broken) -> None:
+    file.write(json.dumps(asdict(broken), ensure_ascii=True) + "\n")
+
+
+def too_many_broken(
+    files: FileSet, schema: Schema, read: DocumentStream | Manifest, max_bad_fraction: float, listed: Path
+) -> DataError:
+    """The error for a source with too many broken records. read: its counts, of all records or those up to the stop.
+
+    listed: its quarantine file.
+    """
+    broken = Counter(read.broken)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common(4))
+    with listed.open(encoding="utf-8") as lines:
+        first = json.loads(next(lines))
+    is_all = isinstance(read, Manifest) or read.is_complete
+    out_of = f"{read.num_records}" if is_all else f"the first {read.num_records}"
+    what = "pieces of text" if schema.file_text else "records"
+    return DataError(
+        f"{files.field}.path={files.path}: {broken.total()} of {out_of} {what} are broken ({reasons}), "
+        f"more than data.max_bad_fraction={max_bad_fraction:g} allows; "
+        f"the first is {first['file']}:{first['number']}. "
+        f"Repair them ({'all' if is_all else 'these'} are in {listed}), or set a larger data.max_bad_fraction."
+    )

@@ -1,0 +1,1 @@
+"""Experts spread over ep, and the balance of their load."""

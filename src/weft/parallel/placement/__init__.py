@@ -1,0 +1,1 @@
+"""What techniques did to parameters, and what all of them share."""

@@ -1,0 +1,224 @@
+"""Over which axes each parameter is divided, summed, joined and settled: read from its placement, once.
+
+    parameter            its gradient adds up over              ZeRO divides it over
+    whole                dp_replicate x dp_shard x cp           dp_shard x cp
+    partial over tp      dp_replicate x dp_shard x cp x tp      dp_shard x cp
+    cut over tp          dp_replicate x dp_shard x cp           dp_shard x cp
+    experts, cut over ep dp_replicate x beside_ep               beside_ep
+
+Parameters with the same axes are one kind: they may lie in one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather
+from weft.errors import ModelError
+from weft.mesh import ENDS, Axis, Mesh
+from weft.parallel.placement.placement import WHOLE, Placement
+
+_DATA = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """One kind of parameters.
+
+    shard: ranks that divide a bucket. replicate: those with equal parts, whose sums add up. over: both joined.
+    same: all ranks that hold the same part of the parameter. cut: those that hold its other parts.
+    extra: those of `replicate` besides dp_replicate. share: this rank's place among those with equal sums, and their
+    number.
+    waits: whether its sums must not begin before all stages are at the end of their passes.
+    """
+
+    shard: Axis
+    replicate: Axis
+    over: Axis
+    same: Axis
+    cut: Axis
+    extra: Axis
+    share: tuple[int, int]
+    waits: bool = False
+
+
+class AxisMap:
+    """Axes and placements of a module's parameters and buffers by name.
+
+    sharded: whether the plan divides anything (zero above 0). `batch`: ranks whose gradients add up where nothing is
+    said; `stage`: all ranks with the same modules; `world`: all ranks.
+    """
+
+    def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
+        self.placements = placements
+        self.mesh = mesh
+        self._sharded = sharded
+        self._kinds: dict[tuple[object, ...], Axes] = {}
+        self.batch = mesh.batch
+        self.stage = self._joined((*_DATA, "cp", "tp"))
+        self.stages = mesh["pp"]
+        self.world = self.stage if self.stages.size == 1 else mesh.world
+        #: All ranks of one replica of the model.
+        self.replica = self._joined(("pp", "dp_shard", "cp", "tp"))
+
+    @property
+    def plain(self) -> Axes:
+        """The axes of a parameter that nobody cut."""
+        return self.of("", ())
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter is cut over the expert view."""
+        return "ep" in self.placement(name).cut
+
+    def check_names(self, model: nn.Module) -> None:
+        """ModelError for a placement of a tensor that the module does not have."""
+        known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        for name in self.placements:
+            if name not in known:
+                raise ModelError(f"placement of {name!r}: the model has no such parameter. Name it as it is now.")
+
+    def placement(self, name: str) -> Placement:
+        """Where the part that this rank holds lies in the whole."""
+        return self.placements.get(name, WHOLE)
+
+    def of(self, name: str, shape: Sequence[int]) -> Axes:
+        """The kind of one parameter of this shape here."""
+        placement = self.placement(name)
+        times = placement.num_equal(shape, self._size(placement.cut))
+        key = (placement.cut, tuple(sorted(placement.partial)), times)
+        if key not in self._kinds:
+            self._kinds[key] = self._build(name, placement, times)
+        return self._kinds[key]
+
+    def settling(self, name: str, buffer: torch.Tensor) -> Axis:
+        """Over whom a buffer is made equal: the ranks that see other samples, unless it was cut."""
+        return self.of(name, buffer.shape).same if name in self.placements else self.batch
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole."""
+        placement = self.placement(name)
+        return placement.shape_of_whole(shape, self._size(placement.cut))
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole, from this rank's part or something of its shape. A collective over the cut axis."""
+        placement = self.placement(name)
+        axis = self.of(name, part.shape).cut
+        if axis.size == 1:
+            return part
+        parts = all_gather(part.contiguous(), axis).view(axis.size, *part.shape)
+        if placement.index is None:
+            return placement.join(list(parts))
+        rows = torch.tensor(placement.index, dtype=torch.int64, device=part.device)
+        return placement.join(list(parts), all_gather(rows, axis).view(axis.size, -1).tolist())
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        placement = self.placement(name)
+        if not placement.is_cut:
+            return whole
+        axis = self.mesh[placement.cut]
+        return placement.local(whole, axis.rank, axis.size)
+
+    def told(self, name: str) -> tuple[object, ...]:
+        """What all ranks must agree on of a tensor's placement; nothing where it is whole."""
+        placement = self.placement(name)
+        said = (placement.cut, placement.dim, placement.parts, placement.partial, placement.pad, placement.name)
+        return said if name in self.placements else ()
+
+    def saved_name(self, name: str) -> str:
+        """A parameter's name in checkpoints."""
+        return self.placement(name).name or name
+
+    def is_divided(self, name: str) -> bool:
+        """Whether a parameter is cut over more than one rank."""
+        return self._size(self.placement(name).cut) > 1
+
+    def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+        """ModelError where an optimizer must see whole parameters, and these are cut."""
+        for name in sorted(names):
+            cut = self.placement(name).cut
+            raise ModelError(
+                f"optimizer {type(optimizer).__name__}: it must see the whole of parameter {name!r}, which is cut "
+                f"over {'*'.join(cut)}. Use AdamW or SGD for it, or a plan with "
+                f"{' '.join(f'{axis}=1' for axis in cut)}."
+            )
+
+    def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors under the names that checkpoints have for them. A collective over the cut axes."""
+        return ((self.saved_name(name), self.whole(name, tensor)) for name, tensor in pairs)
+
+    def named_states(
+        self, pairs: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same for `parameter/key`, of parameters whose parts have these shapes."""
+        for full_name, tensor in pairs:
+            name, _, key = full_name.rpartition("/")
+            is_part = self.placement(name).is_cut and tensor.shape == shapes[name] and tensor.ndim
+            yield f"{self.saved_name(name)}/{key}", self.whole(name, tensor) if is_part else tensor
+
+    def states_here(
+        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
+    ) -> dict[str, torch.Tensor]:
+        """Of whole states, this rank's part; with several stages, of this one's parameters alone."""
+        ours: dict[str, list[str]] = {}
+        for name in shapes:
+            ours.setdefault(self.saved_name(name), []).append(name)
+        found: dict[str, torch.Tensor] = {}
+        for full_name, saved in tensors.items():
+            saved_name, _, key = full_name.rpartition("/")
+            for name in ours.get(saved_name, [] if self.stages.size > 1 else [saved_name]):
+                whole = tuple(saved.shape) == self.whole_shape(name, shapes.get(name, ()))
+                found[f"{name}/{key}"] = self.part(name, saved) if whole and saved.ndim else saved
+        return found
+
+    def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the tensors that are not whole on every rank."""
+        for pairs in groups:
+            yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_cut)
+
+    def _build(self, name: str, placement: Placement, times: int) -> Axes:
+        cut, is_expert = placement.cut, "ep" in placement.cut
+        if is_expert and (len(cut) > 1 or set(placement.partial) & {"cp", "tp"}):
+            raise ModelError(
+                f"placement of {name!r}: cut={'*'.join(cut)} partial={'*'.join(placement.partial)}: experts are cut "
+                f"over ep alone, and their gradients add up over all ranks beside it. Use cut=('ep',) without partial."
+            )
+        if times > 1 and len(cut) > 1:
+            raise ModelError(f"placement of {name!r}: rows that several ranks hold are cut over one axis. Use one.")
+        shard = ("beside_ep",) if is_expert else ("dp_shard", "cp")
+        adjacent = (f"{cut[0]}/{times}",) if times > 1 else ()
+        extra = (*adjacent, *(axis for axis in placement.partial if axis not in (*cut, *_DATA, "cp")))
+        beside = () if is_expert else adjacent if "tp" in cut else ("tp",)
+        equal = ("dp_replicate", *beside, *((ENDS,) if ENDS in extra else ()))
+        same = self._joined((*shard, *equal))
+        if not self._sharded:
+            equal = (*equal, *shard)
+        sums = self.mesh.ranks_over(self._lasting(equal))
+        over = self._joined(("dp_replicate", *shard, *extra))
+        return Axes(
+            shard=self._joined(shard) if self._sharded else self._nobody("dp_shard"),
+            replicate=self._joined(("dp_replicate", *extra)) if self._sharded else over,
+            over=over,
+            same=same,
+            cut=self.mesh[cut] if cut else self._nobody("tp"),
+            extra=self._joined(extra) if extra else self._nobody("tp"),
+            share=(sums.index(self.mesh.rank), len(sums)),
+            waits=ENDS in extra,
+        )
+
+    def _nobody(self, name: str) -> Axis:
+        return Axis(name, 1, 0, (self.mesh.rank,))
+
+    def _size(self, names: tuple[str, ...]) -> int:
+        return len(self.mesh.ranks_over(names)) if names else 1
+
+    def _lasting(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Without axes of size 1 that would only make names longer; data axes keep theirs."""
+        return tuple(name for name in names if name in (*_DATA, "beside_ep") or self._size((name,)) > 1)
+
+    def _joined(self, names: tuple[str, ...]) -> Axis:
+        return self.mesh[self._lasting(names)]

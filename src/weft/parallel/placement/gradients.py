@@ -1,0 +1,177 @@
+"""What a training step asks of data parallelism, whatever its stage: one interface, kept with the module.
+
+`parallel/zero/flat/` builds it for zero=0, 1, 2 and `parallel/zero/sharded/` for zero=3.
+
+One step, driven by `TrainStep`:
+
+    dp.begin_step()
+    for index, batch in enumerate(batches):
+        with dp.microbatch(last=index == len(batches) - 1):
+            loss = ...  # forward
+            loss.backward()
+    dp.finish(totals)
+    norm = dp.norm()
+    dp.scale(factor)
+    optimizer.step()
+    dp.publish()
+
+A step that is not taken (a number was not finite) ends after `norm`; the next one starts with `begin_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+from weft.parallel.placement.axes import AxisMap
+from weft.parallel.placement.original import Original
+
+_ATTRIBUTE = "_weft_data_parallel"
+
+
+class DataParallel(Protocol):
+    """Gradients, master weights and the collectives between them, of one module on one rank.
+
+    Names are those of `module.named_parameters()`: a tied weight has its first name only. A parameter that no rank
+    used in a step has a zero gradient, under every stage and number of ranks.
+
+    axes: where the parts lie that this rank holds, and over whom gradients add up. Whole tensors are those of the model
+    on one process: parts that techniques cut are joined, those of other stages of a pipeline come too.
+    """
+
+    axes: AxisMap
+
+    def begin_step(self) -> None:
+        """Gradients are zero from here. A previous step need not have come to its end."""
+        ...
+
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one microbatch. Inside the last, gradients may begin to travel."""
+        ...
+
+    def finish(self, totals: torch.Tensor | None = None) -> None:
+        """Wait until gradients are sums over all data ranks (this rank's shard of them).
+
+        totals: small float64 vector, summed in place over all ranks in the same go.
+        """
+        ...
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient after `finish`: 0-d, equal on all ranks.
+
+        Not a number where the sums are not right because ranks disagreed; `check` then says how.
+        """
+        ...
+
+    def check(self) -> None:
+        """Called on all ranks when `norm` was not finite: raises CommError, on all ranks, where ranks disagreed."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, after `finish`."""
+        ...
+
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """In a user's own loop, after backward: scale all gradients to a norm of at most max_norm.
+
+        The norm before, of the whole gradient: 0-d, equal on all ranks, which call it together.
+        """
+        ...
+
+    def publish(self) -> None:
+        """After `optimizer.step()`: the next forward sees the new weights, on all ranks."""
+        ...
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
+
+        Nothing happens where the optimizer is adopted already. Raises ModelError where it has states, or holds a
+        parameter that is not the module's.
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Trainable parameters by name: whole, unrounded (the master's format), in the parameter's shape.
+
+        A collective: all ranks iterate to the end. A tensor may be kept until the next step, but not changed.
+        """
+        ...
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is not trained and not whole on each rank, by name and whole, in the same manner as `weights`."""
+        ...
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole gradients by name after `finish` or `publish`, in the same manner as `weights`."""
+        ...
+
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the trainable parameters by name, in the master's format and memory; no collective.
+
+        May be written to between steps; `publish` then brings it into the parameters of all ranks.
+        """
+        ...
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        """The tensors that this rank's gradients lie in now; no collective. For counting bytes."""
+        ...
+
+    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the adopted optimizer's state, whole, named `parameter/key`, in the same manner."""
+        ...
+
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take whole tensors for all trainable parameters, masters too. All ranks call it with the same.
+
+        Those that `frozen` gives are taken too where they are among the tensors.
+        """
+        ...
+
+    def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give the adopted optimizer the states that `states` gave under any plan."""
+        ...
+
+
+class _Attached:
+    """Keeps the engine with its module, but out of copies and pickles: a copy of the module is a plain module."""
+
+    def __init__(self, engine: DataParallel, originals: Mapping[str, Original]):
+        self.engine = engine
+        self.originals = originals
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
+    """Keep the engine with its module, for `data_parallel`, and what the module held before, for `originals`."""
+    setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether `parallelize` was called on this module."""
+    return getattr(model, _ATTRIBUTE, None) is not None
+
+
+def originals(model: nn.Module) -> Mapping[str, Original]:
+    """Tensors that a parallelized module held before, by name."""
+    return getattr(model, _ATTRIBUTE).originals
+
+
+def data_parallel(model: nn.Module) -> DataParallel:
+    """The engine that `parallelize` made for this module; ModelError where it was not called."""
+    attached = getattr(model, _ATTRIBUTE, None)
+    if attached is None:
+        raise ModelError(
+            f"model of type {type(model).__name__}: it is not parallelized, or is a copy of a parallelized model. "
+            f"Call parallelize(model, mesh) first."
+        )
+    return attached.engine

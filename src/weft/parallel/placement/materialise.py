@@ -1,0 +1,57 @@
+"""Parameters of a model on the meta device, made where they are needed: this rank's part, with the weights by name.
+
+A model larger than one device is built on the meta device and cut there, which costs nothing. Of each parameter the
+whole is then made on the host, one at a time, and this rank's part of it kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from weft.errors import ModelError
+from weft.models.initialise import initialise_parameter
+from weft.parallel.placement.axes import AxisMap
+
+
+class Materialise:
+    """Makes parameters of one model. seed: as `weft.models.initialise` takes it; None where there is none to make."""
+
+    def __init__(self, model: nn.Module, axes: AxisMap, seed: int | None, device: torch.device):
+        self._axes = axes
+        self._seed = seed
+        self._device = device
+        self._owners: dict[int, tuple[str, nn.Module]] = {}
+        for path, module in model.named_modules():
+            for name, param in module.named_parameters(recurse=False):
+                self._owners.setdefault(id(param), (f"{path}.{name}" if path else name, module))
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise ModelError(
+                    f"buffer {name!r}: it is on the meta device, and no rule says what it holds. Give it values first."
+                )
+        meta = [name for name, param in model.named_parameters() if param.is_meta]
+        if meta and seed is None:
+            raise ModelError(
+                f"parameter {meta[0]!r}: it is on the meta device. Give the model weights first, or seed= to make them."
+            )
+
+    @torch.no_grad()
+    def make(self, params: Iterable[nn.Parameter]) -> None:
+        """Make those of the parameters that are on the meta device, in place, in the format that they have there."""
+        for param in params:
+            if not param.is_meta:
+                continue
+            assert self._seed is not None
+            name, owner = self._owners[id(param)]
+            whole = torch.empty(self._axes.whole_shape(name, param.shape), dtype=param.dtype)
+            initialise_parameter(whole, self._axes.saved_name(name), owner, self._seed)
+            part = self._axes.part(name, whole).to(self._device, copy=True).contiguous()
+            torch.utils.swap_tensors(param, nn.Parameter(part, requires_grad=param.requires_grad))
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to the device; what is on the meta device stays there."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

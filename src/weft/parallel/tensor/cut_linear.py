@@ -1,0 +1,200 @@
+"""Products with cut matrices and their collectives.
+
+`columns` is one step of autograd, written by hand and not put together from the functions of `comm.autograd`, for two
+reasons. Under sequence parallelism the gathered input is not kept for backward: the rank's own part is kept, and
+gathered again beside the product that makes the input's gradient. And the input's gradient travels beside the product
+that makes the weight's. `row_sum` stands alone after a plain product: what replays a block's forward stops in front of
+its last product, and so makes neither that nor its collective again.
+
+Method: Shoeybi et al. 2019, arXiv 1909.08053 (columns, rows); Korthikanti et al. 2022, arXiv 2205.05198 (sequence).
+
+B sequences, T tokens, S tokens of this rank (T / tp under sequence parallelism, else T), N all tokens of a rank,
+D features that go in, F features of this rank that come out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from weft.comm import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.autograd import scatter_sum, sum_over
+from weft.errors import PlanError
+from weft.mesh import Axis
+from weft.parallel.placement.held import HeldGradients, HeldProduct
+
+#: Where the tokens are in activations: (batch, tokens, features).
+TOKENS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The ranks that share a layer's matrices. cuts_tokens: between such layers each has 1/size of the tokens."""
+
+    axis: Axis
+    cuts_tokens: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Line:
+        return self  # a copy of the module runs on the same ranks
+
+    def start_gather(self, x_BSD: torch.Tensor) -> Gathering:
+        """Begin to bring together all tokens."""
+        parts = x_BSD.new_empty((self.axis.size, *x_BSD.shape))
+        return Gathering(start_all_gather(x_BSD.contiguous(), self.axis, out=parts))
+
+    def start_sum(self, x_BTD: torch.Tensor) -> Pending:
+        """Begin to add up the ranks' tensors: this rank's tokens of the sum where tokens are cut, else all of it.
+
+        x_BTD itself becomes the sum, or is free after `wait()`.
+        """
+        if not self.cuts_tokens:
+            return start_all_reduce(x_BTD.contiguous(), self.axis)
+        size = token_share(x_BTD.shape, self.axis)
+        shape = (x_BTD.shape[0], size, *x_BTD.shape[2:])
+        parts = (
+            x_BTD.reshape(self.axis.size, *shape) if shape[0] == 1 else torch.stack(x_BTD.split(size, TOKENS))
+        )  # with one sequence the ranks' parts lie one after another
+        return start_reduce_scatter(parts, self.axis, out=x_BTD.new_empty(shape))
+
+
+class Column(NamedTuple):
+    """The parameters of one layer: weight (F, D), or (D, F) where transposed."""
+
+    weight: nn.Parameter
+    bias: torch.Tensor | None
+    is_transposed: bool
+
+
+class Gathering:
+    """All tokens on their way here."""
+
+    def __init__(self, pending: Pending):
+        self._pending = pending
+
+    def wait(self) -> torch.Tensor:
+        """(B, T, D)."""
+        parts = self._pending.wait()
+        if parts.shape[1] == 1:
+            return parts.reshape(1, -1, *parts.shape[3:])
+        return torch.cat(parts.unbind(0), TOKENS)
+
+
+def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
+    """How many tokens each rank has; PlanError where they are not shared out evenly."""
+    size, rest = divmod(shape[TOKENS], axis.size) if len(shape) > 2 else (0, 1)
+    if rest:
+        raise PlanError(
+            f"sp=on: the ranks of tp={axis.size} share the tokens of each sequence evenly, and the shape "
+            f"{tuple(shape)} does not allow it. Use (batch, tokens, features) with a multiple of {axis.size} tokens, "
+            f"or sp=off."
+        )
+    return size
+
+
+def columns(
+    x: torch.Tensor, whole: torch.Tensor, line: Line, members: list[Column], held: HeldGradients | None
+) -> tuple[torch.Tensor, ...]:
+    """Each member's product with the same input, whose gradient is added up over the line.
+
+    x: this rank's tokens, (B, S, D); the gradient goes to it. whole: the same with all tokens. held: what the gradients
+    of the weights may wait in; under sequence parallelism the gathered input then waits with them.
+    """
+    weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
+    biases = [one.bias for one in members]
+    return _Columns.apply(x, whole.detach(), line, (held, members), *weights, *biases)
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BSD: torch.Tensor,
+        whole_BTD: torch.Tensor,
+        line: Line,
+        waiting: tuple[HeldGradients | None, list[Column]],
+        *params: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        count = len(waiting[1])
+        weights, biases = params[:count], params[count:]
+        ctx.save_for_backward(x_BSD, *weights)
+        ctx.line, ctx.waiting = line, waiting
+        ctx.set_materialize_grads(False)
+        return tuple(F.linear(whole_BTD, w, b) for w, b in zip(weights, biases, strict=True))  # pyright: ignore
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        x_BSD, *weights = ctx.saved_tensors
+        line: Line = ctx.line
+        held, members = ctx.waiting
+        needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        used = [index for index, grad in enumerate(grads) if grad is not None]
+        gathering = line.start_gather(x_BSD) if line.cuts_tokens and any(needs_params) else None
+        flat = {index: grads[index].flatten(0, -2) for index in used}  # pyright: ignore[reportOptionalMemberAccess]
+        # A rank that used none of the products still takes part, with zeros: others wait for it.
+        sum_x = line.start_sum(_input_gradient(x_BSD, line, flat, weights)) if needs_x else None
+        whole_ND = (gathering.wait() if gathering else x_BSD).flatten(0, -2)
+        found: list[torch.Tensor | None] = []
+        for index, member in enumerate(members):
+            wanted = index in flat and needs_params[index]
+            if wanted and held is not None and held.is_open:
+                held.hold(HeldProduct(member.weight, whole_ND, flat[index], member.is_transposed))
+                wanted = False
+            found.append(flat[index].t() @ whole_ND if wanted else None)
+        for index, member in enumerate(members):
+            wanted = member.bias is not None and index in flat and needs_params[len(members) + index]
+            found.append(flat[index].sum(0) if wanted else None)
+        return (sum_x.wait() if sum_x else None, None, None, None, *found)
+
+
+def _input_gradient(
+    x_BSD: torch.Tensor, line: Line, flat: dict[int, torch.Tensor], weights: list[torch.Tensor]
+) -> torch.Tensor:
+    """Gradient of all tokens from this rank's features."""
+    shape = list(x_BSD.shape)
+    if line.cuts_tokens:
+        shape[TOKENS] *= line.axis.size
+    total: torch.Tensor | None = None
+    for index, grad_NF in flat.items():
+        total = grad_NF @ weights[index] if total is None else total.addmm_(grad_NF, weights[index])
+    return x_BSD.new_zeros(shape) if total is None else total.view(shape)
+
+
+def row_sum(product_BTD: torch.Tensor, line: Line, *, is_compiled: bool = False) -> torch.Tensor:
+    """The sum over the line of each rank's product; this rank's tokens of it where tokens are cut.
+
+    The product is used up: the sum may be made in its place. is_compiled: by steps that the compiler can follow.
+    """
+    if is_compiled:
+        if line.cuts_tokens:
+            return scatter_sum(product_BTD, line.axis, TOKENS)
+        return sum_over(product_BTD, line.axis)
+    return _RowSum.apply(product_BTD, line)
+
+
+class _RowSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product_BTD: torch.Tensor, line: Line) -> torch.Tensor:
+        ctx.line = line
+        if line.cuts_tokens:
+            return line.start_sum(product_BTD).wait()
+        if not product_BTD.is_contiguous() or _get_current_dispatch_mode() is not None:
+            # Selective recompute keeps this product and takes it again: the sum must not be made in its place.
+            return line.start_sum(product_BTD.clone(memory_format=torch.contiguous_format)).wait()
+        ctx.mark_dirty(product_BTD)
+        line.start_sum(product_BTD).wait()
+        return product_BTD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad_BSD = grads[0]
+        return (ctx.line.start_gather(grad_BSD).wait() if ctx.line.cuts_tokens else grad_BSD), None
+
+
+def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`all_reduce` of a fresh tensor, for numbers that need no gradient."""
+    return all_reduce(x.contiguous(), axis)

@@ -1,0 +1,235 @@
+"""Layers that hold a part of their matrix. A module gets a subclass of its own class: paths and names stay.
+
+An `Entry` stands where activations go into a cut part of the model (an attention or feed-forward module): all
+column-cut layers there that read the same tensor are one product with one collective. Where tokens are cut they are
+brought together in front of the module and not of the layer, since modules shape their heads by what comes in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
+from weft.errors import ModelError
+from weft.mesh import Axis
+from weft.parallel.placement.held import HeldGradients, linear
+from weft.parallel.tensor.cut_linear import TOKENS, Column, Line, columns, row_sum, token_share
+
+_PART = "_weft_cut_part"
+
+
+class CutPart:
+    """Where this rank is in the cut parts of one model: what draws random numbers there asks for it.
+
+    is_open: it is between a column-cut layer and the row-cut one after it, where it has its own heads or features.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.is_open = False
+        self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
+        return self  # a copy of the module runs on the same ranks
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def sees_cut_tokens(self, path: str) -> bool:
+        """Whether the module of that path is given this rank's part of the tokens."""
+        return any(path == place or path.startswith(f"{place}.") for place in self.token_paths)
+
+
+def keep_part(model: nn.Module, part: CutPart) -> None:
+    """Leave it on the model, for `cut_part_of`."""
+    setattr(model, _PART, part)
+
+
+def cut_part_of(model: nn.Module) -> CutPart | None:
+    """What tensor parallelism left on this model; None where nothing was cut."""
+    return getattr(model, _PART, None)
+
+
+class Entry:
+    """Where activations enter a cut part. members: the column-cut layers that read them. width: their features.
+
+    part: opened here; None in front of a head, after which nothing comes. is_compiled: its layers are; then each is a
+    product of its own behind one collective, which the compiler can follow.
+    """
+
+    def __init__(self, line: Line, width: int, part: CutPart | None, *, is_compiled: bool = False):
+        self.line = line
+        self.is_compiled = is_compiled
+        self.width = width
+        self.part = part
+        self.members: list[nn.Module] = []
+        self._inner: torch.Tensor | None = None
+        self._outer: torch.Tensor | None = None
+        self._products: dict[int, torch.Tensor] = {}
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """All tokens of activations of which this rank has a part; the gradient is summed and cut again."""
+        if x.dim() < 3:
+            token_share(x.shape, self.line.axis)
+        inner = gather_from(x, self.line.axis, TOKENS)
+        if not self.is_compiled:
+            self._begin(inner, x)
+        elif self.part is not None:
+            self.part.is_open = True
+        return inner
+
+    def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The member's product with x. Members that read the same tensor are one product with one collective."""
+        weight, bias = weight_of(member), member.bias
+        if self.is_compiled:
+            if not self.line.cuts_tokens and x is not self._inner:
+                self._begin(x, copy_to(x, self.line.axis))
+            return F.linear(x if self._outer is None else self._outer, weight, bias)  # pyright: ignore
+        if torch.is_autocast_enabled(x.device.type):
+            return F.linear(x if self.line.cuts_tokens else copy_to(x, self.line.axis), weight, bias)  # pyright: ignore
+        if not self.line.cuts_tokens and x is not self._inner:
+            self._begin(x, x)
+        if x is not self._inner or self._outer is None:
+            return F.linear(x, weight, bias)  # pyright: ignore  # made from what came in: autograd knows how
+        outer = self._outer
+        if not self._products:
+            self._products = self._multiply(self.members, x, outer)
+        product = self._products.pop(id(member), None)
+        if not self._products:
+            self.close()
+        return self._multiply([member], x, outer)[id(member)] if product is None else product
+
+    def _begin(self, inner: torch.Tensor, outer: torch.Tensor) -> None:
+        self.close()
+        self._inner, self._outer = inner, outer
+        if self.part is not None:
+            self.part.is_open = True
+
+    def _multiply(self, members: list[nn.Module], inner: torch.Tensor, outer: torch.Tensor) -> dict[int, torch.Tensor]:
+        read = [Column(one.weight, one.bias, is_transposed(one)) for one in members]  # pyright: ignore
+        made = columns(outer, inner, self.line, read, getattr(members[0], "_weft_held", None))
+        return {id(one): product for one, product in zip(members, made, strict=True)}
+
+    def close(self) -> None:
+        """Forget what came in: it must not live longer than the module needs it."""
+        self._inner = self._outer = None
+        self._products = {}
+
+
+class Enter:
+    """Hooks of the module in front of which an entry stands. Objects, since copies of a module copy its hooks."""
+
+    def __init__(self, entry: Entry):
+        self._entry = entry
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Bring all tokens of the activations among the arguments; only needed where tokens are cut."""
+        values = [*args, *kwargs.values()]
+        for place, value in enumerate(values):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.shape[-1:] == (self._entry.width,)
+            ):
+                values[place] = self._entry.enter(value)
+                return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        raise ModelError(
+            f"module of type {type(module).__name__}: none of its arguments has the {self._entry.width} features that "
+            f"its cut layers read. Use sp=off, or give a layout that leaves it out."
+        )
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Nothing of it is needed any more."""
+        del module, args, output
+        self._entry.close()
+        if self._entry.part is not None:
+            self._entry.part.is_open = False
+
+
+class ColumnLinear(nn.Module):
+    """Makes this rank's share of the output features."""
+
+    _weft_entry: Entry
+    _weft_enters: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., D) to (..., F)."""
+        entry = self._weft_entry
+        return entry.product(self, entry.enter(x) if self._weft_enters else x)
+
+
+class RowLinear(nn.Module):
+    """Reads this rank's share of the input features; its output is the sum over the ranks."""
+
+    _weft_line: Line
+    _weft_part: CutPart
+    _weft_held: HeldGradients | None = None
+    _weft_is_compiled: bool = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., F) to (..., D)."""
+        self._weft_part.is_open = False
+        weight, held = self.weight, self._weft_held
+        if held is not None and weight.dtype == x.dtype:  # pyright: ignore
+            product = linear(x, weight, None, held, transposed=is_transposed(self))  # pyright: ignore
+        else:
+            product = F.linear(x, weight_of(self).to(x.dtype))
+        out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
+        return out if self.bias is None else out + self.bias  # pyright: ignore[reportOperatorIssue]
+
+
+class VocabEmbedding(nn.Module):
+    """Holds a share of the rows; ids of other ranks' rows come from there. The class's own forward looks them up."""
+
+    _weft_line: Line
+    _weft_vocab: int
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """(B, T) to (B, T, D), or this rank's tokens of it where tokens are cut from here on."""
+        line, rows_here = self._weft_line, self.weight.shape[0]  # pyright: ignore[reportIndexIssue]
+        if ids_BT.device.type == "cpu" and bool(((ids_BT < 0) | (ids_BT >= self._weft_vocab)).any()):
+            raise ModelError(
+                f"token ids from {int(ids_BT.min())} to {int(ids_BT.max())}: the embedding has {self._weft_vocab} "
+                f"entries. Use ids from 0 to {self._weft_vocab - 1}."
+            )
+        local_BT = ids_BT - line.axis.rank * rows_here
+        elsewhere_BT = (local_BT < 0) | (local_BT >= rows_here)
+        x_BTD = super().forward(local_BT.masked_fill(elsewhere_BT, 0))
+        x_BTD = x_BTD.masked_fill(elsewhere_BT[..., None], 0.0)
+        return scatter_sum(x_BTD, line.axis, TOKENS) if line.cuts_tokens else sum_over(x_BTD, line.axis)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the layer keeps its weight as (inputs, outputs), as the linear layer of GPT-2 in transformers does."""
+    return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a product with a matrix and a bias, and nothing else."""
+    own = type(module).forward
+    return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
+
+
+def asked(model: nn.Module, name: str) -> nn.Module | None:
+    """What a Hugging Face model answers to `get_input_embeddings` and its like; None where it has no answer."""
+    get = getattr(model, name, None)
+    try:
+        found = get() if callable(get) else None
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def input_embeddings(model: nn.Module) -> nn.Embedding | None:
+    """The table that reads a model's token ids; None where the model does not say which it is."""
+    table = asked(model, "get_input_embeddings")
+    return table if isinstance(table, nn.Embedding) else None
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight as (outputs, inputs)."""
+    return module.weight.t() if is_transposed(module) else module.weight  # pyright: ignore

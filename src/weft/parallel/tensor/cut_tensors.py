@@ -1,0 +1,342 @@
+"""Tensor parallelism: each rank keeps its part of the large matrices, as the layout says, in place.
+
+A column-cut layer makes a part of its outputs; a row-cut layer reads a part of its inputs, and its output is summed.
+The modules between such a pair work on their heads or features and need no collective. An embedding and a head are cut
+by rows of the vocabulary, padded where tp does not divide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+from weft.comm import broadcast
+from weft.comm.operators import prepare_operators
+from weft.errors import LayoutError, PlanError
+from weft.mesh import Axis, Mesh
+from weft.parallel.layout_find import find_layout, find_lm_head, scales_logits
+from weft.parallel.pipeline.absent import StandIn
+from weft.parallel.placement.placement import Placement
+from weft.parallel.tensor.cut_linear import Line
+from weft.parallel.tensor.cut_modules import (
+    ColumnLinear,
+    CutPart,
+    Enter,
+    Entry,
+    RowLinear,
+    VocabEmbedding,
+    is_linear,
+    is_transposed,
+    keep_part,
+    weight_of,
+)
+from weft.parallel.tensor.head import fuse_head, make_head
+from weft.parallel.tensor.heads import Heads, localise
+from weft.parallel.tensor.sequence import Sequence, cut_sequence, plan_sequence
+from weft.parallel.token_flow import check_tokens
+from weft.spec.layout import Layout, Style
+from weft.spec.rules.rule import alternatives
+from weft.structure.surgery import become
+
+
+def cut_tensors(
+    model: nn.Module, mesh: Mesh, layout: Layout | None = None, taken: Collection[str] = ()
+) -> dict[str, Placement]:
+    """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
+
+    layout: found from the model where it is None. taken: parameters that another technique has placed.
+    Returns the placements of what was changed. Raises LayoutError where the layout does not fit the model, PlanError
+    where the model cannot be divided by tp.
+    """
+    return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken).cut()
+
+
+def fuse_whole_head(model: nn.Module) -> None:
+    """Let the head of a model whose vocabulary is not cut give the loss at once, where its logits would be large."""
+    head = find_lm_head(model)
+    if head is not None and is_linear(head):
+        fuse_head(model, head, scales_logits(model))
+
+
+def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
+    """What can be asked of a whole model only, before a pipeline takes its parts away.
+
+    Raises LayoutError where the layout names what is not there, or sp would cut tokens that meet.
+    """
+    modules = dict(model.named_modules())
+    styles = _read_styles(layout, modules, mesh.plan.tp)
+    if mesh.plan.sp:
+        width = plan_sequence(model, layout, styles).width
+        parents = {_parent(path) for path, style in styles.items() if style.name == "colwise"}
+        check_tokens(model, styles, {parent for parent in parents if not is_wide(parent, modules, styles)}, width)
+
+
+def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
+    """Whether the module around column-cut layers is more than one cut part: then each layer is an entry."""
+    if parent == "":
+        return True
+    module = modules[parent]
+    inside = [name for path in styles if (name := path.removeprefix(f"{parent}.")) != path]
+    nested = any("." in name for name in inside)
+    norms = any("norm" in type(child).__name__.lower() for child in module.children())
+    styled = any(styles[f"{parent}.{n}"].name == "partial" for n in inside)
+    return nested or (norms and not styled)
+
+
+class _Cutter:
+    """One call of `cut_tensors`."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, layout: Layout, taken: Collection[str]):
+        self.model, self.axis, self.layout = model, mesh["tp"], layout
+        self.taken = taken
+        self.modules = dict(model.named_modules())
+        self.names = {id(module): path for path, module in self.modules.items()}
+        self.styles = _read_styles(layout, self.modules, mesh.plan.tp)
+        self.sequence: Sequence | None = plan_sequence(model, layout, self.styles) if mesh.plan.sp else None
+        self.line = Line(self.axis, cuts_tokens=mesh.plan.sp)
+        ends_cut = self.sequence is not None and self.sequence.with_ends
+        self.ends = Line(self.axis, cuts_tokens=ends_cut)
+        self.placed: dict[int, Placement] = {}
+        self.locals: dict[int, nn.Parameter] = {}  # by id of the whole: a tied weight is cut once
+        self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs
+        self.entries: dict[str, Entry] = {}
+        self.part = CutPart(self.axis)
+        self.is_compiled = mesh.plan.compile
+        if self.is_compiled:
+            prepare_operators(self.axis)
+
+    def cut(self) -> dict[str, Placement]:
+        heads = _find_heads(self.modules, self.styles)
+        _check_sizes(self.modules, self.styles, heads, self.axis.size)
+        _settle(self.model, self.axis, self.taken)
+        self._check_partial(heads)
+        for path, style in self.styles.items():
+            module = self.modules[path]
+            if style.name == "colwise":
+                self._column(path, module, style, heads[_parent(path)])
+            elif style.name == "vocab":
+                self._vocab(path, module)
+        for path, style in self.styles.items():
+            if style.name == "rowwise":
+                self._row(path, self.modules[path])
+        self._follow_ties()
+        for path, found in heads.items():
+            localise(self.modules[path], found, self.axis.size)
+        if self.sequence is not None:
+            cut_sequence(self.model, self.sequence, self.line)
+            self.part.token_paths = self.sequence.modules
+        keep_part(self.model, self.part)
+        return self._placements()
+
+    def _check_partial(self, heads: dict[str, Heads]) -> None:
+        """LayoutError where a module inside a cut part has parameters, and nobody says what it sees."""
+        for parent in heads:
+            if is_wide(parent, self.modules, self.styles):
+                continue
+            for name, module in self.modules[parent].named_modules():
+                path = f"{parent}.{name}" if name else parent
+                if path not in self.styles and next(module.parameters(recurse=False), None) is not None:
+                    raise LayoutError(
+                        f"layout: {path} has parameters between cut layers, and no pattern says what it sees. Add "
+                        f"{path}=partial where it works on this rank's heads or features, "
+                        f"or {path}=replicate where it comes before or after them."
+                    )
+
+    def _entry(self, path: str, module: nn.Module) -> Entry:
+        """In front of the module around the layer, or of the layer itself."""
+        parent = _parent(path)
+        around = self.modules[parent]
+        alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
+        place = path if alone else parent
+        if place not in self.entries:
+            entry = Entry(self.line, weight_of(module).shape[1], self.part, is_compiled=self.is_compiled)
+            self.entries[place] = entry
+            if not alone:
+                hooks = Enter(entry)
+                if self.line.cuts_tokens:
+                    around.register_forward_pre_hook(hooks.before, with_kwargs=True)
+                around.register_forward_hook(hooks.after)
+        return self.entries[place]
+
+    def _column(self, path: str, module: nn.Module, style: Style, heads: Heads) -> None:
+        entry = self._entry(path, module)
+        weight = weight_of(module)
+        parts = style.sizes(weight.shape[0])
+        placement = Placement(cut=("tp",), parts=parts)
+        pieces = heads.pieces(style, weight.shape[0])
+        if not parts and pieces[0][2] and (count := pieces[0][0] // pieces[0][1]) % self.axis.size:
+            unit = pieces[0][1]
+            first = self.axis.rank * count // self.axis.size * unit
+            rows = tuple(range(first, first + unit))
+            placement = Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set below
+        self._replace(module, "weight", placement, dim=1 if is_transposed(module) else 0)
+        self._replace(module, "bias", placement, dim=0)
+        _set_sizes(module)
+        become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
+        entry.members.append(module)
+
+    def _row(self, path: str, module: nn.Module) -> None:
+        self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if is_transposed(module) else 1)
+        _set_sizes(module)
+        become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
+
+    def _vocab(self, path: str, module: nn.Module) -> None:
+        vocab = weight_of(module).shape[0]
+        pad = -vocab % self.axis.size
+        dim = 1 if is_transposed(module) else 0
+        self._replace(module, "weight", Placement(cut=("tp",), pad=pad), dim)
+        self._replace(module, "bias", Placement(cut=("tp",), pad=pad), 0)
+        if isinstance(module, nn.Embedding):
+            rows = module.weight.shape[0]
+            if module.padding_idx is not None:
+                local = module.padding_idx - self.axis.rank * rows
+                module.padding_idx = local if 0 <= local < rows else None  # pyright: ignore[reportAttributeAccessIssue]
+            module.num_embeddings = rows
+            become(module, VocabEmbedding, line=self.ends, vocab=vocab)
+            return
+        _set_sizes(module)
+        entry = Entry(self.ends, weight_of(module).shape[1], None)
+        entry.members.append(module)
+        make_head(module, self.ends, vocab, entry, scales_logits(self.model))
+
+    def _replace(self, module: nn.Module, name: str, placement: Placement, dim: int) -> None:
+        """Put this rank's part in the place of a parameter."""
+        whole = getattr(module, name, None)
+        if whole is None:
+            return
+        if name not in module._parameters:
+            raise LayoutError(
+                f"layout: {self.names[id(module)]}.{name} is computed from other parameters (a weight norm?), and a "
+                f"part of it cannot be kept. Name {self.names[id(module)]}=replicate in a layout, or use tp=1."
+            )
+        if id(whole) not in self.locals:
+            shape = tuple(whole.shape) if placement.index is not None else ()
+            placement = Placement(
+                cut=placement.cut, dim=dim, parts=placement.parts, index=placement.index,
+                whole_shape=shape, partial=placement.partial, pad=placement.pad,
+            )  # fmt: skip
+            part = placement.local(whole.detach(), self.axis.rank, self.axis.size)
+            local = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
+            self.locals[id(whole)] = self.locals[id(local)] = local
+            self.placed[id(local)] = placement
+            self.wholes.append(whole)
+        setattr(module, name, self.locals[id(whole)])
+
+    def _follow_ties(self) -> None:
+        """A weight or bias that is registered at several places is cut at all of them."""
+        for module in self.model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in self.locals:
+                    module._parameters[name] = self.locals[id(param)]
+
+    def _placements(self) -> dict[str, Placement]:
+        named = dict(self.model.named_parameters())
+        placements = {name: self.placed[id(param)] for name, param in named.items() if id(param) in self.placed}
+        partial = [path for path, style in self.styles.items() if style.name == "partial"]
+        if self.sequence is not None:
+            partial += self.sequence.modules
+        for name in named:
+            if name in placements or name in self.taken:
+                continue
+            if any(name.startswith(f"{path}.") for path in partial):
+                placements[name] = Placement(partial=("tp",))
+        return placements
+
+
+def _read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> dict[str, Style]:
+    """The style of each module that the layout names. LayoutError where the module cannot have it."""
+    if not any(isinstance(module, StandIn) for module in modules.values()):
+        expect_used(layout, modules)
+    here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # of this stage's modules
+    styles = {path: style for path in here if (style := layout.style(path)) is not None}
+    for path, style in styles.items():
+        module = modules[path]
+        if style.name in ("colwise", "rowwise") and not is_linear(module):
+            raise LayoutError(
+                f"{path}={style.name}: a linear layer is needed, and this is a {type(module).__name__}. "
+                f"Use {path}=replicate."
+            )
+        if style.name == "vocab" and not (isinstance(module, nn.Embedding) or is_linear(module)):
+            raise LayoutError(
+                f"{path}=vocab: an embedding or a linear layer is needed, and this is a {type(module).__name__}. "
+                f"Use {path}=replicate."
+            )
+    if not any(style.name in ("colwise", "rowwise", "vocab") for style in styles.values()):
+        raise LayoutError(f"tp={tp}: the layout cuts nothing of this model. Use tp=1, or give a layout.")
+    return styles
+
+
+def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
+    """LayoutError where a pattern fits no module. modules: of the whole model; a stage has not all of them."""
+    if unused := layout.unused(modules):
+        raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
+
+
+def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
+    """The numbers of ranks that can share the model by this layout, at most eight.
+
+    Raises LayoutError where the layout does not fit the model, PlanError where tp (if given) is none of them.
+    """
+    modules = dict(model.named_modules())
+    styles = _read_styles(layout, modules, tp)
+    return _check_sizes(modules, styles, _find_heads(modules, styles), tp or 1)
+
+
+def _find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[str, Heads]:
+    """Heads of the module around each column-cut layer."""
+    parents = dict.fromkeys(_parent(path) for path, style in styles.items() if style.name == "colwise")
+    return {path: Heads.of(modules[path]) for path in parents}
+
+
+def _check_sizes(
+    modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int
+) -> list[int]:
+    """PlanError with the legal values where tp does not divide what it cuts. Returns the legal values."""
+    problems: list[str] = []
+    counts: set[tuple[int, bool]] = set()
+    for path, style in styles.items():
+        if style.name not in ("colwise", "rowwise"):
+            continue
+        weight = weight_of(modules[path])
+        found = heads.get(_parent(path), Heads())
+        pieces = found.pieces(style, weight.shape[0]) if style.name == "colwise" else [(weight.shape[1], 1, False)]
+        for size, unit, repeats in pieces:
+            counts.add((size // unit, repeats))
+            if not _fits(size // unit, repeats, tp):
+                what = "features" if unit == 1 else "heads"
+                problems.append(f"{path} has {size // unit} {what}, and {size // unit} is not a multiple of {tp}")
+    least = min((count for count, repeats in counts if not repeats), default=1)
+    legal = [ranks for ranks in range(1, least + 1) if all(_fits(count, again, ranks) for count, again in counts)]
+    if problems:
+        raise PlanError(f"tp={tp}: {problems[0]}. {alternatives(legal, 'tp')}.")
+    return legal[:8]
+
+
+def _fits(count: int, repeats: bool, tp: int) -> bool:
+    return count % tp == 0 or (repeats and tp % count == 0)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _set_sizes(module: nn.Module) -> None:
+    """What the layer says of its own size."""
+    names = ("nf", "nx") if is_transposed(module) else ("out_features", "in_features")
+    for name, size in zip(names, weight_of(module).shape, strict=True):
+        setattr(module, name, size)
+
+
+def _settle(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
+    """Ranks may have drawn different weights: the first rank's count, before each keeps a part.
+
+    taken: parameters that ranks hold different parts of already.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or name in taken:
+            continue
+        settled = broadcast(tensor.detach().contiguous(), axis)
+        if settled.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(settled)

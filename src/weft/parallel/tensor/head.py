@@ -1,0 +1,156 @@
+"""The head of a language model: logits, or at once the loss of its tokens, so that nobody ever holds all logits.
+
+A head that is told the labels before the forward (`expect_labels`) gives a `HeadLoss` in the place of logits: it goes
+through the logits a few tokens at a time, and with a cut vocabulary no rank sees those of other ranks' entries. Without
+labels it gives whole logits, so a loss function of the user's own works under every plan.
+
+N tokens, C tokens at a time, D features, V entries of the vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import register_pytree_node
+
+from weft.comm.autograd import gather_slice
+from weft.errors import ModelError
+from weft.mesh import Axis
+from weft.parallel.tensor.cut_linear import TOKENS, Line
+from weft.parallel.tensor.cut_modules import Entry, weight_of
+from weft.parallel.tensor.head_loss import token_loss
+from weft.structure.surgery import become
+
+#: Without a cut vocabulary the head gives the loss at once where logits would take more than this.
+LARGE_LOGITS_BYTES = 2**28
+
+_ATTRIBUTE = "_weft_head"
+
+
+@dataclass(slots=True)
+class HeadLoss:
+    """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count."""
+
+    loss_sum: torch.Tensor
+    num_tokens: torch.Tensor
+    labels: torch.Tensor
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(name)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        _refuse("indexing")
+
+    def __truediv__(self, other: Any) -> NoReturn:
+        _refuse("division")
+
+    def __mul__(self, other: Any) -> NoReturn:
+        _refuse("multiplication")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _refuse(getattr(function, "__name__", str(function)))
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ModelError(
+        f"loss: the model changes its logits after the head ({what}), so the head cannot give the loss. "
+        f"Give a loss_fn of your own, which gets whole logits."
+    )
+
+
+register_pytree_node(
+    HeadLoss,
+    lambda loss: ([loss.loss_sum, loss.num_tokens, loss.labels], None),
+    lambda leaves, _: HeadLoss(*leaves),
+    serialized_type_name="weft.HeadLoss",
+)
+
+
+class Head:
+    """What the head of one model needs besides its weight. vocab: entries without padding.
+
+    entry: in front of a cut head. scales: the model changes logits after the head, so it gives no loss.
+    """
+
+    def __init__(self, line: Line, vocab: int, entry: Entry | None, scales: bool):
+        self.line = line
+        self.vocab = vocab
+        self.entry = entry
+        self.scales = scales
+        self.labels: torch.Tensor | None = None
+        self.ignore = -100
+
+    def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether this call is for the loss: it has labels for these tokens, and logits are cut or large."""
+        labels = self.labels
+        if labels is None or self.scales or x.dim() != labels.dim() + 1:
+            return False
+        shape = list(x.shape[:-1])
+        if self.line.cuts_tokens:
+            shape[TOKENS] *= self.line.axis.size
+        if tuple(shape) != tuple(labels.shape):
+            return False
+        return self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
+
+
+class LossHead(nn.Module):
+    """A linear layer that gives logits, or the loss of its tokens."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """(B, T, D) to whole logits, or to a HeadLoss."""
+        head: Head = getattr(self, _ATTRIBUTE)
+        weight, bias = weight_of(self), self.bias
+        if head.gives_loss(x, weight):
+            labels = head.labels
+            assert labels is not None
+            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore)  # pyright: ignore
+            return HeadLoss(loss_sum, (labels != head.ignore).sum(), labels)
+        if head.entry is None:
+            return F.linear(x, weight, bias)  # pyright: ignore[reportArgumentType]
+        logits = head.entry.product(self, head.entry.enter(x) if head.line.cuts_tokens else x)
+        return gather_slice(logits, head.line.axis, -1)[..., : head.vocab]
+
+
+def make_head(module: nn.Module, line: Line, vocab: int, entry: Entry | None, scales: bool) -> None:
+    """Let the module give the loss where it is told the labels. vocab: entries of the whole, without padding."""
+    become(module, LossHead, head=Head(line, vocab, entry, scales))
+
+
+def fuse_head(model: nn.Module, module: nn.Module, scales: bool) -> None:
+    """`make_head` of a model whose vocabulary is not cut."""
+    nobody = Axis("tp", 1, 0, (0,))
+    make_head(module, Line(nobody), weight_of(module).shape[0], None, scales)
+    del model
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """The module that `make_head` was called on, if any."""
+    return next((module for module in model.modules() if isinstance(module, LossHead)), None)
+
+
+@contextmanager
+def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
+    """Inside, the head of `model` knows the batch's labels, where `loss_fn` takes what it then gives.
+
+    A loss function says so by an attribute `takes_head_loss` that is true.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    module = find_head(model) if getattr(loss_fn, "takes_head_loss", False) and labels is not None else None
+    if module is None:
+        yield
+        return
+    head: Head = getattr(module, _ATTRIBUTE)
+    head.labels = labels
+    try:
+        yield
+    finally:
+        head.labels = None

@@ -1,0 +1,157 @@
+"""Sequence parallelism: between cut layers each rank of tp has its share of the tokens.
+
+Norms, dropout and the residual stream work on 1/tp of each sequence, from the first block to the last. The project's
+own decoders are cut from the embedding's sum to the head; other models keep all tokens outside of their blocks, where
+their code makes masks and positions from the shape of the hidden states.
+
+Method: Korthikanti et al. 2022, arXiv 2205.05198.
+
+B sequences, T tokens, S = T / tp tokens of this rank, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from weft.comm.autograd import gather_slice, slice_to
+from weft.errors import LayoutError
+from weft.memory import repeated_blocks
+from weft.models import Decoder
+from weft.parallel.pipeline.runtime import pipeline_of
+from weft.parallel.tensor.cut_linear import TOKENS, Line, token_share
+from weft.parallel.tensor.cut_modules import weight_of
+from weft.spec.layout import Layout, Style
+from weft.structure.mixers import mixes_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """What works on a part of the tokens. blocks: paths, in order. modules: those whose gradients are partial sums.
+
+    runs: the first and the last block of each stage that is here. with_ends: embedding and head are cut along too, and
+    stages of a pipeline hand parts of the tokens to each other. width: features of the residual stream.
+    """
+
+    blocks: tuple[str, ...]
+    runs: tuple[tuple[str, str], ...]
+    modules: tuple[str, ...]
+    with_ends: bool
+    width: int
+
+
+def plan_sequence(model: nn.Module, layout: Layout, styles: Mapping[str, Style]) -> Sequence:
+    """Find where the tokens are cut. styles: of the modules that are here, by path.
+
+    LayoutError where a block mixes tokens outside of cut layers.
+    """
+    blocks = repeated_blocks(model)
+    lists = {path.rpartition(".")[0] for path in blocks}
+    if len(lists) != 1:
+        raise LayoutError(
+            f"sp=on: one chain of blocks is needed, and {type(model).__name__} has {len(lists)}. Use sp=off."
+        )
+    for path, block in blocks.items():
+        _check_block(path, block, styles)
+    begin = f"{next(iter(blocks))}."
+    first = next((path for path in styles if path.startswith(begin) and _is(styles, path, "colwise")), None)
+    if first is None:
+        raise LayoutError(f"sp=on: the layout cuts no layer of {begin[:-1]} by columns. Use sp=off.")
+    width = weight_of(dict(model.named_modules())[first]).shape[1]
+    # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
+    ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
+    outside = ("norm", "pos_embed") if ends else ()
+    return Sequence(tuple(blocks), _runs(model, tuple(blocks)), (*blocks, *outside), ends, width)
+
+
+def _runs(model: nn.Module, blocks: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    pipeline = pipeline_of(model)
+    runs = [blocks] if pipeline is None else [stage.blocks for stage in pipeline.stages.values()]
+    return tuple((run[0], run[-1]) for run in runs)
+
+
+def _is_vocab(style: Style | None) -> bool:
+    return style is not None and style.name == "vocab"
+
+
+def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
+    return path in styles and styles[path].name == name
+
+
+def _check_block(path: str, block: nn.Module, styles: Mapping[str, Style]) -> None:
+    cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
+    for name, module in block.named_modules():
+        place = f"{path}.{name}" if name else path
+        if not name or not mixes_tokens(module):
+            continue
+        near = any(one.startswith(f"{place}.") or place.startswith(f"{one.rpartition('.')[0]}.") for one in cut)
+        if not near and place not in cut:
+            raise LayoutError(
+                f"sp=on: {place} ({type(module).__name__}) mixes tokens, and the layout does not cut it, so it would "
+                f"see only a part of them. Cut it in the layout, or use sp=off."
+            )
+
+
+def cut_sequence(model: nn.Module, sequence: Sequence, line: Line) -> None:
+    """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
+    modules = dict(model.named_modules())
+    if sequence.with_ends:
+        if (table := modules.get("pos_embed")) is not None:
+            table.register_forward_pre_hook(_TakePositions(line).before)
+    else:
+        edge = _Edge(line, sequence.width)
+        for first, last in sequence.runs:
+            modules[first].register_forward_pre_hook(edge.before, with_kwargs=True)
+            modules[last].register_forward_hook(edge.after)
+
+
+class _Edge:
+    """Hooks of a stage's first and last block. Objects, since copies of a module copy its hooks."""
+
+    def __init__(self, line: Line, width: int):
+        self._line = line
+        self._width = width
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep this rank's tokens of the hidden states."""
+        leaves, tree = tree_flatten((args, kwargs))
+        place = self._find(leaves, module)
+        token_share(leaves[place].shape, self._line.axis)
+        leaves[place] = slice_to(leaves[place], self._line.axis, TOKENS)
+        return tree_unflatten(leaves, tree)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """All tokens again, which all ranks go on with alike."""
+        del args
+        leaves, tree = tree_flatten(output)
+        place = self._find(leaves, module)
+        leaves[place] = gather_slice(leaves[place], self._line.axis, TOKENS)
+        return tree_unflatten(leaves, tree)
+
+    def _find(self, leaves: list[Any], module: nn.Module) -> int:
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (self._width,):
+                return place
+        raise LayoutError(
+            f"sp=on: no hidden states of {self._width} features go into or out of {type(module).__name__}. Use sp=off."
+        )
+
+
+class _TakePositions:
+    """Hook of a table of positions: those of this rank's tokens."""
+
+    def __init__(self, line: Line):
+        self._line = line
+
+    def before(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """(B, T) or (1, T) to (B, S) or (1, S)."""
+        del module
+        size, rest = divmod(args[0].shape[1], self._line.axis.size)
+        if rest:
+            token_share((*args[0].shape, 1), self._line.axis)
+        return (args[0].narrow(1, self._line.axis.rank * size, size), *args[1:])

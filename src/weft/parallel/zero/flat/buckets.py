@@ -1,0 +1,333 @@
+"""Flat buckets: the parameters of a module side by side in memory, so that one collective moves many of them.
+
+A bucket's parameters share one format. Its flat tensors hold `num_shards` equal parts; part r belongs to rank r of
+the shard axis, which alone keeps master weights and optimizer states for it. Where parameters lie is all that tells
+the two ways of sharding apart: `slices` lets a parameter cross the borders between parts, `whole` does not, for
+optimizers that must see whole matrices.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from weft.comm.links.parts import Parts
+from weft.errors import ModelError
+from weft.memory.offload import HostPart
+from weft.mesh import Axis
+from weft.parallel.placement.axes import Axes
+from weft.units import format_bytes
+
+#: Large enough to amortise a collective's latency, small enough that several are under way at once.
+BUCKET_BYTES = 16 * 2**20
+#: Parameters and parts begin at multiples of this many elements: aligned for vector units and for GPU copies.
+ALIGNMENT = 16
+#: `whole` accepts this share of a bucket as fill between the parts.
+MOST_FILL = 0.05
+#: So much fill, where it is more than the parameters, is refused: many ranks and few matrices.
+MOST_FILL_BYTES = 2**30
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """The place of one parameter in its bucket.
+
+    start: its first element in the flat tensors. grad: its view into the bucket's gradient, while there is one.
+    expected, fired: how often autograd delivers a gradient for it in one backward, at most so far and this time.
+    """
+
+    name: str
+    param: nn.Parameter
+    start: int
+    bucket: Bucket | None = None
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    grad: torch.Tensor | None = None
+    expected: int = 1
+    fired: int = 0
+    address: int = 0
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.shape = self.param.shape
+        # The parameter's own order in memory (channels_last) where it is dense.
+        self.stride = torch.empty_like(self.param, device="meta").stride()
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's view into a flat tensor of the whole bucket."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
+
+    def inside(self, part: slice) -> tuple[int, int]:
+        """First element and end, counted in the bucket, of what lies in a part; equal where nothing does."""
+        start = max(self.start, part.start)
+        return start, max(start, min(self.start + self.numel, part.stop))
+
+    def is_in(self, part: slice) -> bool:
+        """Whether any of it lies in a part; a parameter without elements lies where it starts."""
+        return self.start < part.stop and self.start + max(self.numel, 1) > part.start
+
+    def cut(self, whole: torch.Tensor, part: slice) -> torch.Tensor:
+        """What of a whole tensor of the parameter's shape lies in a part: the parameter's own shape, or 1-D."""
+        start, end = self.inside(part)
+        if end - start == self.numel:
+            return whole
+        if self.stride != whole.stride():
+            whole = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+        return whole.as_strided((self.numel,), (1,))[start - self.start : end - self.start]
+
+    def piece(self, shard: torch.Tensor, part: slice) -> torch.Tensor | None:
+        """What of the parameter lies in the flat tensor of a part: its own shape where all of it does, else 1-D."""
+        if not self.is_in(part):
+            return None
+        start, end = self.inside(part)
+        offset = start - part.start
+        if end - start == self.numel:
+            return shard.as_strided(self.shape, self.stride, shard.storage_offset() + offset)
+        return shard[offset : offset + end - start]
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Slots that travel together, in `num_shards` parts of `length` elements.
+
+    weights: flat, of the compute format; the parameters are views into it. master: this rank's part of the unrounded
+    weights; a slice of `weights` where nothing is rounded. own: this rank's part of the flat tensors.
+    grads: flat, whole, of the master's format; None while nobody needs it. shard: this rank's part of the sums.
+    collected: whether gradients of this step are in `grads`, not only where autograd put them.
+    on_host: whether the master is on the host, and its gradient for the optimizer too: `host` holds both.
+    axes: over whom it is divided and summed.
+    """
+
+    index: int
+    slots: list[Slot]
+    length: int
+    num_shards: int
+    own: slice
+    whole: bool
+    weights: torch.Tensor
+    master: torch.Tensor
+    gaps: list[slice]
+    on_host: bool = False
+    grads: torch.Tensor | None = None
+    shard: torch.Tensor | None = None
+    collected: bool = False
+    host: HostPart | None = None
+    axes: Axes | None = None
+
+    @property
+    def over(self) -> Axes:
+        """The axes of its parameters, once they are known."""
+        assert self.axes is not None
+        return self.axes
+
+    @property
+    def size(self) -> int:
+        return self.length * self.num_shards
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether masters are tensors of their own."""
+        return self.on_host or self.weights.dtype != self.master.dtype
+
+    def parts(self) -> Parts | None:
+        """The gradients where autograd put them; None where some are missing, or must be brought to another form."""
+        parts: list[tuple[int, torch.Tensor]] = []
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is None or grad.layout != torch.strided or grad.dtype != self.master.dtype:
+                return None
+            if grad.stride() != slot.stride:
+                grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            parts.append((slot.start, grad.detach().as_strided((slot.numel,), (1,))))
+        return Parts(parts, self.size) if any(part.numel() for _, part in parts) else None
+
+    def use_grads(self, flat: torch.Tensor) -> None:
+        """Take `flat` for whole gradients. Its contents may be anything; what no parameter owns becomes zero."""
+        self.grads = flat
+        for gap in self.gaps:
+            flat[gap].zero_()
+        for slot in self.slots:
+            slot.grad = slot.of(flat)
+
+    def drop_grads(self) -> torch.Tensor | None:
+        """Give the whole gradients up; the parameters have none from here."""
+        flat, self.grads, self.collected = self.grads, None, False
+        for slot in self.slots:
+            slot.grad = None
+            slot.param.grad = None
+        return flat
+
+
+def fill(bucket: Bucket, source: Callable[[Slot], torch.Tensor], settle: Callable[[torch.Tensor], object]) -> None:
+    """Make weights and masters from whole, unrounded tensors, and the parameters views of the weights.
+
+    settle: what makes the flat, unrounded weights equal on all ranks, in place.
+    """
+    full = torch.zeros(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device)
+    for slot in bucket.slots:
+        slot.of(full).copy_(source(slot))
+    settle(full)
+    if bucket.is_mixed:
+        bucket.weights = full.to(bucket.weights.dtype)
+        bucket.master = bucket.host.master.copy_(full[bucket.own]) if bucket.host else full[bucket.own].clone()
+    else:
+        bucket.weights, bucket.master = full, full[bucket.own]
+    for slot in bucket.slots:
+        view = slot.of(bucket.weights)
+        slot.param.grad = None
+        slot.param.data = view
+        if slot.param.grad_dtype != full.dtype:
+            slot.param.grad_dtype = full.dtype
+        slot.bucket, slot.address, slot.version = bucket, view.data_ptr(), slot.param._version
+
+
+def lay_out(
+    slots: Sequence[Slot],
+    formats: dict[nn.Parameter, torch.dtype],
+    master: torch.dtype,
+    shard: Axis,
+    *,
+    whole: frozenset[str] = frozenset(),
+    host: frozenset[str] = frozenset(),
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[Bucket]:
+    """Buckets, without contents yet, in the order in which backward completes them: the last parameters first.
+
+    whole: names of the parameters that must not cross the borders between parts. host: of those whose masters are
+    on the host. Raises ModelError where so many ranks would leave most of the memory empty.
+    """
+    kinds: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in reversed(slots):
+        key = (slot.name in whole and shard.size > 1, slot.name in host, formats[slot.param], slot.param.device)
+        kinds.setdefault(key, []).append(slot)
+    limit = max(1, bucket_bytes // master.itemsize)
+    groups: list[tuple[list[Slot], int, bool]] = []
+    for key, members in kinds.items():
+        found = _whole(members, limit, shard.size) if key[0] else _slices(members, limit, shard.size)
+        _refuse_fill(found, shard, master.itemsize)
+        groups += found
+    position = {id(slot): index for index, slot in enumerate(reversed(slots))}
+    groups.sort(key=lambda group: max(position[id(slot)] for slot in group[0]))
+    buckets = [_bucket(index, *group, formats, master, shard) for index, group in enumerate(groups)]
+    for bucket in buckets:
+        bucket.on_host = bucket.slots[0].name in host
+    return buckets
+
+
+def put_in_order(buckets: list[Bucket], slots: Sequence[Slot]) -> None:
+    """Buckets of several kinds in the order in which backward completes them; those that wait for other stages last."""
+    position = {id(slot): index for index, slot in enumerate(reversed(slots))}
+    buckets.sort(key=lambda bucket: (bucket.over.waits, max(position[id(slot)] for slot in bucket.slots)))
+    for index, bucket in enumerate(buckets):
+        bucket.index = index
+
+
+def _bucket(
+    index: int,
+    slots: list[Slot],
+    length: int,
+    whole: bool,
+    formats: dict[nn.Parameter, torch.dtype],
+    master: torch.dtype,
+    shard: Axis,
+) -> Bucket:
+    device, size = slots[0].param.device, length * shard.size
+    return Bucket(
+        index=index,
+        slots=slots,
+        length=length,
+        num_shards=shard.size,
+        own=slice(length * shard.rank, length * (shard.rank + 1)),
+        whole=whole,
+        weights=torch.empty(0, dtype=formats[slots[0].param], device=device),
+        master=torch.empty(0, dtype=master, device=device),
+        gaps=_gaps(slots, size),
+    )
+
+
+def _slices(slots: Iterable[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
+    """One after another, cut where a bucket is full."""
+    groups: list[list[Slot]] = []
+    end = 0
+    for slot in slots:
+        if not groups or end + slot.numel > limit:
+            groups.append([])
+            end = 0
+        groups[-1].append(slot)
+        slot.start = end
+        end += _aligned(slot.numel)
+    found: list[tuple[list[Slot], int, bool]] = []
+    for group in groups:
+        length = _aligned(-(-(group[-1].start + _aligned(group[-1].numel)) // num_shards))
+        found.append((group, length, False))
+    return found
+
+
+def _whole(slots: list[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
+    """Each parameter in one part; a bucket is as small as it can be without much fill."""
+    groups: list[list[Slot]] = [[]]
+    for slot in slots:
+        if _fits(groups[-1], limit, num_shards):
+            groups.append([])
+        groups[-1].append(slot)
+    while len(groups) > 1 and not _fits(groups[-1], 1, num_shards):
+        last = groups.pop()
+        groups[-1] += last
+    return [(group, _spread(group, num_shards), True) for group in groups]
+
+
+def _refuse_fill(groups: list[tuple[list[Slot], int, bool]], shard: Axis, itemsize: int) -> None:
+    """ModelError where more than half of the flat memory, and more than MOST_FILL_BYTES, would hold nothing."""
+    numel = sum(slot.numel for group, _, _ in groups for slot in group)
+    fill = sum(length * shard.size for _, length, _ in groups) - numel
+    if fill <= numel or fill * itemsize <= MOST_FILL_BYTES:
+        return
+    most = max(1, numel // max(slot.numel for group, _, _ in groups for slot in group))
+    raise ModelError(
+        f"{shard.name}={shard.size}: the optimizer must see whole matrices, and dealt out to so many ranks they leave "
+        f"{format_bytes(fill * itemsize)} empty beside {format_bytes(numel * itemsize)} of weights. "
+        f"Use at most {most} there with the other ranks in dp_replicate, or AdamW."
+    )
+
+
+def _fits(group: list[Slot], least: int, num_shards: int) -> bool:
+    numel = sum(_aligned(slot.numel) for slot in group)
+    return numel >= least and _spread(group, num_shards) * num_shards <= numel * (1 + MOST_FILL)
+
+
+def _spread(group: list[Slot], num_shards: int) -> int:
+    """Place each parameter, the largest first, in the part that is emptiest; returns the length of a part."""
+    ends = [(0, part) for part in range(min(num_shards, len(group)))]  # a heap; further parts stay empty
+    places: list[tuple[Slot, int, int]] = []
+    for slot in sorted(group, key=lambda slot: -slot.numel):
+        end, part = ends[0]
+        places.append((slot, part, end))
+        heapq.heapreplace(ends, (end + _aligned(slot.numel), part))
+    length = max(max(ends)[0], ALIGNMENT)
+    for slot, part, offset in places:
+        slot.start = part * length + offset
+    return length
+
+
+def _gaps(slots: list[Slot], size: int) -> list[slice]:
+    gaps: list[slice] = []
+    end = 0
+    for slot in sorted(slots, key=lambda slot: slot.start):
+        if slot.start > end:
+            gaps.append(slice(end, slot.start))
+        end = max(end, slot.start + slot.numel)  # an empty parameter may lie where another begins
+    if end < size:
+        gaps.append(slice(end, size))
+    return gaps
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,397 @@
+"""zero=0, 1 and 2, alone or over replicas (HSDP), for any module: weights and gradients in flat buckets.
+
+    stage  whole on each rank                  only this rank's part
+    0      weights, gradients                  -
+    1      weights, gradients                  masters, optimizer states
+    2      weights, gradients of few buckets   masters, optimizer states, gradients
+
+Gradients of a single microbatch travel from where autograd put them: stage 1 then keeps no more of them than stage 2.
+Stage 2 leaves them there over the microbatches of a step, so that they travel once; with `each_microbatch` they travel,
+and are dropped, after each.
+
+Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stages); Zhang et al. 2022, arXiv 2205.00119 (replicas of shards).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather, broadcast
+from weft.comm.collectives import start_all_gather
+from weft.errors import ModelError
+from weft.memory.offload import Host, HostPart, choose, step_on_host
+from weft.mesh import Axis, Mesh
+from weft.parallel.placement.agree import check_same_model
+from weft.parallel.placement.axes import AxisMap
+from weft.parallel.placement.joined import join_cut
+from weft.parallel.placement.materialise import Materialise
+from weft.parallel.placement.placement import Placement
+from weft.parallel.placement.precision import Precision, cast_inputs, formats
+from weft.parallel.placement.state_guard import guard_optimizer
+from weft.parallel.zero.adopt import Adoption
+from weft.parallel.zero.flat.buckets import BUCKET_BYTES, Bucket, Slot, fill, lay_out, put_in_order
+from weft.parallel.zero.flat.reducer import Reducer, shard_of
+from weft.parallel.zero.own_loop import OwnLoop
+from weft.parallel.zero.stages import across_stages
+from weft.parallel.zero.states import gather_states, load_states
+
+
+class FlatModel:
+    """The engine of zero=0, 1 and 2; see `weft.parallel.placement.gradients.DataParallel`.
+
+    host: where the plan's share of masters and states goes. seed: of parameters on the meta device. each_microbatch:
+    stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs traffic. Raises
+    ModelError for parameters it cannot hold, CommError where ranks built different models.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        placements: Mapping[str, Placement] | None = None,
+        *,
+        host: Host | None = None,
+        seed: int | None = None,
+        each_microbatch: bool = False,
+        bucket_bytes: int | None = None,
+    ):
+        self.device = mesh.device
+        self.axes = AxisMap(mesh, placements or {}, sharded=mesh.plan.zero > 0)
+        self.axes.check_names(model)
+        self.precision = Precision.of(mesh.plan)
+        self.in_step = False  # between begin_step and publish: TrainStep drives
+        self.adoptions: list[Adoption] = []
+        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
+        materialise = Materialise(model, self.axes, seed, mesh.device)
+        check_same_model(model, self.axes, mesh.device)
+        materialise.make(model.parameters())
+        cast_inputs(model, self.precision)
+        self._formats = formats(model, self.precision)
+        self._slots = [Slot(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
+        self._ids = {id(slot.param) for slot in self._slots}
+        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        self._kinds = {slot: self.axes.of(slot.name, slot.shape) for slot in self._slots}
+        self._moving = self._settle_rest(model)
+        self._host = host
+        sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
+        self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
+        self.own_loop = OwnLoop(self)
+        shards = any(axes.shard.size > 1 for axes in self._kinds.values())
+        stage = mesh.plan.zero if shards else 0
+        each = each_microbatch and stage == 2
+        self.reducer = Reducer(
+            self._slots, self.axes, stage, mesh.device, self.own_loop.note, each, self.precision.reduce
+        )
+        self.own_loop.even_out(self._slots, self._kinds)
+        self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
+        if self.precision.is_mixed or self._on_host:
+            follow = _FollowLoads(self)
+            model.register_load_state_dict_pre_hook(follow.before)
+            model.register_load_state_dict_post_hook(follow.after)
+
+    def begin_step(self) -> None:
+        """Gradients are zero from here."""
+        self.check_parameters()
+        self.in_step = True
+        self.reducer.begin_step()
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one microbatch."""
+        self.reducer.begin_pass(last)
+        broken = True
+        try:
+            yield
+            broken = False
+        finally:
+            self.reducer.end_pass(broken)
+
+    def finish(self, totals: torch.Tensor | None = None) -> None:
+        """Wait until gradients are sums over all data ranks, or this rank's part of them."""
+        self.reducer.finish(totals)
+        self.show_gradients()
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient, after `finish`."""
+        return self.reducer.norm()
+
+    def check(self) -> None:
+        """Raise CommError where the sums are not right because ranks disagreed."""
+        self.reducer.check()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        self.reducer.scale(factor)
+
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """Clip in a user's own loop; the whole gradient's norm before."""
+        return self.own_loop.clip(max_norm)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the new weights into the parameters of all ranks."""
+        pending = []
+        for bucket in reversed(self.reducer.buckets):  # first what the next forward needs first
+            own = bucket.weights[bucket.own]
+            if bucket.host is not None:
+                bucket.host.bring(own).wait()
+            elif bucket.is_mixed:
+                own.copy_(bucket.master)
+            pending.append(start_all_gather(own, bucket.over.shard, out=bucket.weights))
+        for one in pending:
+            one.wait()
+        for buffer, axis in self._moving:
+            broadcast(buffer, axis)
+        for slot, piece in self._pieces():
+            if _bucket(slot).host is not None:
+                piece.grad = None  # its memory served to bring the weights
+        self.leave_step()
+
+    def leave_step(self) -> None:
+        """TrainStep drives no longer."""
+        self.in_step = False
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put this rank's pieces in place of the parameters in `optimizer.param_groups`."""
+        if self.has_adopted(optimizer):
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
+        adoption = Adoption(optimizer, self._slots)
+        names = adoption.must_see_whole()
+        if any(not _bucket(slot).whole and _bucket(slot).num_shards > 1 for slot in self._slots if slot.name in names):
+            self._lay_out_anew(names)
+        self._put(adoption)
+        if self._on_host:
+            step_on_host(optimizer)
+        self.adoptions.append(adoption)
+        self.own_loop.watch(adoption)
+        guard_optimizer(optimizer, self.axes)
+
+    def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `adopt` was called with it."""
+        return any(adoption.optimizer is optimizer for adoption in self.adoptions)
+
+    def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer holds trainable parameters of this module."""
+        return any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"])
+
+    def show_gradients(self) -> None:
+        """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
+        for bucket in self.reducer.buckets:
+            if bucket.num_shards == 1:
+                for slot in bucket.slots:
+                    slot.param.grad = slot.grad
+        for slot, piece in self._pieces():
+            if piece is not slot.param:
+                bucket = _bucket(slot)
+                piece.grad = slot.piece(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Trainable parameters by name, whole and unrounded."""
+        return across_stages(self.axes.named(self._weights_here()), self.axes.stages, self.device)
+
+    def _weights_here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's parts of cut parameters, and whole ones."""
+        for bucket in self.reducer.buckets:
+            flat = bucket.weights
+            if bucket.is_mixed:
+                shard = bucket.master
+                flat = shard if bucket.num_shards == 1 else all_gather(shard.to(flat.device), bucket.over.shard)
+            yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is not trained and not whole on every rank."""
+        rest = self.axes.rest(self._frozen.items(), self._buffers.items())
+        return across_stages(self.axes.named(rest), self.axes.stages, self.device)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole gradients by name, after `finish` or `publish`."""
+        return across_stages(self.axes.named(self._gradients_here()), self.axes.stages, self.device)
+
+    def _gradients_here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in self.reducer.buckets:
+            flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
+            yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
+
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        for bucket in self.reducer.buckets:
+            if bucket.host is not None:
+                bucket.host.arrive()
+        pieces = {slot.name: slot.piece(_bucket(slot).master, _bucket(slot).own) for slot in self._slots}
+        return {name: piece.detach() for name, piece in pieces.items() if piece is not None}
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        kept = [tensor for bucket in self.reducer.buckets for tensor in (bucket.grads, bucket.shard)]
+        return [tensor for tensor in kept if tensor is not None]
+
+    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the optimizer's state by `parameter/key`, whole."""
+        here = self._states_here(self._adoption(optimizer))
+        return across_stages(self.axes.named_states(here, self._shapes), self.axes.stages, self.device)
+
+    def _states_here(self, adoption: Adoption) -> Iterator[tuple[str, torch.Tensor]]:
+        for axes in dict.fromkeys(self._kinds.values()):
+            alike = [bucket for bucket in self.reducer.buckets if bucket.over is axes]
+            yield from gather_states(adoption, alike, axes.shard)
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take whole tensors for parameters and masters; others that are cut where they are among them."""
+        for slot in self._slots:
+            part = self.axes.part(slot.name, tensors[self.axes.saved_name(slot.name)])
+            slot.param.copy_(part)
+            self._take_master(slot, part)
+        for name, tensor in (*self._frozen.items(), *self._buffers.items()):
+            if name in self.axes.placements and name in tensors:
+                tensor.copy_(self.axes.part(name, tensors[name]))
+
+    def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer the states that `states` gave under any plan."""
+        load_states(self._adoption(optimizer), self.axes.states_here(tensors, self._shapes))
+
+    def check_parameters(self) -> None:
+        """Nobody took parameters out of their buckets; where somebody wrote to one, its master follows."""
+        for slot in self._slots:
+            param = slot.param
+            if param.data_ptr() != slot.address or not param.requires_grad:
+                what = "moved to other memory or another format" if param.requires_grad else "frozen"
+                raise ModelError(
+                    f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize."
+                )
+            if param._version != slot.version:
+                self._take_master(slot, param.detach())
+        if any(param.requires_grad for param in self._frozen.values()):
+            raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
+
+    def _pieces(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+        for adoption in self.adoptions:
+            yield from adoption.pieces.items()
+
+    @property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {slot.name: slot.shape for slot in self._slots}
+
+    def _adoption(self, optimizer: torch.optim.Optimizer) -> Adoption:
+        self.adopt(optimizer)
+        return next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
+
+    def _settle_rest(self, model: nn.Module) -> list[tuple[torch.Tensor, Axis]]:
+        """Frozen parameters and buffers become the first rank's. Returns the buffers that training moves.
+
+        Those are statistics that forward keeps (batch norm): after each step the first rank's count, on all ranks.
+        """
+        for name, param in self._frozen.items():
+            same = self.axes.of(name, param.shape).same
+            param.data = broadcast(param.data.to(self._formats[param]).contiguous(), same)
+        for name, buffer in model.named_buffers():
+            settled = broadcast(buffer.detach().contiguous(), self.axes.settling(name, buffer))
+            if settled.data_ptr() != buffer.data_ptr():
+                buffer.copy_(settled)
+        lasting = model.state_dict(keep_vars=True)
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+        return [
+            (buffer, self.axes.settling(name, buffer))
+            for name, buffer in self._buffers.items()
+            if buffer.is_floating_point()
+        ]
+
+    def _make_buckets(self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool) -> None:
+        """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""
+        buckets: list[Bucket] = []
+        for axes in dict.fromkeys(self._kinds.values()):
+            found = lay_out(
+                [slot for slot in self._slots if self._kinds[slot] is axes],
+                self._formats,
+                self.precision.master,
+                axes.shard,
+                whole=whole,
+                host=self._on_host,
+                bucket_bytes=self._bucket_bytes,
+            )
+            for bucket in found:
+                bucket.axes = axes
+            buckets += found
+        put_in_order(buckets, self._slots)
+        for bucket in buckets:
+            if bucket.on_host and self._host is not None:
+                bucket.host = HostPart(self._host, bucket.length, bucket.master.dtype)
+            same = bucket.over.same
+            fill(bucket, source, functools.partial(broadcast, axis=same) if settle else lambda flat: flat)
+        self.reducer.buckets = buckets
+
+    def _lay_out_anew(self, names: frozenset[str]) -> None:
+        """Make more parameters whole: weights, gradients and states of optimizers move along."""
+        whole = names | {slot.name for slot in self._slots if _bucket(slot).whole}
+        grads = {slot: slot.param.grad for slot in self._slots}
+        states = [{name: tensor.clone() for name, tensor in self._states_here(one)} for one in self.adoptions]
+        weights = dict(self._weights_here())
+        for bucket in self.reducer.buckets:
+            if bucket.host is not None:
+                bucket.host.release()
+        self._make_buckets(whole, lambda slot: weights[slot.name], settle=False)
+        for slot, grad in grads.items():
+            slot.grad, slot.param.grad = None, grad
+        for adoption, saved in zip(self.adoptions, states, strict=True):
+            self._put(adoption)
+            load_states(adoption, saved)
+
+    def _put(self, adoption: Adoption) -> None:
+        """Give an optimizer its pieces, and what it needs to know of those that are cut."""
+        adoption.put()
+        names = adoption.must_see_whole()
+        whole = [(slot.name, piece) for slot, piece in adoption.pieces.items() if slot.name in names]
+        join_cut(adoption.optimizer, whole, self.axes, self.device)
+
+    def take_masters(self, tensors: Mapping[str, Any]) -> None:
+        """Masters follow parameters that were written, from tensors that were not rounded."""
+        for slot in self._slots:
+            tensor = tensors.get(slot.name)
+            if tensor is not None and tensor.shape == slot.shape:
+                self._take_master(slot, tensor)
+
+    def _take_master(self, slot: Slot, whole: torch.Tensor) -> None:
+        """The master follows a parameter that somebody wrote to."""
+        slot.version = slot.param._version
+        bucket = _bucket(slot)
+        piece = slot.piece(bucket.master, bucket.own)
+        if bucket.is_mixed and piece is not None:
+            if bucket.host is not None:
+                bucket.host.arrive()
+            with torch.no_grad():
+                piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
+
+
+class _FollowLoads:
+    """`load_state_dict`: masters take the weights as they were before they were rounded into the parameters.
+
+    The module keeps this as hooks, and a copy of the module gets one without an engine.
+    """
+
+    def __init__(self, engine: FlatModel | None = None):
+        self._engine = engine
+        self._loaded: Mapping[str, Any] = {}
+
+    def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        del module, rest
+        self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+    def after(self, module: nn.Module, incompatible: Any) -> None:
+        del module, incompatible
+        loaded, self._loaded = self._loaded, {}
+        if self._engine is not None:
+            self._engine.take_masters(loaded)
+
+    def __reduce__(self) -> tuple[type[_FollowLoads], tuple[()]]:
+        return _FollowLoads, ()
+
+
+def _bucket(slot: Slot) -> Any:
+    assert slot.bucket is not None
+    return slot.bucket

@@ -1,0 +1,335 @@
+"""Gradients on their way: from autograd's hands into buckets, over the ranks, to sums.
+
+A bucket is reduced when autograd has delivered its last gradient of the last microbatch, while backward goes on.
+Buckets are reduced in one order on all ranks, whatever autograd's order is there, and a parameter without a gradient
+counts as zero: ranks may take different branches.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather, all_reduce
+from weft.comm.collectives import start_all_reduce, start_reduce_parts, start_reduce_scatter
+from weft.errors import CommError
+from weft.memory.link import Waitable
+from weft.parallel.placement.axes import AxisMap
+from weft.parallel.zero.flat.buckets import Bucket, Slot
+
+#: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at
+#: stage 2, and where they lie in autograd's hands. The next gradients then find that memory, still in the caches.
+MOST_UNDER_WAY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A bucket's reduction. add: what arrives here is to be added to the bucket's shard."""
+
+    pending: Waitable
+    add: torch.Tensor | None = None
+
+
+class Reducer:
+    """Reduces the gradients of one step, bucket by bucket.
+
+    stage: 2 drops a bucket's whole gradient as soon as it was reduced. each: reduce after each microbatch, not only
+    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches. travels: the
+    format in which gradients travel between ranks.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        axes: AxisMap,
+        stage: int,
+        device: torch.device,
+        note: Callable[[Bucket], None],
+        each: bool = False,
+        travels: torch.dtype | None = None,
+    ):
+        self.buckets: list[Bucket] = []
+        self._slots = slots
+        self._axes = axes
+        self._stage = stage
+        self._each = each
+        self._travels = travels
+        self._note = note
+        self._pass: str | None = None  # "inner" or "last" inside a microbatch
+        self._has_seen_backward = False
+        self._launches = False
+        self._next = 0
+        self._waiting: list[int] = []
+        self._under_way: dict[int, _UnderWay] = {}
+        self._reduced: set[int] = set()  # in this step
+        self._late: list[int] = []
+        self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
+        self._num_late = torch.zeros_like(self._norm_squared)
+        for index, slot in enumerate(slots):
+            # torch's collector does not see these hooks: what they held would live for ever, and its mesh with it.
+            slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a microbatch is under way."""
+        return self._pass is not None
+
+    def begin_step(self) -> None:
+        """No gradients; whatever a broken step left on its way is awaited."""
+        for one in self._under_way.values():
+            one.pending.wait()
+        self._under_way, self._reduced, self._late, self._next = {}, set(), [], 0
+        self.forget()
+        self.clear(self._slots)
+
+    def begin_pass(self, last: bool) -> None:
+        """A microbatch begins."""
+        self._pass = "last" if last else "inner"
+        self._next = 0
+        # In the first backward nobody knows yet how often autograd delivers for each parameter.
+        self._launches = self._has_seen_backward and (last or self._each)
+        self._waiting = [len(bucket.slots) + bucket.over.waits for bucket in self.buckets]
+        for slot in self._slots:
+            slot.fired = 0
+
+    def end_pass(self, broken: bool) -> None:
+        """A microbatch is over. broken: by an exception."""
+        inner, self._pass = self._pass == "inner", None
+        for slot in self._slots:
+            slot.expected = max(slot.expected, slot.fired)
+        self._has_seen_backward = True
+        if inner and self._each and not broken:
+            self._reduce_rest(final=False)
+
+    def finish(self, totals: torch.Tensor | None) -> None:
+        """All gradients are sums, `totals` too."""
+        self._reduce_rest()
+        divided = [bucket for bucket in self.buckets if bucket.num_shards > 1]
+        sums = [start_all_reduce(shard_of(one), one.over.replicate, dtype=self._travels) for one in divided]
+        for pending in sums:
+            pending.wait()
+        self.send()
+        self._sum(totals)
+
+    def send(self) -> None:
+        """Let the sums travel to the host, where the optimizer works there and they did not travel yet."""
+        for bucket in self.buckets:
+            if bucket.host is not None and not bucket.host.is_sent:
+                bucket.host.send(shard_of(bucket))
+
+    def forget(self) -> None:
+        """What travelled to the host is old."""
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.forget()
+
+    def arrive(self) -> None:
+        """Wait until the host has the sums."""
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.arrive()
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient; not a number where `check` has something to say."""
+        return torch.where(self._num_late > 0, torch.nan, self._norm_squared.sqrt())
+
+    def check(self) -> None:
+        """Raise CommError, on all ranks, where a gradient came after its bucket had begun to travel."""
+        if not self._num_late:
+            return
+        first = torch.tensor([self._late[0] if self._late else -1], device=self._num_late.device)
+        found = all_gather(first, self._axes.stage).tolist()
+        ranks = [self._axes.stage.ranks[place] for place, index in enumerate(found) if index >= 0]
+        name = self._slots[max(found)].name if ranks else "of another stage"
+        raise CommError(
+            f"parameter {name!r}: on rank {', '.join(map(str, ranks))} autograd delivered its gradient more often in "
+            f"one backward than ever before, after its reduction had begun. Take the step again: it is expected now."
+        )
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        if factor != 1.0 and self.buckets:
+            self.arrive()  # what is still on its way to the host must not be multiplied twice
+            torch._foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
+            for bucket in self.buckets:
+                if bucket.host is not None:
+                    bucket.host.scale(factor)
+            self._norm_squared *= factor * factor
+
+    def clear(self, slots: list[Slot]) -> None:
+        """These parameters have no gradient from here; at stage 2 a bucket of such parameters gives its memory back."""
+        for slot in slots:
+            slot.param.grad = None
+        for bucket in self.buckets:
+            if bucket.grads is not None and all(slot.param.grad is None for slot in bucket.slots):
+                bucket.collected = False
+                if self._stage == 2:
+                    bucket.drop_grads()
+
+    @torch.no_grad()
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's whole gradient, flat, with what autograd or the user left in `.grad`; nothing there is zero."""
+        flat = self._room(bucket)
+        for slot in bucket.slots:
+            if slot.param.grad is not slot.grad:
+                _take(slot)
+        return flat
+
+    def _room(self, bucket: Bucket) -> torch.Tensor:
+        """The flat tensor that gradients are collected in."""
+        if bucket.grads is None:
+            bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
+        assert bucket.grads is not None
+        bucket.collected = True
+        return bucket.grads
+
+    def arrived(self, index: int, param: nn.Parameter) -> None:
+        """Autograd has delivered a gradient for this parameter."""
+        slot = self._slots[index]
+        bucket = slot.bucket
+        assert bucket is not None
+        if self._pass is not None and bucket.index < self._next:
+            self._late.append(index)
+            slot.fired += 1
+            return
+        if bucket.collected or not self._stays(bucket):
+            self._room(bucket)
+            if param.grad is not slot.grad:
+                _take(slot)
+        # Else it stays where autograd put it, and travels from there.
+        if self._pass is None:
+            self._note(bucket)
+            return
+        slot.fired += 1
+        if self._launches and slot.fired == slot.expected:
+            self._waiting[bucket.index] -= 1
+            while self._next < len(self.buckets) and self._waiting[self._next] == 0:
+                self._launch(self.buckets[self._next], self._pass == "last")
+
+    def _stays(self, bucket: Bucket) -> bool:
+        """Whether gradients stay in autograd's hands until they travel.
+
+        Stage 2 needs room for them until then in any case; below, what they are summed into is there already, and
+        later microbatches would make a second set of them.
+        """
+        kept = self._stage == 2 and bucket.num_shards > 1 and self._pass == "inner" and not self._each
+        return self._pass == "last" or kept
+
+    def _launch(self, bucket: Bucket, final: bool) -> None:
+        """Let a bucket's gradients travel. final: there is no later microbatch."""
+        self._next = bucket.index + 1
+        if bucket.num_shards == 1:
+            self._launch_whole(bucket, final)
+            return
+        parts = bucket.parts() if final and not bucket.collected else None
+        flat = self.take(bucket) if parts is None else None
+        for slot in bucket.slots:
+            slot.param.grad = None
+        add = None
+        if self._stage == 1 and flat is not None:
+            bucket.shard = flat[bucket.own]
+        elif bucket.shard is None:
+            bucket.shard = torch.zeros(bucket.length, dtype=bucket.master.dtype, device=bucket.weights.device)
+        elif bucket.index in self._reduced:
+            add = torch.zeros_like(bucket.shard)  # what lies between parameters stays zero
+        if self._stage == 2 or parts is not None:
+            self._make_way()
+        out = bucket.shard if add is None else add
+        if parts is not None:
+            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out, self._travels)
+        else:
+            assert flat is not None
+            pending = start_reduce_scatter(flat, bucket.over.shard, out=out, dtype=self._travels)
+        if add is None and bucket.over.replicate.size == 1:
+            pending = self._send_early(bucket, pending)
+        self._under_way[bucket.index] = _UnderWay(pending, add)
+        self._reduced.add(bucket.index)
+
+    def _launch_whole(self, bucket: Bucket, final: bool) -> None:
+        """The same where no rank has a part of its own."""
+        parts = bucket.parts() if final and not bucket.collected else None
+        flat = bucket.shard = self.take(bucket) if parts is None else self._room(bucket)
+        if final:  # before, nothing is saved by dividing it: it travels once
+            if parts is not None:
+                self._make_way()
+                for slot in bucket.slots:
+                    slot.param.grad = None
+            pending = start_all_reduce(flat, bucket.over.replicate, parts=parts, dtype=self._travels)
+            self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
+
+    def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
+        """Let a bucket's sums travel on to the host as soon as they are there. Returns what the device waits for."""
+        is_final = self._pass == "last" or not self._each
+        if bucket.host is None or not bucket.host.is_early or not is_final:
+            return pending
+        return bucket.host.send(shard_of(bucket), pending)
+
+    def _make_way(self) -> None:
+        """Wait for the first of those on their way where they are many."""
+        if len(self._under_way) >= MOST_UNDER_WAY:
+            self._land(min(self._under_way))
+
+    def _land(self, index: int) -> None:
+        """Wait for a bucket's reduction."""
+        one, bucket = self._under_way.pop(index), self.buckets[index]
+        one.pending.wait()
+        if one.add is not None:
+            shard_of(bucket).add_(one.add)
+        if self._stage == 2 and bucket.num_shards > 1:
+            bucket.drop_grads()
+
+    def _reduce_rest(self, final: bool = True) -> None:
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket, final)
+        for index in sorted(self._under_way):
+            self._land(index)
+
+    def _sum(self, totals: torch.Tensor | None) -> None:
+        """One small collective for all that ranks must agree on: the caller's totals, late gradients, the norm."""
+        extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
+        extra[0] = len(self._late)
+        # Ranks with equal sums take the norm of a part each.
+        parts = [_share_of(bucket) for bucket in self.buckets]
+        if parts:
+            norms = torch._foreach_norm(parts, 2.0, dtype=torch.promote_types(parts[0].dtype, torch.float32))
+            extra[1] = torch.stack(norms).double().square().sum()
+        sums = all_reduce(extra if totals is None else torch.cat([totals, extra]), self._axes.world)
+        if totals is not None:
+            totals.copy_(sums[:-2])
+        self._num_late, self._norm_squared = sums[-2].clone(), sums[-1].clone()
+
+
+def shard_of(bucket: Bucket) -> torch.Tensor:
+    """This rank's part of the sums; at stage 0 all of them."""
+    assert bucket.shard is not None, "gradients were not reduced yet"
+    return bucket.shard
+
+
+def _share_of(bucket: Bucket) -> torch.Tensor:
+    """What of its part this rank takes the norm of."""
+    rank, number = bucket.over.share
+    return shard_of(bucket).tensor_split(number)[rank]
+
+
+def _arrived(reducer: Callable[[], Reducer | None], index: int, param: nn.Parameter) -> None:
+    found = reducer()
+    if found is not None:
+        found.arrived(index, param)
+
+
+@torch.no_grad()
+def _take(slot: Slot) -> None:
+    grad = slot.param.grad
+    assert slot.grad is not None
+    if grad is None:
+        slot.grad.zero_()
+    elif grad.layout == torch.strided:
+        slot.grad.copy_(grad)
+    else:
+        slot.grad.zero_().add_(grad)  # the rows of a sparse embedding
+    slot.param.grad = slot.grad

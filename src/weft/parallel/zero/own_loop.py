@@ -1,0 +1,240 @@
+"""Users who keep their own loop: model(x), loss.backward(), optimizer.step(), optimizer.zero_grad().
+
+After each backward that is not inside `microbatch`, gradients become means over the data ranks, whole on every rank:
+what `.grad` would hold on one device whose batch is all ranks' batches, so clipping and looking at `.grad` are right.
+Ranks may call backward a different number of times before a step: before ranks exchange anything they tell each other
+where they are, and those that are at the step already take part with nothing new. Under reduce=bf16 what earlier
+backward passes of a step left is rounded with the new: sums over several are exact to that format, not to fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.variable import Variable
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+
+from weft.comm import all_reduce
+from weft.comm.collectives import start_all_reduce
+from weft.errors import ModelError
+from weft.optim import clip_factor, global_norm
+from weft.parallel.placement.axes import Axes
+from weft.parallel.zero.adopt import Adoption
+from weft.parallel.zero.flat.buckets import Bucket, Slot
+
+if TYPE_CHECKING:
+    from weft.parallel.zero.flat.flat_model import FlatModel
+
+
+#: By how much, of itself, the factor that one number scaled gradients by may differ between ranks: rounding, no more.
+_ALIKE = 1e-6
+
+
+class OwnLoop:
+    """The part of an engine that serves loops that it does not drive."""
+
+    def __init__(self, engine: FlatModel):
+        self._engine = weakref.ref(engine)
+        self._backward: int | None = None  # the graph task whose end will reduce
+        self._touched: set[int] = set()
+        self._norm: torch.Tensor | None = None  # after backward, of the gradients that all ranks have alike
+        find_optimizers(self._engine)
+
+    def note(self, bucket: Bucket) -> None:
+        """A gradient came into a bucket, outside of microbatches."""
+        self._touched.add(bucket.index)
+        task = torch._C._current_graph_task_id()
+        if self._backward != task:
+            self._backward = task
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
+        """Let each bucket's mean over its own ranks be the mean over all ranks that read samples."""
+        engine = self._held()
+        for slot in slots:
+            factor = kinds[slot].over.size / engine.axes.batch.size
+            if factor != 1.0:
+                slot.param.register_hook(functools.partial(_scale_outside, self._engine, factor))
+
+    def watch(self, adoption: Adoption) -> None:
+        """From here the optimizer's own step does what TrainStep would do around it."""
+        optimizer, engine = adoption.optimizer, self._engine
+        optimizer.register_step_pre_hook(functools.partial(_before_step, engine))
+        optimizer.register_step_post_hook(functools.partial(_after_step, engine))
+        zero_grad = optimizer.zero_grad
+
+        @functools.wraps(zero_grad)
+        def zero_all(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            if (found := engine()) is not None:
+                found.reducer.clear(adoption.slots)
+
+        optimizer.zero_grad = zero_all
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale `.grad` of all parameters to a norm of at most max_norm; the norm before, of the whole gradient.
+
+        A collective: ranks that are still in a backward are waited for.
+        """
+        self._wait_for_all()
+        engine = self._held()
+        square, grads = torch.zeros((), dtype=torch.float64, device=engine.device), []
+        for bucket in engine.reducer.buckets:
+            found = [slot.param.grad for slot in bucket.slots if slot.param.grad is not None]
+            # Each rank that holds the same part adds its share of it.
+            square += global_norm(found).to(square).square() / bucket.over.same.size
+            grads += found
+        norm = all_reduce(square, engine.axes.world).sqrt()
+        if grads:
+            torch._foreach_mul_(grads, clip_factor(float(norm), max_norm))
+        return norm
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """At the optimizer's step: wait for ranks that are still in a backward, then have all gradients in buckets."""
+        self._wait_for_all()
+        self._check_alike()
+        engine = self._held()
+        for bucket in engine.reducer.buckets:
+            bucket.shard = engine.reducer.take(bucket)[bucket.own]
+        engine.reducer.forget()
+        engine.reducer.send()
+        engine.reducer.arrive()
+        engine.show_gradients()
+
+    def _wait_for_all(self) -> None:
+        """Take part, with nothing new, in the backwards of ranks that are not at the step yet."""
+        while self._held().axes.stage.size > 1 and self._meet(at_step=True):
+            self._reduce_touched()
+        self._touched = set()
+
+    def _check_alike(self) -> None:
+        """ModelError where ranks scaled a gradient that all have alike by what each of them knows alone.
+
+        Compared is what each did to its own since backward: norms of equal gradients differ by how each rank added.
+        """
+        if self._norm is None:
+            return
+        factor = torch.where(self._norm > 0, self._norm_alike() / self._norm, 1.0)
+        most, least = all_reduce(torch.stack([factor, -factor]), self._held().axes.stage, op="max").abs().tolist()
+        self._norm = None
+        if most - least > _ALIKE * most:
+            raise ModelError(
+                f"gradients: one rank scaled those that all have alike by {least:.6g} since backward, and another by "
+                f"{most:.6g}. torch.nn.utils.clip_grad_norm_ sees a rank's part alone of what tp and ep divide. "
+                f"Use run.clip_grad_norm_(model, max_norm)."
+            )
+
+    def _norm_alike(self) -> torch.Tensor:
+        """Norm of the gradients that all ranks have alike, float64."""
+        engine = self._held()
+        whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
+        norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])
+        return norm.to(engine.device, torch.float64)
+
+    def _held(self) -> FlatModel:
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._backward = None
+        engine = self._held()
+        engine.leave_step()
+        if engine.precision.scales_loss:
+            raise ModelError(
+                "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
+                "Use run.train_step, or precision=bf16."
+            )
+        if engine.axes.stage.size > 1:
+            self._meet(at_step=False)
+            self._reduce_touched()
+        self._touched = set()
+
+    def _meet(self, at_step: bool) -> bool:
+        """Whether some rank is in a backward still; `_touched` becomes all ranks' buckets with new gradients."""
+        engine = self._held()
+        buckets = engine.reducer.buckets
+        places = torch.zeros(1 + len(buckets), dtype=torch.int64, device=engine.device)
+        places[0] = 0 if at_step else 1
+        places[[1 + index for index in self._touched]] = 1
+        found = all_reduce(places, engine.axes.stage, op="max").tolist()
+        self._touched = {index for index, used in enumerate(found[1:]) if used}
+        return bool(found[0])
+
+    def _reduce_touched(self) -> None:
+        """Means over the ranks. What was there before is equal on all of them, so its mean is itself."""
+        engine = self._held()
+        buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
+        flats = [engine.reducer.take(bucket) for bucket in buckets]
+        axes = [bucket.over.over for bucket in buckets]
+        travels = engine.precision.reduce
+        for pending in [start_all_reduce(flat, axis, dtype=travels) for flat, axis in zip(flats, axes, strict=True)]:
+            pending.wait()
+        if flats:
+            torch._foreach_mul_(flats, [1.0 / axis.size for axis in axes])
+        if any(placement.is_cut for placement in self._held().axes.placements.values()):
+            self._norm = self._norm_alike()
+
+
+def _scale_outside(engine: Callable[[], FlatModel | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:
+    found = engine()
+    return None if found is None or found.reducer.in_pass else grad * factor
+
+
+def _before_step(
+    engine: Callable[[], FlatModel | None], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
+    found = engine()
+    if found is None or found.in_step:
+        if found is not None:
+            found.reducer.arrive()
+        return
+    if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
+        raise ModelError(
+            f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks cannot "
+            f"meet. Call backward() first, then step()."
+        )
+    found.check_parameters()
+    found.own_loop.settle()
+
+
+def _after_step(
+    engine: Callable[[], FlatModel | None], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
+    del optimizer, args, kwargs
+    found = engine()
+    if found is not None and not found.in_step:
+        found.publish()
+
+
+class _Watcher:
+    """Adopts, at its first step, an optimizer of the module's parameters that nobody handed over.
+
+    Without it the weights of each rank would go their own way, without a word.
+    """
+
+    def __init__(self, engine: weakref.ref[FlatModel]):
+        self.engine = engine
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        found = self.engine()
+        if found is not None and not found.has_adopted(optimizer) and found.owns_some(optimizer):
+            found.adopt(optimizer)
+
+
+def find_optimizers(engine: weakref.ref[FlatModel]) -> None:
+    """Watch all optimizers, and take away the watchers of engines that are gone: they must not go while one steps."""
+    gone = [
+        key for key, hook in _global_optimizer_pre_hooks.items() if isinstance(hook, _Watcher) and hook.engine() is None
+    ]
+    for key in gone:
+        del _global_optimizer_pre_hooks[key]
+    register_optimizer_step_pre_hook(_Watcher(engine))

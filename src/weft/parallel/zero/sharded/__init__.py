@@ -1,0 +1,1 @@
+"""ZeRO 3 on torch's fully_shard."""

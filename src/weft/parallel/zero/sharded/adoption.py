@@ -1,0 +1,238 @@
+"""Optimizers under zero=3: on shards where their update is elementwise, else each parameter whole on one rank.
+
+Elementwise optimizers get plain tensors that share the shards' memory; with DTensors the dispatch of their many small
+operations would cost more than the update. Of the others (Muon, Adafactor) a rank updates its share of the parameters:
+for a step their weights and gradients are gathered, and afterwards the weights go back to the shards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.comm import broadcast
+from weft.errors import CheckpointError, ModelError
+from weft.mesh import Axis
+from weft.parallel.zero.adopt import ELEMENTWISE
+from weft.parallel.zero.sharded.hosted import HostedShards
+from weft.parallel.zero.sharded.pieces_of import Shard, local_part
+from weft.parallel.zero.states import DTYPES, exchange, untrained
+
+
+@dataclass(slots=True)
+class Held:
+    """What one optimizer holds of the sharded parameters.
+
+    local: those it updates on shards. whole: those it sees whole, each with the rank that updates it; mine: of these
+    the ones that this rank updates, empty between steps. hosted: of both, those whose optimizer is on the host.
+    """
+
+    local: list[str] = field(default_factory=list)
+    hosted: list[str] = field(default_factory=list)
+    whole: dict[str, int] = field(default_factory=dict)
+    mine: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+class ShardAdoption:
+    """Puts shards in the place of parameters in optimizers, whether these were built before or after sharding."""
+
+    def __init__(
+        self,
+        shards: Mapping[str, Shard],
+        originals: Mapping[str, nn.Parameter],
+        axis: Axis,
+        hosted: HostedShards | None = None,
+    ):
+        self._shards = shards
+        self._hosted = hosted
+        self._axis = axis
+        # An original dies with its optimizer, and its id may then be another tensor's: hence the references.
+        self._originals = {id(param): (weakref.ref(param), name) for name, param in originals.items()}
+        self._names = {id(shard.param): shard.name for shard in shards.values()}
+        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, Held] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer in self._held
+
+    def name_of(self, param: torch.Tensor) -> str | None:
+        """The name of one of the model's parameters, as it was before sharding or is now."""
+        reference, name = self._originals.get(id(param), (lambda: None, None))
+        return name if reference() is param else self._names.get(id(param))
+
+    def put(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the parameters of all groups. States that the optimizer has already are cut to fit."""
+        usual = getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE)
+        held, load = Held(), [0] * self._axis.size
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            elementwise = group.get("elementwise", usual)
+            kept = [self._place(param, elementwise, held, load) for param in group["params"]]
+            changed = {"params": [param for param in kept if param is not None]}
+            if (names := group.get("param_names")) is not None:
+                pairs = zip(names, kept, strict=True)
+                changed["param_names"] = [name for name, param in pairs if param is not None]
+            groups.append(changed)
+            for old, new in zip(group["params"], kept, strict=True):
+                if old is not new:
+                    self._move_state(optimizer, old, new)
+        for group, changed in zip(optimizer.param_groups, groups, strict=True):
+            group.update(changed)
+        self._held[optimizer] = held
+
+    def _place(self, param: nn.Parameter, elementwise: bool, held: Held, load: list[int]) -> nn.Parameter | None:
+        """What this rank's optimizer has in the place of `param`; None where another rank updates it."""
+        name = self.name_of(param)
+        if name is None and param.requires_grad:
+            raise ModelError(
+                f"optimizer: it holds a parameter of shape {tuple(param.shape)} that the parallelized model does not "
+                f"have, so each rank would train its own. Make it a parameter of the model, before parallelize."
+            )
+        if name not in self._shards:
+            return param  # not sharded: every rank has it whole
+        shard = self._shards[name]
+        if elementwise or not shard.param.requires_grad:
+            held.local.append(name)
+            if self._hosted is not None and name in self._hosted.params:
+                held.hosted.append(name)
+            return self._param(name)
+        owner = load.index(min(load))
+        load[owner] += shard.param.numel()
+        held.whole[name] = owner
+        mine = owner == self._axis.rank
+        if self._hosted is not None and name in self._hosted.params:
+            held.hosted.append(name)
+            param = self._hosted.see_whole(name, mine)
+        else:
+            param = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device)) if mine else None
+        if param is not None:
+            held.mine[name] = param
+        return param
+
+    def _param(self, name: str) -> nn.Parameter:
+        """What an elementwise optimizer has in the place of a sharded parameter."""
+        hosted = self._hosted.params.get(name) if self._hosted is not None else None
+        return self._shards[name].local if hosted is None else hosted
+
+    def _move_state(self, optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter | None) -> None:
+        shard = self._shards[self.name_of(old) or ""]
+        state = optimizer.state.pop(old, {})
+        cut = new is self._param(shard.name)
+        fitted = {key: _fit(shard, value, cut) for key, value in state.items()}  # on all ranks: it may gather
+        if new is not None and fitted:
+            optimizer.state[new] = fitted
+        if not isinstance(old, DTensor):
+            # Its weights live in the shards now: whoever still holds it should not hold their memory too.
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+
+    @torch.no_grad()
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gather weights and gradients of what the optimizer sees whole. A collective."""
+        held = self._held[optimizer]
+        if self._hosted is not None:
+            self._hosted.before_step(name for name in held.hosted if name not in held.whole)
+        for name in held.whole:
+            shard = self._shards[name]
+            weight = shard.whole(shard.local)
+            grad = None if shard.local.grad is None else shard.whole(shard.local.grad)
+            if (param := held.mine.get(name)) is None:
+                continue
+            if self._hosted is not None and name in held.hosted:
+                self._hosted.send_whole(name, param, weight, grad)
+            else:
+                param.data, param.grad = weight, grad
+
+    @torch.no_grad()
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring weights that were updated whole back to the shards. A collective."""
+        held = self._held[optimizer]
+        if self._hosted is not None:
+            self._hosted.after_step(name for name in held.hosted if name not in held.whole)
+        for name, owner in held.whole.items():
+            shard, param = self._shards[name], held.mine.get(name)
+            on_host = self._hosted is not None and name in held.hosted
+            weight = param.detach() if param is not None and not on_host else shard.local.new_empty(shard.param.shape)
+            if self._hosted is not None and on_host and param is not None:
+                self._hosted.bring_whole(name, weight)
+            shard.local.copy_(shard.part(broadcast(weight, self._axis, owner)))
+            if param is not None:
+                param.grad = None
+                if not on_host:
+                    param.data = shard.local.new_empty(0)
+
+    def whole(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
+        """What this rank's optimizer sees whole, by name."""
+        return self._held[optimizer].mine.items()
+
+    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the states of sharded parameters, whole, as `name/key`. A collective."""
+        held = self._held[optimizer]
+        for name in held.local:
+            shard = self._shards[name]
+            for key, value in optimizer.state.get(self._param(name), {}).items():
+                if isinstance(value, torch.Tensor):
+                    # Collectives want what travels on the shard's device; counters stay where they are.
+                    yield f"{name}/{key}", _join(shard, key, value.to(shard.local.device) if value.ndim else value)
+        if held.whole:
+            yield from self._whole_states(optimizer, held)
+
+    def _whole_states(self, optimizer: torch.optim.Optimizer, held: Held) -> Iterator[tuple[str, torch.Tensor]]:
+        mine = {name: _tensors(optimizer.state.get(param, {})) for name, param in held.mine.items()}
+        rank, device = self._axis.rank, next(iter(self._shards.values())).local.device
+        told = {
+            name: {
+                key: {"owner": rank, "shape": list(value.shape), "dtype": str(value.dtype), "value": None}
+                for key, value in state.items()
+            }
+            for name, state in mine.items()
+        }
+        for name, entries in exchange(told, self._axis, device).items():
+            for key, entry in entries.items():
+                value = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)
+                if entry["owner"] == rank:
+                    value.copy_(mine[name][key])
+                yield f"{name}/{key}", broadcast(value, self._axis, entry["owner"])
+
+    def load(self, optimizer: torch.optim.Optimizer, full_name: str, saved: torch.Tensor) -> None:
+        """Give the optimizer this rank's part of one whole state."""
+        held = self._held[optimizer]
+        name, _, key = full_name.rpartition("/")
+        shard = self._shards.get(name)
+        if shard is None or (name not in held.local and name not in held.whole):
+            raise untrained(full_name)
+        param = self._param(name) if name not in held.whole else held.mine.get(name)
+        if param is not None:
+            # Counters of steps stay where the optimizer wants them: fused kernels read them on the device.
+            optimizer.state[param][key] = _fit(shard, saved, name not in held.whole).to(param.device)
+
+
+def _fit(shard: Shard, value: Any, cut: bool) -> Any:
+    """A state of the parameter as the state of this rank's rows where `cut`, else of the whole."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, DTensor):
+        part = local_part(value)
+        value = part if cut or value.shape != shard.param.shape else shard.whole(part)
+    elif cut and value.ndim > 0 and value.shape == shard.param.shape:
+        value = shard.part(value)
+    return value.clone()
+
+
+def _join(shard: Shard, key: str, value: torch.Tensor) -> torch.Tensor:
+    if value.ndim == 0:
+        return value
+    if value.shape != shard.local.shape:
+        raise CheckpointError(
+            f"optimizer state '{shard.name}/{key}': its shape {tuple(value.shape)} is not the parameter's, so it "
+            f"cannot be joined. Say elementwise=False on the optimizer."
+        )
+    return shard.whole(value)
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}

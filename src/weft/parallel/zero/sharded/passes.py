@@ -1,0 +1,220 @@
+"""What Weft adds to fully_shard's own hooks: sums over replicas, calls of units, and the steps of users' own loops."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weft.comm.collectives import Pending, start_all_reduce
+from weft.errors import ModelError
+from weft.mesh import Axis
+from weft.parallel.zero.own_loop import find_optimizers
+from weft.parallel.zero.sharded.gather_order import Act, Order
+
+if TYPE_CHECKING:
+    from weft.parallel.zero.sharded.adoption import ShardAdoption
+    from weft.parallel.zero.sharded.sharded_model import FullyShardedModel
+
+__all__ = [
+    "Calls",
+    "ReplicaSum",
+    "StagePasses",
+    "drop_partial_gradients",
+    "find_optimizers",
+    "hide_hooks",
+    "watch_steps",
+]
+
+
+class ReplicaSum:
+    """The second half of HSDP's reduction for one unit: shards of gradients summed over the replicas.
+
+    Called by fully_shard with the flat sum over the shard axis, before it becomes the gradients of `params` (views, or
+    an addition where they have gradients). Over the replicas only the last microbatch's call communicates.
+    dtype: the format in which they travel.
+    """
+
+    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, dtype: torch.dtype):
+        self._unit = unit
+        self._params = params
+        self._axis = axis
+        self._order = order
+        self._dtype = dtype
+        self._kept: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        #: False in the passes of a step before the last one.
+        self.last = True
+        #: True where nobody touches gradients before `wait`.
+        self.may_overlap = False
+        #: What a unit that nobody divides multiplies its gradients by: fully_shard would divide them twice.
+        self.factor = 1.0
+
+    def __call__(self, sums: torch.Tensor) -> None:
+        """Add this call's share; in place."""
+        if self.factor != 1.0:
+            sums *= self.factor
+        if not self.last:
+            if self._kept is None:
+                self._kept = sums  # fully_shard makes views of it the gradients and adds later sums to them
+            return
+        if self._kept is not None:
+            sums += self._kept
+            for param in self._params:
+                param.grad = None
+            self._kept = None
+        self._order.meet(Act.SUM, self._unit, sums.numel())
+        # A unit that is reduced twice in a step is added to at once, so the first sum must be complete then.
+        again = self._pending is not None
+        self.wait()
+        pending = start_all_reduce(sums, self._axis, dtype=self._dtype)
+        if self.may_overlap and not again:
+            self._pending = pending
+        else:
+            pending.wait()
+
+    def wait(self) -> None:
+        """Until the sum is complete."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def clear(self) -> None:
+        """Forget what a step left behind."""
+        self.wait()
+        self._kept = None
+
+
+class Calls:
+    """Counts the calls of each unit in a forward pass.
+
+    A unit that is called once is reduced with zeros for the parameters that this rank did not use, so that ranks may
+    use different ones. With several calls fully_shard would reduce once for each, so there it reduces what there is.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def watch(self, module: FSDPModule, is_root: bool) -> None:
+        """Count the calls of this unit, where torch can reduce zeros (2.13 and later)."""
+        set_zeros = getattr(module, "set_reduce_scatter_unused_params", None)
+        if set_zeros is None:
+            return
+        set_zeros(True, recurse=False)
+
+        def count(module: Any, args: Any) -> None:
+            if is_root:
+                self._counts.clear()
+            # Inside a backward pass it is called to recompute, which is no new use.
+            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+                return
+            calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+            if calls <= 2:
+                set_zeros(calls == 1, recurse=False)
+
+        module.register_forward_pre_hook(torch.compiler.disable(count))
+
+
+def hide_hooks(module: nn.Module) -> None:
+    """Keep what hooks of a unit compute out of a recomputed region around it.
+
+    Such a region counts operations, and gathering takes other ones in the replay, where the unit may be whole already.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = functools.partial(_outside_of_modes, hook)
+
+
+@torch.compiler.disable
+def _outside_of_modes(hook: Any, *args: Any) -> Any:
+    with _disable_current_modes():
+        return hook(*args)
+
+
+def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Forget unreduced gradients of a step that broke off. fully_shard has no door for it, so its inside is asked."""
+    for module in modules:
+        for group in _groups(module):
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+
+
+class StagePasses:
+    """The passes of one step of a pipeline, of which forward and backward go on side by side.
+
+    fully_shard expects one root forward after another, each with its end and its backward. A stage leaves the root's
+    forward in the middle, and the pass is over when the schedule is: so gradients add up unreduced until then. As in
+    torch.distributed.pipelining, what fully_shard does at the end of a backward is called by hand.
+    """
+
+    def __init__(self, modules: Sequence[FSDPModule]):
+        self._modules = modules
+        self._root = modules[-1]._get_fsdp_state()
+        # Now, while all modules are in their places: each stage's forward stands in for those of the others.
+        self._root._lazy_init()
+
+    def begin(self) -> None:
+        """Forget a forward that a stage left in the middle."""
+        self._root._training_state = TrainingState.IDLE
+        self._root._state_ctx.iter_forward_root = None
+        self._modules[-1].set_is_last_backward(False)
+
+    def end(self) -> None:
+        """Reduce what all backwards added up, and let the parameters go."""
+        self._modules[-1].set_is_last_backward(True)
+        for module in reversed(self._modules):
+            for group in _groups(module):
+                group.post_backward()
+        self._root._root_post_backward_final_callback()
+
+
+def _groups(module: FSDPModule) -> Sequence[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch below 2.13
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
+
+
+def watch_steps(
+    optimizer: torch.optim.Optimizer, engine: weakref.ref[FullyShardedModel], adoption: ShardAdoption
+) -> None:
+    """From here the optimizer's own step does what TrainStep would do around it, where TrainStep does not drive."""
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = engine()
+        if found is not None and not found.in_step:
+            if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
+                raise ModelError(
+                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
+                    f"cannot meet. Call backward() first, then step()."
+                )
+            found.settle()
+        adoption.before_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found = engine()
+        adoption.after_step(optimizer)
+        if found is not None and not found.in_step:
+            found.publish()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    zero_grad = optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def zero_all(set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        if (found := engine()) is not None:
+            found.clear()
+
+    optimizer.zero_grad = zero_all

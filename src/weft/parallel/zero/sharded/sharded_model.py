@@ -1,0 +1,400 @@
+"""zero=3: parameters, gradients and optimizer states sharded, on PyTorch's fully_shard (FSDP2).
+
+What is Weft's own: the units (`units.py`), the collectives (`zero3_comm.py`), gradients that are sums and travel as the
+plan's `reshard` says, sums over replicas (`zero3_hooks.py`), whole tensors by name (`zero3_shards.py`).
+
+`reshard` says when gathered parameters are let go. In a step of A microbatches:
+
+    reshard         parameters gathered   gradients reduced   whole on each rank meanwhile
+    after_forward   2 A times             A times             the units at work
+    after_backward  A times               A times             all parameters, from forward to backward
+    after_step      once                  once                all parameters; with A > 1 all gradients too
+
+Under a pipeline a step is one pass of all microbatches, so after_backward and after_step are the same there, and
+after_forward is refused.
+
+Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stage 3); Zhao et al. 2023, arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm import all_reduce, broadcast
+from weft.errors import ModelError
+from weft.memory import repeated_blocks
+from weft.memory.offload import Host, step_on_host
+from weft.mesh import Axis, Mesh
+from weft.optim import clip_factor
+from weft.parallel.placement.agree import check_same_model
+from weft.parallel.placement.axes import AxisMap
+from weft.parallel.placement.joined import join_cut
+from weft.parallel.placement.materialise import Materialise
+from weft.parallel.placement.placement import Placement
+from weft.parallel.placement.precision import Precision, cast_inputs, formats
+from weft.parallel.placement.state_guard import guard_optimizer
+from weft.parallel.zero.sharded.adoption import ShardAdoption
+from weft.parallel.zero.sharded.gather_order import Act, Order
+from weft.parallel.zero.sharded.hosted import HostedShards, choose_hosted
+from weft.parallel.zero.sharded.passes import (
+    Calls,
+    ReplicaSum,
+    StagePasses,
+    drop_partial_gradients,
+    find_optimizers,
+    hide_hooks,
+    watch_steps,
+)
+from weft.parallel.zero.sharded.pieces_of import find_shards
+from weft.parallel.zero.sharded.placed import PartialSums, kinds_of, settle, with_experts
+from weft.parallel.zero.sharded.unit_traffic import UnitGather, UnitReduce
+from weft.parallel.zero.sharded.units import Unit, find_units
+from weft.parallel.zero.sharded.wrap import check_torch, shard_units
+from weft.parallel.zero.stages import across_stages
+
+
+class FullyShardedModel:
+    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        placements: Mapping[str, Placement] | None = None,
+        seed: int | None = None,
+        *,
+        host: Host | None = None,
+    ):
+        check_torch(mesh)
+        axes = self.axes = AxisMap(mesh, placements or {}, sharded=True)
+        axes.check_names(model)
+        materialise = Materialise(model, axes, seed, mesh.device)
+        check_same_model(model, axes, mesh.device)
+        plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device
+        self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate
+        self._defers = (plan.reshard == "after_step" and plan.microbatches_per_step > 1) or plan.pp > 1
+        self._has_host = host is not None and plan.offload_share("params") + plan.offload_share("optimizer") > 0
+        self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
+        self._in_microbatch = self._averages = self._unfinished = False
+        self._synchronises = True
+        self.units = with_experts((*find_units(model), Unit("", model)), model, axes)
+        self._unit_axes = [kind.shard for kind in kinds_of(self.units, axes)]
+        cast_inputs(model, self.precision)
+        chosen = formats(model, self.precision)
+        self._buffers = settle(model, chosen, self.precision, axes)
+        self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
+        originals = dict(model.named_parameters())
+        self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
+        self._shapes = {name: param.shape for name, param in originals.items()}
+        self._partial = PartialSums(axes, self.precision, mesh.device)
+        self._is_partial = False  # whether backward delivered sums that are still partial over some axis
+        self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
+        materialise.make(self.plain.values())
+        members, on_host = shard_units(
+            self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise
+        )
+        self.shards = find_shards(model, list(originals), lambda name: self._kinds[name].shard)
+        kinds = self._kinds
+        self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
+        names = choose_hosted(self.shards, on_host, plan)
+        self._hosted = HostedShards(host, self.shards, names) if host is not None and names else None
+        if self._hosted is not None and self._replicas.size == 1:
+            late = {shard.name for _, shard in self._late}
+            self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
+        self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
+        self._modules = [unit.module for unit in self.units]
+        self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
+        # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
+        self._places_missing = self._defers and self.precision.is_mixed
+        self._stage_passes = StagePasses(self._modules) if plan.pp > 1 else None
+        find_optimizers(weakref.ref(self))
+
+    def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
+        """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
+        names, calls, travels = [*map(str, self.units), *self.plain], Calls(), self.precision.reduce
+        axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
+        orders = {axis.ranks: Order(axis, names) for axis in axes}
+        self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
+        self._sums: list[ReplicaSum] = []
+        self._undivided: dict[nn.Module, ReplicaSum] = {}
+        for index, module in enumerate(self._modules):
+            axis = self._unit_axes[index]
+            module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
+            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks], travels))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if self._replicas.size > 1 or axis.size == 1:
+                order = orders[self._replicas.ranks]
+                self._sums.append(ReplicaSum(index, members[index], self._replicas, order, travels))
+                module.set_all_reduce_hook(self._sums[-1])
+                if axis.size == 1:
+                    self._undivided[module] = self._sums[-1]
+            calls.watch(module, is_root=index == len(self._modules) - 1)
+        if mesh.plan.recompute != "none" and not repeated_blocks(self._modules[-1]):
+            for module in self._modules[:-1]:
+                hide_hooks(module)
+        self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
+        for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
+            if param.requires_grad:
+                param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
+
+    def begin_step(self) -> None:
+        """Drop all gradients, those of a step that broke off too."""
+        self.in_step = True
+        if self._places_missing:
+            for module in self._modules:
+                module.unshard()
+                module.reshard()
+            self._places_missing = False
+        if self._stage_passes is not None:
+            self._stage_passes.begin()
+        if self._unfinished:
+            drop_partial_gradients(self._modules)
+            self._unfinished = False
+        self._synchronise(True)
+        if self._hosted is not None:
+            self._hosted.forget()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        for param in self._optimized():
+            param.grad = None
+        for shard in self.shards.values():
+            shard.param.grad = None
+        for replica_sum in self._sums:
+            replica_sum.clear()
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one microbatch; of a pipeline, of all of a step."""
+        self._in_microbatch = self._unfinished = self._is_partial = True
+        self._average(False)
+        self._synchronise((last or not self._defers) and self._stage_passes is None)
+        self._at_last(last, overlaps=last)
+        try:
+            yield
+            if self._stage_passes is not None:
+                self._synchronise(True)
+                self._stage_passes.end()
+            self._unfinished = not last
+        finally:
+            # Outside, each backward is complete in itself, as a user's own loop expects.
+            self._in_microbatch = False
+            self._at_last(True, overlaps=False)
+
+    def _at_last(self, last: bool, *, overlaps: bool) -> None:
+        """Whether gradients that arrive now are sums with those of earlier passes, and whether they may travel on."""
+        for replica_sum in self._sums:
+            replica_sum.last, replica_sum.may_overlap = last, overlaps
+        if self._hosted is not None:
+            self._hosted.is_last = overlaps
+
+    def finish(self, totals: torch.Tensor | None = None) -> None:
+        """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
+        self._settle_gradients()
+        grads = ((name, param.grad) for name, param in self.plain.items() if param.grad is not None)
+        self._partial.add((self._kinds[name].over, grad) for name, grad in grads)
+        if totals is not None:
+            all_reduce(totals, self.axes.world)
+
+    def _settle_gradients(self) -> None:
+        for replica_sum in self._sums:
+            replica_sum.wait()
+        for order in self._orders:
+            order.meet(Act.END)
+        for shard in self.shards.values():
+            if shard.param.requires_grad:
+                shard.link()
+        for param in self.plain.values():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        if self._is_partial:
+            self._partial.add((axis, grad) for axis, one in self._late if (grad := one.local.grad) is not None)
+            self._is_partial = False
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
+        return all_reduce(self._partial.square(self._counted()), self.axes.replica).sqrt()
+
+    def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Gradients on this rank, each with the number of ranks of this replica that hold the same."""
+        for name, shard in self.shards.items():
+            if shard.local.grad is not None:
+                yield shard.local.grad, self._kinds[name].share[1] // self._replicas.size
+        for name, param in self.plain.items():
+            if param.grad is not None:
+                yield param.grad, self._kinds[name].same.size // self._replicas.size
+
+    def check(self) -> None:
+        """Nothing: ranks know before a gather or reduction whether they do what they agreed on."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        grads = [param.grad for param in self._optimized() if param.grad is not None]
+        if factor != 1.0 and grads:
+            if self._hosted is not None:
+                self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
+            torch._foreach_mul_(grads, factor)
+
+    @torch.no_grad()
+    def clip_own(self, max_norm: float) -> torch.Tensor:
+        """Clip in a user's own loop; the whole gradient's norm before."""
+        self.settle()
+        norm = self.norm()
+        self.scale(clip_factor(float(norm), max_norm))
+        return norm
+
+    def publish(self) -> None:
+        """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""
+        for buffer, axis in self._moving:
+            broadcast(buffer, axis)
+        self.in_step = False
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer this rank's shards, or whole parameters of which it updates its share: `zero3_adopt`."""
+        if self.has_adopted(optimizer):
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
+        self._adoption.put(optimizer)
+        join_cut(optimizer, self._adoption.whole(optimizer), self.axes, self._device)
+        if self._has_host:
+            step_on_host(optimizer)
+        watch_steps(optimizer, weakref.ref(self), self._adoption)
+        guard_optimizer(optimizer, self.axes)
+
+    def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `adopt` was called with it."""
+        return optimizer in self._adoption
+
+    def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer holds parameters of this module."""
+        return any(self._adoption.name_of(p) is not None for group in optimizer.param_groups for p in group["params"])
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Trainable parameters by name, whole. A collective."""
+        return self._whole(lambda param: param.detach() if param.requires_grad else None)
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Frozen parameters by name, whole: here they are sharded too. A collective."""
+        rest = self.axes.named(self.axes.rest(self._buffers.items()))
+        ours = self.axes.named(self._unsharded(lambda param: None if param.requires_grad else param.detach()))
+        return across_stages(chain(ours, rest), self.axes.stages, self._device)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gradients by name, whole. A collective."""
+        return self._whole(lambda param: param.grad)
+
+    def held_weights(self) -> dict[str, torch.Tensor]:
+        for module in self._modules:
+            module.reshard()  # what was gathered from them would not follow
+        params = {name: shard.local for name, shard in self.shards.items()} | self.plain
+        return {name: param.detach() for name, param in params.items() if param.requires_grad}
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
+
+    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
+        here = self.axes.named_states(self._states_here(optimizer), self._shapes)
+        return across_stages(here, self.axes.stages, self._device)
+
+    def _states_here(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        self.adopt(optimizer)
+        yield from self._adoption.states(optimizer)
+        for name, param in self.plain.items():
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name}/{key}", value
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of whole tensors; frozen parameters too, where they are among them."""
+        for module in self._modules:
+            module.reshard()
+        for name, shard in self.shards.items():
+            if shard.param.requires_grad or name in tensors:
+                shard.local.copy_(shard.part(self.axes.part(name, tensors[self.axes.saved_name(name)])))
+        for name, param in (*self.plain.items(), *self._buffers.items()):
+            if param.requires_grad or name in tensors:
+                param.copy_(self.axes.part(name, tensors[self.axes.saved_name(name)]))
+
+    def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer this rank's part of whole states."""
+        self.adopt(optimizer)
+        for full_name, saved in self.axes.states_here(tensors, self._shapes).items():
+            name, _, key = full_name.rpartition("/")
+            if name in self.plain:
+                optimizer.state[self.plain[name]][key] = saved.clone().to(self.plain[name].device)
+            else:
+                self._adoption.load(optimizer, full_name, saved)
+
+    def settle(self) -> None:
+        """At the step of a user's own loop: gradients are where the optimizer looks for them."""
+        if self.precision.scales_loss:
+            raise ModelError(
+                "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
+                "Use run.train_step, or precision=bf16."
+            )
+        if self._hosted is not None:
+            self._hosted.forget()
+        self._settle_gradients()
+
+    def _optimized(self) -> Iterator[nn.Parameter]:
+        yield from (shard.local for shard in self.shards.values())
+        yield from self.plain.values()
+
+    def _whole(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        return across_stages(self.axes.named(self._unsharded(of)), self.axes.stages, self._device)
+
+    def _unsharded(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shard in self.shards.items():
+            if (local := of(shard.local)) is not None:
+                yield name, shard.whole(local)
+        for name, param in self.plain.items():
+            if (tensor := of(param)) is not None:
+                yield name, tensor
+
+    def _synchronise(self, wanted: bool) -> None:
+        """Whether backward reduces gradients and lets parameters go."""
+        if wanted != self._synchronises:
+            for module in self._modules:
+                module.set_requires_gradient_sync(wanted, recurse=False)
+                module.set_reshard_after_backward(wanted, recurse=False)
+            self._synchronises = wanted
+
+    def _average(self, wanted: bool) -> None:
+        """Whether gradients are means over the ranks, which a user's own loop works with, or sums."""
+        if wanted != self._averages:
+            number = float(self._data.size) if wanted else 1.0
+            for module in self._modules:
+                if module in self._undivided:
+                    self._undivided[module].factor = 1.0 / number
+                else:
+                    module.set_gradient_divide_factor(number)
+            self._averages = wanted
+
+    def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
+        """A forward pass that no train step drives may be one of a user's own loop."""
+        del module, args
+        if not self._in_microbatch and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.in_step = False
+            self._is_partial = True
+            self._synchronise(True)
+            self._average(True)
+
+    def _average_plain(self, index: int, over: Axis, grad: torch.Tensor) -> torch.Tensor | None:
+        """What is not sharded, in a user's own loop: its mean before it is added to `.grad`."""
+        if self._in_microbatch:
+            return None
+        self._orders[0].meet(Act.SUM, index, grad.numel())
+        return all_reduce(grad.detach().clone(), over, dtype=self.precision.reduce) / self._data.size

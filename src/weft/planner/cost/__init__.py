@@ -1,0 +1,1 @@
+"""Terms of a step's time and memory, each from specs alone."""

@@ -1,0 +1,40 @@
+"""Bytes of a loss that the head gives a few tokens at a time (`parallel/tensor/head_loss.py`), and where it does.
+
+Letters: N tokens of a pass on a rank, V entries of the vocabulary on a rank, h hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.space.columns import Columns
+
+Array = NDArray[np.float64]
+
+#: As in `parallel/tensor/head.py` and `parallel/tensor/head_loss.py`, which load torch: a test holds them together.
+LARGE_LOGITS_BYTES, CHUNK_BYTES = 2**28, 2**26
+#: Values of a token that the cut loss makes besides its logits: labels, masks, largest logit, sums.
+_LABELS = 13.0
+#: Bytes in which the runtime adds up.
+_SUMS = 4.0
+
+
+def is_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
+    """Rows whose head gives the loss at once: under tp, and where whole logits would be large."""
+    return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
+
+
+def cut_loss_bytes(columns: Columns, tokens: Array, vocab: Array, hidden: float, width: Any) -> Array:
+    """The most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
+
+    width: bytes of a weight and of an activation. A narrow format is rounded to and multiplied beside its sums.
+    """
+    sums = np.maximum(_SUMS, width)
+    rows = np.minimum(tokens, np.maximum(1.0, np.floor(CHUNK_BYTES / (sums * vocab))))
+    rounded = np.where(width < sums, width * (rows * vocab + vocab * hidden), 0.0)
+    gathered = np.where(columns.sp, tokens * hidden * width, 0.0)
+    made = rows * vocab * sums + rounded + vocab * hidden * sums
+    return made + gathered + tokens * (hidden * width + _LABELS * sums)

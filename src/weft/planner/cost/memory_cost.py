@@ -1,0 +1,286 @@
+"""Bytes of one rank by class, on the stage of a pipeline that needs most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost.context_cost import buffer_bytes
+from weft.planner.cost.layer_cost import padded_vocab
+from weft.planner.cost.layer_kernels import own_cut
+from weft.planner.cost.loss_memory import cut_loss_bytes, is_cut
+from weft.planner.cost.overlap import Shares
+from weft.planner.cost.pipeline_cost import Stages, in_flight
+from weft.planner.cost.tables import Tables
+from weft.planner.cost.traced_cost import TracedShape, end_params, end_saved_bytes, layer_params, saved_bytes
+from weft.planner.space.columns import PRECISIONS, Columns, Job
+from weft.spec.plan import RECOMPUTES, REDUCES, RESHARDS
+
+Array = NDArray[np.float64]
+
+#: Bytes of gradients under way where they leave bucket by bucket: three buckets of Weft's runtime.
+_BUCKETS_BYTES = 3 * 2**24
+_AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
+
+CLASSES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "communicators",
+    "context",
+    "reserve",
+)
+
+
+def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
+    """Parameters of a rank with so many layers, and whether it holds the embedding and the head."""
+    shape = job.shape
+    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+    moe = shape.moe_layers / shape.layers
+    dense = (1 - moe) * shape.dense_layer_params
+    if shape.moe_layers:
+        dense = dense + moe * shape.moe_shared_params
+    split = e if job.stack.fold_experts else e * t
+    experts = layers * moe * shape.num_experts * shape.expert_params / split
+    if isinstance(shape, TracedShape):
+        dense = layer_params(shape, t) * t
+    table = padded_vocab(job, t) * shape.hidden
+    alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has a copy of its own
+    ends = np.zeros(len(columns))
+    if embedding:
+        ends = ends + table + shape.learned_positions * shape.hidden
+    if head:
+        ends = ends + table * (1.0 if not shape.tied else (alone if embedding is False else 0.0))
+    ends = ends / t
+    if isinstance(shape, TracedShape):
+        ends = ends + embedding * end_params(shape.traced.before, t) + head * end_params(shape.traced.after, t)
+    else:
+        ends = ends + (shape.hidden * (2 if shape.biases else 1) if head else 0)  # the last norm, whole on every rank
+    return Shares(dense=layers * dense / t, experts=experts, ends=ends)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of a mean layer and one pass on a rank.
+
+    whole: all that it saves. kept: what recompute leaves of it. beside: buffers while its backward runs.
+    """
+
+    whole: Array
+    kept: Array
+    beside: Array
+
+
+def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
+    """Saved activations of a mean layer, without and with the plan's recompute."""
+    shape, stack = job.shape, job.stack
+    fp32 = columns.precision == PRECISIONS.index("fp32")
+    width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
+    if isinstance(shape, TracedShape):
+        return _traced_bytes(job, shape, columns, width)
+    t = columns.tp.astype(np.float64)
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
+    h = float(shape.hidden)
+    q, kv = (np.ceil(each / t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
+    between = np.where(columns.sp, t, 1.0)
+    gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
+    # Eager steps of RMSNorm keep two values in fp32 beside a half-precision input, one beside one in fp32.
+    norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
+    masks = 2.0 if stack.dropout else 0.0
+    outside = (2 * 2.0 + norms * 2 + masks) * h / between + 2 * 2.0 * h / gathered
+    core = 2.0 * q + 4.0 * kv
+    product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
+    scores = _score_bytes(job, t)
+    ffn, product_up, routed = _ffn_bytes(job, columns, t)
+    whole = outside + core + product + scores + ffn
+    if stack.selective_half:
+        selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + product_up + routed
+    else:  # all products but the last one, whose output is the layer's own; that of attention before ranks add it up
+        ups = 2.0 if shape.gated else 1.0
+        selective = 2.0 * h / between + core + product + 2.0 * h + ups * product_up + routed
+    left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
+    kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
+    kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
+    beside = buffer_bytes(job, columns, tokens, q, kv)
+    return LayerBytes(whole=tokens * whole * width, kept=tokens * kept * width, beside=beside)
+
+
+def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
+    cut = own_cut(job, columns)
+    left = [saved_bytes(shape, cut, name) for name in RECOMPUTES]
+    kept = np.choose(columns.recompute, left)
+    whole = left[RECOMPUTES.index("none")]
+    kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
+    q, kv = (np.ceil(each / cut.t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
+    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv)
+    return LayerBytes(whole=whole * width, kept=kept * width, beside=beside)
+
+
+def _end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
+    """Bytes that one pass keeps before and after the layers, where they are known."""
+    found = np.zeros(len(columns))
+    if isinstance(job.shape, TracedShape):
+        cut, traced = own_cut(job, columns), job.shape.traced
+        for there, layer in ((embedding, traced.before), (head, traced.after)):
+            found = found + (end_saved_bytes(layer, cut) if there else 0.0)
+    return found
+
+
+def _score_bytes(job: Job, t: Array) -> Array:
+    """Bytes per token of attention's scores where they are kept: softmax, and dropout's mask and product."""
+    if job.stack.flash:
+        return np.zeros_like(t)
+    each = (2.0 if job.stack.fused_softmax else 8.0) + (3.0 if job.stack.dropout else 0.0)
+    return each * np.ceil(job.shape.heads / t) * job.seq_len
+
+
+def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array, Array]:
+    """Bytes per token of the feed-forward part of a mean layer: all, one product that goes up, and what is routed."""
+    shape = job.shape
+    moe = shape.moe_layers / shape.layers
+    width = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
+    routed = moe * shape.top_k * 4.0 * shape.hidden / t
+    return per * width + routed, 2.0 * width, routed
+
+
+def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:
+    """Bytes by class on the worst of the first, the second and the last rank of the pipeline."""
+    layer = layer_bytes(job, columns)
+    p = columns.pp
+    ends = (
+        (stages.first, 0, True, False),
+        (stages.middle, 1, False, False),
+        (stages.last, p - 1, False, True),
+    )
+    candidates = [_rank_bytes(job, columns, tables, layer, each) for each in ends]
+    candidates.append(_rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True)))
+    totals = [sum(each.values()) for each in candidates]
+    piped = p > 1
+    usable = [piped, p > 2, piped, ~piped]
+    totals = np.stack([np.where(use, total, -1.0) for use, total in zip(usable, totals, strict=True)])
+    worst = totals.argmax(axis=0)
+    return {name: np.choose(worst, [each[name] for each in candidates]) for name in CLASSES}
+
+
+def _rank_bytes(
+    job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: tuple[Array, object, bool, bool]
+) -> dict[str, Array]:
+    layers, rank, embedding, head = place
+    shares = rank_shares(job, columns, layers, embedding, head)
+    held = in_flight(columns, rank)
+    offloaded = 1 - columns.offload_activations
+    saved = layers * held * layer.kept
+    ends = _end_bytes(job, columns, embedding, head) * held
+    budget = np.where(
+        columns.activation_budget < 1,
+        columns.activation_budget * layers * held * layer.whole,
+        columns.activation_budget,
+    )
+    saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
+    logits = _logits(job, columns, tokens) if head else np.zeros(len(columns))
+    gathered, reduced = _buffers(job, columns, shares, layers)
+    reduced = reduced + layer.beside
+    # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
+    # on their way.
+    loss, backward = saved + logits + gathered, saved + layer.whole + gathered + reduced
+    late = backward > loss
+    moving = {
+        "activations": saved + np.where(late, layer.whole, 0.0),
+        "logits": np.where(late, 0.0, logits),
+        "buffers": gathered + np.where(late, reduced, 0.0),
+    }
+    dynamic = np.sum(list(moving.values()), axis=0)
+    groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
+    groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
+    states = _states(job, columns, shares, late)
+    return {
+        **states,
+        **moving,
+        "communicators": np.where(columns.world_size > 1, groups, 0) * tables.communicator_gib * 2**30,
+        "context": np.full(len(columns), tables.context_gib * 2**30),
+        "reserve": states["reserve"] + dynamic * (tables.reserve - 1),
+    }
+
+
+def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_]) -> dict[str, Array]:
+    """Bytes of parameters, gradients and optimizer states. late: the moment is in backward."""
+    stack = job.stack
+    zero = columns.zero
+    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+    group = (columns.dp_shard * columns.cp).astype(np.float64)
+    expert_group = np.maximum(1.0, group * (t if stack.fold_experts else 1.0) / e)
+    parameters, gradients, optimizer = (np.zeros(len(columns)) for _ in range(3))
+    full32 = columns.precision == PRECISIONS.index("fp32")
+    weight = np.where(full32, 4.0, stack.weight_bytes)
+    main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
+    master = np.minimum(4.0, main)
+    parts = ((shares.dense + shares.ends, group), (shares.experts, expert_group))
+    for count, size in parts[: 2 if job.shape.moe_layers else 1]:
+        parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
+        gradients += count * stack.grad_bytes / np.where(_whole_gradients(job, columns), 1.0, size)
+        kept = np.where((zero == 3) & ~full32, main - master, main)
+        optimizer += count * kept / np.where(zero >= 1, size, 1.0)
+    # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
+    gone = (zero == 3) & ~late & (columns.num_micro == 1)
+    return {
+        "reserve": np.where(gone, gradients, 0.0),
+        "parameters": parameters * (1 - columns.offload_params),
+        "gradients": np.where(gone, 0.0, gradients),
+        "optimizer": optimizer * (1 - columns.offload_optimizer),
+    }
+
+
+def _whole_gradients(job: Job, columns: Columns) -> NDArray[np.bool_]:
+    """Rows whose ranks hold all gradients of their parameters at the fullest moment of backward.
+
+    Those of several passes add up before they travel, where they travel once a step: under ZeRO 1 and 2 of Weft's
+    runtime, and under ZeRO 3 that lets go after the step, as a pipeline does. Those of one pass leave bucket by bucket.
+    """
+    zero, several = columns.zero, columns.num_micro > 1
+    once = np.where(zero == 3, columns.reduces_once, job.stack.travel_once)
+    return (zero == 0) | (once & several) | ((zero == 1) & ~np.bool_(job.stack.travel_once))
+
+
+def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple[Array, Array]:
+    """Bytes of gathered parameters, and of gradients on their way in backward.
+
+    ZeRO 3 holds the unit at work and the next, or, where it lets go after backward or after the step, all of the rank.
+    """
+    stack, zero = job.stack, columns.zero
+    unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
+    largest = np.maximum(unit, shares.ends)
+    every = shares.dense + shares.experts + shares.ends
+    held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
+    gathered = np.where(zero == 3, stack.gather_bytes * held, np.where(zero > 0, stack.bucket_bytes, 0.0))
+    travels = stack.reduce_bytes + np.where(columns.reduce == REDUCES.index("bf16"), 2.0, 0.0)  # a rounded copy
+    flat = np.where(zero == 2, travels * unit, 0.0)
+    if stack.travel_once:
+        leaving = np.minimum(_BUCKETS_BYTES / stack.reduce_bytes + shares.ends, every) * travels
+        travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
+        flat = np.where(travels_at_once, leaving, 0.0)
+    reduced = np.where(zero == 3, (2 + travels) * unit, flat)
+    return gathered, reduced
+
+
+def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
+    t = columns.tp.astype(np.float64)
+    each = np.where(
+        job.stack.fused_loss,
+        6.0,
+        np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes),
+    )
+    vocab, h = padded_vocab(job, t) / t, float(job.shape.hidden)
+    found = tokens * vocab * each
+    # Of a traced model nobody knows the loss: one of the user's own gets whole logits.
+    if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
+        fp32 = columns.precision == PRECISIONS.index("fp32")
+        width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
+        found = np.where(is_cut(columns, tokens, vocab), cut_loss_bytes(columns, tokens, vocab, h, width), found)
+    return found + tokens * 4.0 * h

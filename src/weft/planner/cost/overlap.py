@@ -1,0 +1,113 @@
+"""Exposed seconds of data-parallel traffic: what does not hide under forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost.collective_cost import Fabric
+from weft.planner.cost.tables import Tables
+from weft.planner.space.columns import Columns, Job
+from weft.spec.plan import REDUCES
+
+Array = NDArray[np.float64]
+
+#: Parameters whose gradients travel together.
+_BUCKET, _BUCKET_PER_RANK = 40e6, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Parameters of one rank: of its layers outside of experts, of its experts, and at the ends (embedding, head)."""
+
+    dense: Array
+    experts: Array
+    ends: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Seconds of compute of one pass on the rank, forward and backward, and its number of layers."""
+
+    forward: Array
+    backward: Array
+    layers: Array
+
+
+def exposed_s(
+    job: Job, columns: Columns, tables: Tables, fabric: Fabric, shares: Shares, window: Window
+) -> tuple[Array, Array]:
+    """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides."""
+    stack = job.stack
+    sharded = columns.zero == 3
+    units = np.maximum(1.0, window.layers)
+    gathers, reduces = _traffic(job, columns, fabric, shares, units)
+    once = columns.reduces_once
+    passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
+    gathers_b = np.where(sharded & (columns.reshard == 0), gathers, 0.0)
+    open_f, busy_f = _hide(gathers, window.forward, units, tables, stack.overlap_params)
+    # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
+    hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1))
+    open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
+    lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
+    return passes * (open_f + open_b), passes * lost
+
+
+def _hide(
+    travel: Array, compute: Array, units: Array, tables: Tables, hides: bool | NDArray[np.bool_]
+) -> tuple[Array, Array]:
+    """Seconds in the open and seconds hidden, where unit after unit travels beside the compute of the next."""
+    slow = travel * tables.overlap_comm
+    first = travel / units
+    beside = np.minimum((slow - first).clip(0), compute)
+    exposed = np.where(hides, np.maximum(first, slow - beside), travel)
+    exposed = np.where(travel > 0, exposed, 0.0)
+    return exposed, np.where(hides, beside, 0.0)
+
+
+def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: Array) -> tuple[Array, Array]:
+    """Seconds to gather all parameters of the rank once, and to reduce its gradients once."""
+    stack = job.stack
+    t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
+    replicas, shard = columns.dp_replicate.astype(np.float64), columns.dp_shard.astype(np.float64)
+    folded = stack.fold_experts
+    spread = t if folded else np.ones_like(t)
+    parts = (
+        (shares.dense, shard * c, _stride(columns, fabric), units),
+        (shares.ends, shard * c, _stride(columns, fabric), np.ones_like(t)),
+        (shares.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units),
+    )
+    gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
+    apart = columns.stride("dp_replicate")
+    gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
+    reduce_bytes = np.where(columns.reduce == REDUCES.index("bf16"), 2.0, stack.reduce_bytes)
+    for params, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
+        # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
+        buckets = (
+            np.ceil(params / np.maximum(_BUCKET, _BUCKET_PER_RANK * group)) if stack.overlap_grads else np.ones_like(t)
+        )
+        pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
+        piece = params / pieces
+        ring = np.where(columns.zero == 0, 2.0, 1.0)
+        reduced = pieces * fabric.ring_s("reduce_scatter", piece * reduce_bytes, group, stride) * ring
+        across = fabric.ring_s(
+            "all_reduce", piece * reduce_bytes / np.where(columns.zero == 0, 1.0, group), replicas, apart
+        )
+        reduces += np.where(params > 0, reduced + pieces * across, 0.0)
+        gathered = pieces * fabric.ring_s("all_gather", piece * gather_bytes, group, stride)
+        gathers += np.where((params > 0) & (columns.zero > 0), gathered, 0.0)
+    return gathers, reduces
+
+
+def _stride(columns: Columns, fabric: Fabric) -> Array:
+    """Ranks from one member of a group over dp_shard and cp to the next; where another axis lies between those, the
+    stride of an even group with as many members in a scale-up domain."""
+    usual = columns.stride("cp").astype(np.float64)
+    if not columns.order.any():
+        return usual
+    inside = fabric.inside(columns.dp_shard, columns.stride("dp_shard")) * fabric.inside(
+        columns.cp, columns.stride("cp")
+    )
+    return np.where(columns.order > 0, np.maximum(1.0, fabric.domain / inside), usual)

@@ -1,0 +1,150 @@
+"""What a budget of saved activations costs: each layer of a rank gets one of the policies that the runtime's menu has.
+
+The menu of a layer goes from keeping all to keeping its input alone: all that autograd saves; the outputs of its heavy
+operations (products and attention), then ever fewer of them, those first that save the least time for their bytes;
+nothing (`memory/trace.py`). The runtime mixes options over the layers so that time is least (`memory/budget.py`): of
+layers that are alike, that is a straight line between two options of the menu's lower hull.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost.layer_cost import LayerCosts
+from weft.planner.cost.layer_kernels import own_cut
+from weft.planner.cost.memory_cost import layer_bytes
+from weft.planner.cost.traced_cost import Cut, TracedShape
+from weft.planner.space.columns import PRECISIONS, Columns, Job
+from weft.spec.plan import RECOMPUTES
+
+Array = NDArray[np.float64]
+
+
+class Option(NamedTuple):
+    """What a mean layer keeps of one pass, in bytes, and the seconds of what it does again."""
+
+    kept: Array
+    seconds: Array
+
+
+class Heavy(NamedTuple):
+    """A product or attention of a layer: bytes of its output, and its seconds over those of all products (share) or of
+    attention. worth: time saved for its bytes, to be compared."""
+
+    kept: Array
+    share: Array
+    is_attention: bool
+    worth: float
+
+
+def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
+    """Seconds of what each policy makes again of one pass of a layer."""
+    summed = _summed_again(job, columns, costs)
+    whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
+    half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
+    if job.stack.replay_stops:
+        return {
+            "full": whole - costs.last_f + summed,
+            "attention": costs.attn_f,
+            "selective": costs.memory_f + half + summed,
+        }
+    return {"full": whole + costs.tp_f, "attention": costs.attn_f, "selective": costs.memory_f + half}
+
+
+def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    """Seconds of tensor-parallel traffic in a replay that stops before a layer's last product, and the sum after it.
+
+    Of two sums one, of two gathers and two scattered sums three: what enters a cut product is brought together again
+    whether the product itself was kept or not.
+    """
+    return costs.tp_f * np.where(columns.sp, 0.75, 0.5) if job.stack.replay_stops else np.zeros(len(columns))
+
+
+def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    """Seconds of recompute of one pass of one layer under a budget; zero for plans without one."""
+    budgets = np.isfinite(columns.activation_budget)
+    if not budgets.any():
+        return np.zeros(len(columns))
+    rows = np.flatnonzero(budgets)
+    found = np.zeros(len(columns))
+    found[rows] = _mixed_s(job, columns[rows], costs.rows(rows))
+    return found
+
+
+def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    options = menu(job, columns, costs)
+    whole, budget = options[0].kept, columns.activation_budget
+    # A budget without pipeline: one pass of all layers.
+    allowed = np.where(budget < 1, budget * whole, budget / job.shape.layers)
+    allowed = np.maximum(allowed, options[-1].kept)
+    found = np.full(len(columns), np.inf)
+    for one in options:
+        found = np.where(one.kept <= allowed, np.minimum(found, one.seconds), found)
+    for more, less in combinations(options, 2):
+        share = (allowed - less.kept) / np.maximum(more.kept - less.kept, 1e-9)
+        between = (less.kept <= allowed) & (allowed <= more.kept)
+        line = less.seconds + share * (more.seconds - less.seconds)
+        found = np.where(between, np.minimum(found, line), found)
+    return found
+
+
+def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[Option]:
+    """The options of a mean layer, from keeping all to keeping its input alone."""
+    bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
+    found = [Option(bytes_of["none"], np.zeros(len(columns)))]
+    heavy = sorted(_heavy(job, columns), key=lambda each: each.worth)
+    seconds = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
+    for dropped in range(len(heavy)):
+        kept = bytes_of["full"] + sum(each.kept for each in heavy[dropped:])
+        found.append(Option(kept, sum(seconds[:dropped], costs.memory_f + _summed_again(job, columns, costs))))
+    return [*found, Option(bytes_of["full"], replay_s(job, columns, costs)["full"])]
+
+
+def _with_policy(columns: Columns, name: str) -> Columns:
+    code = np.full(len(columns), RECOMPUTES.index(name), dtype=np.uint8)
+    return replace(columns, recompute=code, recompute_share=np.ones(len(columns)))
+
+
+def _heavy(job: Job, columns: Columns) -> list[Heavy]:
+    """The heavy operations whose outputs backward needs; the layer's last product is not among them."""
+    cut = own_cut(job, columns)
+    width = np.where(columns.precision == PRECISIONS.index("fp32"), 4.0, 2.0)
+    tokens = cut.batch * cut.seq
+    if isinstance(job.shape, TracedShape):
+        return _traced_heavy(job.shape, cut, width)
+    shape, t = job.shape, cut.t
+    q, kv = (np.ceil(each / t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
+    moe = shape.moe_layers / shape.layers
+    ffn = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
+    work = {"in": h * (q + 2 * kv), "out": q * h, "up": ups * h * ffn, "down": ffn * h}
+    total = sum(work.values())
+    each = width * tokens
+    return [
+        Heavy(each * (q + 2 * kv), work["in"] / total, False, h),
+        Heavy(each * h, work["out"] / total, False, float(shape.heads * shape.head_dim)),
+        Heavy(each * ups * ffn, work["up"] / total, False, h),
+        Heavy(each * q, np.ones_like(t), True, float(job.seq_len)),
+    ]
+
+
+def _traced_heavy(shape: TracedShape, cut: Cut, width: Array) -> list[Heavy]:
+    """The same of the commonest of a traced model's layers, which stands for all."""
+    layer = max(shape.traced.layers, key=lambda each: each.count)
+    work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]
+    total = np.sum(work, axis=0) if work else np.ones_like(cut.batch)
+    found: list[Heavy] = []
+    for each, flops in zip(layer.matmuls[:-1], work, strict=False):
+        m, n, k, count = each.sizes(cut.batch, cut.seq, cut.t)
+        found.append(Heavy(width * m * n * count, flops / total, False, float(np.max(k))))
+    for each in layer.attentions:
+        values = each.queries.at(cut.batch, cut.seq) * each.heads * each.head_dim / (cut.t if each.cut else 1)
+        keys = each.keys.at(cut.batch, cut.seq * cut.c)
+        share = np.full_like(cut.batch, 1 / len(layer.attentions))
+        found.append(Heavy(width * values, share, True, float(np.max(keys))))
+    return found

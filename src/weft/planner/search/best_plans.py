@@ -1,0 +1,247 @@
+"""Search: enumerate the space, estimate every plan in columns, keep the best, refine them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost.tables import Tables
+from weft.planner.estimate import Estimates, estimate
+from weft.planner.search.answer import Answer, Candidate, candidates, layouts
+from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
+from weft.planner.search.question import Question
+from weft.planner.search.refine import anneal, descend
+from weft.planner.space.columns import Columns
+from weft.planner.space.enumerate import Block, Refused, Tally, enumerate_space
+from weft.planner.space.plan_space import Space
+from weft.planner.space.shape import Shape
+from weft.spec.cluster import ClusterSpec
+from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.traced import TracedModel
+from weft.units import format_bytes
+
+Floats = NDArray[np.float64]
+
+#: Rows that are estimated at a time.
+_CHUNK = 2**17
+#: Rows that are kept of each chunk: the fastest, and the fastest of each (tp, pp, cp).
+_KEPT, _KEPT_OF_CELL = 256, 4
+#: A space of so many times the limit is too large even to count what its rules leave.
+_COUNTED = 8
+#: Layouts whose pipelines are run on a clock.
+_CLOCKED = 12
+
+
+def search(
+    model: str | ModelSpec | DecoderSpec | Shape | TracedModel,
+    cluster: str | ClusterSpec,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    fixed: str | Mapping[str, Any] = "",
+    built_only: bool = True,
+    **options: Any,
+) -> Answer:
+    """The best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
+
+    model: a size, a path to a Hugging Face config folder or to a config of Weft, or a spec. cluster: "2x8xh100", a
+    .toml file, or a ClusterSpec; a model by its code is given as weft.trace(...). seq_len: tokens of a sequence;
+    global_batch: sequences of a step; by default the
+    config's, else usual ones. fixed: decided fields as plan text, such as "tp=8 precision=bf16". built_only: only
+    plans that the runtime runs today. options: as in `Question`.
+    Raises ModelError, ConfigError or PlanError for what cannot be read.
+    """
+    question = Question.of(
+        model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options
+    )
+    return answer(question)
+
+
+def answer(question: Question) -> Answer:
+    """Look at the whole space of a question."""
+    start = time.perf_counter()
+    tally = Tally(question.facts)
+    space, blocks = _space_in_bounds(question, tally)
+    keep = _Keep(question, question.tables)
+    for block in blocks:
+        for columns in block.chunks(_CHUNK, tally, question.job):
+            keep.look_at(columns)
+    ranked, pareto = keep.ranked()
+    ranked = _refined(ranked, question)
+    refused = [*tally.refused.values(), *keep.refused.values()]
+    return Answer(
+        question=question,
+        ranked=tuple(ranked),
+        pareto=tuple(_best_border([*ranked, *pareto])),
+        refused=tuple(sorted(refused, key=lambda each: -each.count)),
+        num_plans=keep.num_plans + sum(each.count for each in tally.refused.values()),
+        num_estimated=keep.num_plans,
+        num_fit=keep.num_fit,
+        left_out=space.left_out,
+        nearest=keep.nearest,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
+    """The ranking with what descent, annealing and the clock of pipelines find beyond the enumeration."""
+    if not ranked:
+        return ranked
+    cells: dict[tuple[int, int, int], Candidate] = {}
+    for one in ranked:
+        cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
+    starts = list({one.plan: one for one in [*cells.values(), *layouts(ranked)]}.values())
+    found = descend(starts, question)
+    found += anneal([*found, *starts], question, question.refine_s)
+    merged = {one.plan: one for one in [*ranked, *found]}
+    return _with_clock(sorted(merged.values(), key=lambda one: one.step_s), question)
+
+
+def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
+    """The ranking after the pipelines of its best layouts were run on a clock, as far as that takes little time."""
+    steps, timed = 0, {}
+    most = MOST_STEPS * (1 + 4 * question.refine_s)
+    for one in layouts(ranked)[:_CLOCKED]:
+        steps += num_steps(one) if one.plan.pp > 1 else 0
+        if one.plan.pp > 1 and steps <= most:
+            timed[one.plan] = clocked(one)
+    order = [timed.get(one.plan, one) for one in ranked]
+    return sorted((one for one in order if one.fits >= one.question.fits), key=_rank)
+
+
+def _rank(one: Candidate) -> tuple[float, int, str]:
+    """Fastest first. What is alike in four digits goes by the fewer words: every machine then ranks alike."""
+    return float(f"{one.step_s:.3e}"), len(str(one.plan).split()), str(one.plan)
+
+
+def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Block]]:
+    """The whole space, or as much of it as `most_plans` allows."""
+    space = Space.whole(question.job, question.cluster, question.fixed)
+    while True:
+        tally.refused.clear()
+        blocks = enumerate_space(space, question.job, question.cluster, question.pruning_rules, tally)
+        smaller = space.narrower()
+        rows = sum(block.num_rows for block in blocks)
+        if question.limit < rows <= _COUNTED * question.limit:
+            rows = sum(block.num_kept() for block in blocks)
+        if rows <= question.limit or smaller is None:
+            return space, blocks
+        space = smaller
+        if rows > 2 * _COUNTED * question.limit:  # far off: two steps more, without counting between them
+            space = space.narrower() or space
+            space = space.narrower() or space
+
+
+@dataclass(slots=True)
+class _Keep:
+    """What is kept of all plans that were looked at."""
+
+    question: Question
+    tables: Tables
+    kept: list[Columns] = field(default_factory=list)
+    refused: dict[str, Refused] = field(default_factory=dict)
+    nearest: Candidate | None = None
+    num_plans: int = 0
+    num_fit: int = 0
+
+    def look_at(self, columns: Columns) -> None:
+        """Estimate some plans, keep the best of them, and count the others by what does not fit."""
+        found = estimate(self.question.job, self.question.cluster, columns, self.tables)
+        fits = found.fits_probability >= self.question.fits
+        self.num_plans += len(columns)
+        self.num_fit += int(fits.sum())
+        self._refuse(columns, found, ~fits)
+        rows = np.flatnonzero(fits)
+        if len(rows):
+            self.kept.append(columns[_promising(columns, found.total_bytes, found.step_s, rows)])
+
+    def _refuse(self, columns: Columns, found: Estimates, out: NDArray[np.bool_]) -> None:
+        rows = np.flatnonzero(out)
+        if not len(rows):
+            return
+        names = [name for name in found.memory if name not in ("context", "communicators", "reserve")]
+        largest = np.argmax(np.stack([found.memory[name][rows] for name in names]), axis=0)
+        needed = found.total_bytes[rows]
+        for code in np.unique(largest).tolist():
+            of_class = largest == code
+            one = rows[of_class][np.argmin(needed[of_class])]
+            name = f"memory-{names[code]}"
+            known = self.refused.setdefault(name, Refused(name, 0, columns.plan(int(one)), ""))
+            known.count += int(of_class.sum())
+            if not known.message:
+                known.message = _memory_message(self.question, names[code], _rows(found, [one]))
+        nearest = rows[[np.argmin(needed)]]
+        if self.nearest is None or needed.min() < self.nearest.total_bytes:
+            self.nearest = candidates(self.question, columns[nearest], _rows(found, nearest))[0]
+
+    def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
+        """The best plans, fastest first, and those of the border of memory against time."""
+        if not self.kept:
+            return [], []
+        columns = Columns.concatenate(self.kept)
+        found = estimate(self.question.job, self.question.cluster, columns, self.tables)
+        memory, speed = found.total_bytes, found.step_s
+        chosen = _promising(columns, memory, speed, np.arange(len(columns)))
+        columns, found, memory, speed = columns[chosen], _rows(found, chosen), memory[chosen], speed[chosen]
+        order, border = _order(memory, speed), _border(memory, speed)
+        ranked = candidates(self.question, columns[order], _rows(found, order))
+        return ranked, candidates(self.question, columns[border], _rows(found, border))
+
+
+def _memory_message(question: Question, largest: str, found: Estimates) -> str:
+    needed, part = float(found.total_bytes[0]), float(found.memory[largest][0])
+    return (
+        f"{format_bytes(needed)} are needed on the fullest rank, of {format_bytes(found.usable_bytes)}; "
+        f"most of it is {largest} ({format_bytes(part)})."
+    )
+
+
+def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[Any]) -> NDArray[Any]:
+    """The rows worth keeping: the fastest, the fastest of each layout, and the border of memory against time."""
+    memory, speed = memory[rows], speed[rows]
+    fastest = rows if len(rows) <= _KEPT else rows[np.argpartition(speed, _KEPT)[:_KEPT]]
+    cells = (columns.tp[rows] * 4096 + columns.pp[rows]) * 4096 + columns.cp[rows]
+    order = np.lexsort((speed, cells))
+    starts = np.r_[True, cells[order][1:] != cells[order][:-1]]
+    place = np.arange(len(order)) - np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))
+    return np.unique(np.concatenate([fastest, rows[order[place < _KEPT_OF_CELL]], rows[_border(memory, speed)]]))
+
+
+def _border(memory: Floats, speed: Floats) -> NDArray[Any]:
+    """Rows that no other row beats in both memory and time, from the least memory on."""
+    order = np.lexsort((speed, memory))
+    best = np.minimum.accumulate(speed[order])
+    return order[np.r_[True, best[1:] < best[:-1]]]
+
+
+def _best_border(found: list[Candidate]) -> list[Candidate]:
+    """The candidates that no other one beats in both memory and time."""
+    if not found:
+        return []
+    memory, speed = (np.array([getattr(one, name) for one in found]) for name in ("total_bytes", "step_s"))
+    return [found[row] for row in _border(memory, speed)]
+
+
+def _order(memory: Floats, speed: Floats) -> NDArray[Any]:
+    """Fastest first; what is equal to four digits goes by memory."""
+    rounded = np.round(speed / speed.min(), 4)
+    return np.lexsort((memory, rounded))
+
+
+def _rows(found: Estimates, rows: Any) -> Estimates:
+    """Some rows of estimates."""
+    index = np.asarray(rows)
+    values: dict[str, Any] = {}
+    for each in fields(found):
+        value = getattr(found, each.name)
+        if isinstance(value, dict):
+            value = {name: array[index] for name, array in value.items()}
+        elif isinstance(value, np.ndarray):
+            value = value[index]
+        values[each.name] = value
+    return type(found)(**values)

@@ -1,0 +1,268 @@
+"""What a model's name on the command line stands for: a size, a Hugging Face config, or a config of Weft."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import ModelError, did_you_mean
+from weft.planner.cost.traced_cost import TracedShape, as_rules_see_it
+from weft.planner.space.shape import Shape
+from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec, model_names
+from weft.spec.traced import FORMAT, Limit, TracedModel
+
+if TYPE_CHECKING:
+    from weft.spec.config import RunConfig
+
+#: Families of Hugging Face whose configs are read, and whether two matrices go up in their feed-forward layers.
+_FAMILIES = {
+    "llama": True, "mistral": True, "mixtral": True, "qwen2": True, "qwen2_moe": True, "qwen3": True,
+    "qwen3_moe": True, "gemma": True, "olmo": True, "olmo2": True, "phi3": True, "granite": True, "olmoe": True,
+    "gpt_oss": True, "gpt2": False, "gpt_neox": False, "gpt_bigcode": False, "opt": False, "bloom": False,
+    "deepseek_v2": True,
+    "deepseek_v3": True,
+}  # fmt: skip
+#: Numbers of a shape, under the names that configs have for them.
+_NAMES = {
+    "vocab": ("vocab_size",),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("qk_nope_head_dim", "head_dim"),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token"),
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
+    "window": ("sliding_window",),
+}
+#: How a model is named by its code.
+CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given."""
+
+    name: str
+    shape: Shape
+    spec: DecoderSpec
+    config: RunConfig | None = None
+
+    @property
+    def traced(self) -> TracedModel | None:
+        """The trace that its shape rests on; None for a known family."""
+        return self.shape.traced if isinstance(self.shape, TracedShape) else None
+
+    @property
+    def reads_sequence(self) -> bool:
+        """Whether its samples are sequences."""
+        return self.traced is None or self.traced.reads_sequence
+
+    @property
+    def limits(self) -> Mapping[str, Limit]:
+        """What its modules allow of a plan."""
+        return {} if self.traced is None else dict(self.traced.limits)
+
+
+def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel) -> PlannedModel:
+    """The model that a text or a spec stands for.
+
+    source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a config of Weft
+    (.toml); a description that tracing saved (.json); or a spec. Raises ModelError or ConfigError.
+    """
+    if isinstance(source, PlannedModel):
+        return source
+    if isinstance(source, DecoderSpec):
+        return of_decoder("decoder", source)
+    if isinstance(source, TracedModel):
+        return PlannedModel(name=source.name, shape=TracedShape.of(source), spec=as_rules_see_it(source))
+    if isinstance(source, Shape):
+        return PlannedModel(name="decoder", shape=source, spec=_as_decoder(source, 2**20))
+    if isinstance(source, ModelSpec):
+        if source.shape is None:
+            rule = "its shape is not known, only its parameters. Give a size, a DecoderSpec or a config folder."
+            raise ModelError(f"model={source.name}: {rule}")
+        return of_decoder(source.name, source.shape)
+    return _read_text(source)
+
+
+def of_decoder(name: str, spec: DecoderSpec, config: RunConfig | None = None) -> PlannedModel:
+    """One of Weft's own decoders."""
+    return PlannedModel(name=name, shape=Shape.of_decoder(spec), spec=spec, config=config)
+
+
+def _read_text(text: str) -> PlannedModel:
+    path = Path(text)
+    if text in model_names():
+        return of_decoder(text, decoder_spec(text))
+    if path.suffix == ".toml":
+        return _read_run(path)
+    if path.is_dir() or path.suffix == ".json":
+        return _read_hugging_face(path)
+    if CODE.fullmatch(text):
+        rule = "a model's code is traced with torch, which is not done here"
+        raise ModelError(f"model={text}: {rule}. Give weft.trace({text!r}).")
+    hint = did_you_mean(text, model_names()) or f" Sizes: {', '.join(model_names())}."
+    raise ModelError(
+        f"model={text}: neither a size that Weft knows, nor a folder with a config.json, nor a .toml file.{hint}"
+    )
+
+
+def _read_run(path: Path) -> PlannedModel:
+    from weft.spec.files.config_file import load_config
+    from weft.spec.model import resolve_decoder
+    from weft.spec.rules.config_rules import least_vocab
+
+    config = load_config(path, ["plan=auto"]).config
+    return of_decoder(config.model.name, resolve_decoder(config.model, least_vocab(config)), config)
+
+
+def _read_hugging_face(path: Path) -> PlannedModel:
+    file = path if path.suffix == ".json" else path / "config.json"
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"model={path}: {file} cannot be read ({error.strerror}). Check the path.") from None
+    except ValueError as error:
+        raise ModelError(f"model={path}: {file} is not JSON ({error}). Give the config.json of a model.") from None
+    if not isinstance(table, dict):
+        raise ModelError(f"model={path}: {file} holds no table. Give the config.json of a model.")
+    if table.get("format") == FORMAT:
+        return read_model(TracedModel.from_table(str(path), table))
+    return _from_hugging_face(path.parent.name if path.suffix == ".json" else path.name or str(path.resolve()), table)
+
+
+def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:
+    family = table.get("model_type")
+    if family not in _FAMILIES:
+        known = ", ".join(_FAMILIES)
+        raise ModelError(
+            f"model={name}: model_type={family} is not a family that the planner reads. "
+            f"Known: {known}. Let it be traced: weft plan package.module:function, a function that "
+            f"returns the model."
+        )
+    found = _numbers(name, table)
+    shape = _shape(str(family), table, found)
+    return PlannedModel(name=name, shape=shape, spec=_as_decoder(shape, found.get("positions", 2**20)))
+
+
+def _numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for field, keys in _NAMES.items():
+        key = next((key for key in keys if table.get(key) is not None), None)
+        if key is None:
+            continue
+        value = table[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**9:
+            raise ModelError(f"model={name}: {key}={value!r} in its config.json: a whole number is needed. Correct it.")
+        found[field] = value
+    missing = [keys[0] for field, keys in _NAMES.items() if field in ("vocab", "hidden", "layers", "heads")
+               and not found.get(field)]  # fmt: skip
+    if found.get("num_experts", 0) > 1 and not found.get("top_k"):
+        missing.append("num_experts_per_tok")
+    if missing:
+        raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Give a whole config.json.")
+    if found["hidden"] % found["heads"] and "head_dim" not in found:
+        rule = f"heads share hidden_size={found['hidden']} evenly. Correct its config.json, or give head_dim"
+        raise ModelError(f"model={name}: num_attention_heads={found['heads']}: {rule}.")
+    return found
+
+
+def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> Shape:
+    experts = found.get("num_experts", 0)
+    experts = experts if experts > 1 and found.get("top_k") else 0
+    expert_ffn = found.get("expert_ffn", 0) if experts else 0
+    shared = found.get("shared_ffn", table.get("n_shared_experts", 0) * expert_ffn) if experts else 0
+    window = found.get("window", 0) if table.get("use_sliding_window", True) else 0
+    kinds = table.get("layer_types") or ()
+    windowed = sum(1 for kind in kinds if kind == "sliding_attention") if kinds else found["layers"]
+    ffn = found.get("ffn") or 4 * found["hidden"]
+    return Shape(
+        vocab=found["vocab"],
+        hidden=found["hidden"],
+        layers=found["layers"],
+        heads=found["heads"],
+        kv_heads=found.get("kv_heads") or (1 if table.get("multi_query") else found["heads"]),
+        head_dim=found.get("head_dim") or found["hidden"] // found["heads"],
+        ffn=0 if experts and not found.get("dense_layers") else ffn,
+        gated=_FAMILIES[family],
+        tied=bool(table.get("tie_word_embeddings", family in ("gpt2", "gemma", "opt", "bloom", "gpt_bigcode"))),
+        biases=not _FAMILIES[family],
+        layer_norm=not _FAMILIES[family],
+        learned_positions=found.get("positions", 0) if family in ("gpt2", "opt", "gpt_bigcode") else 0,
+        num_experts=experts,
+        top_k=found["top_k"] if experts else 0,
+        expert_ffn=expert_ffn,
+        shared_ffn=shared,
+        dense_layers=found.get("dense_layers", 0) if experts else 0,
+        window=window,
+        windowed_layers=windowed if window else 0,
+        **{name: found.get(name, 0) for name in ("q_rank", "kv_rank", "rope_dim") if found.get("kv_rank")},
+    )
+
+
+def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
+    """The shape as rules see it: heads, widths and layers."""
+    return DecoderSpec(
+        family="llama" if shape.gated else "gpt2",
+        vocab_size=shape.vocab,
+        dim=shape.hidden,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        ffn_dim=shape.ffn or shape.expert_ffn,
+        max_seq_len=positions or 2**20,
+        tied=shape.tied,
+        **_expert_fields(shape),
+    )
+
+
+def _expert_fields(shape: Shape) -> dict[str, Any]:
+    """What rules look at of experts, as far as a decoder's shape has words for it."""
+    known = {each.name for each in fields(DecoderSpec)}
+    if not shape.num_experts or "num_experts" not in known:
+        return {}
+    return {
+        "num_experts": shape.num_experts,
+        "top_k": shape.top_k,
+        "expert_ffn_dim": shape.expert_ffn,
+        "first_moe_layer": shape.dense_layers,
+    }
+
+
+def default_seq_len(model: PlannedModel) -> int:
+    """Tokens of a sequence where nobody says: the config's, else what the model reads, at most 8192."""
+    if model.config:
+        return model.config.train.seq_len
+    example = model.traced.default_seq_len if model.traced else 0
+    return example or min(8192, model.spec.max_seq_len)
+
+
+def default_batch(model: PlannedModel, seq_len: int, num_devices: int) -> int:
+    """Sequences of a step where nobody says: the config's, else a usual number of tokens for the model's size.
+
+    Half a million tokens for small models, up to 16 million for the largest, in a power of two of sequences; enough
+    for one on each device of a small cluster. Of samples that are no sequences, eight for each device, 256 at least.
+    """
+    if model.config:
+        return model.config.train.global_batch
+    if not model.reads_sequence:
+        return max(256, 1 << (8 * num_devices - 1).bit_length())
+    params = model.shape.num_params
+    millions = next(
+        tokens for limit, tokens in ((3e9, 0.5), (3e10, 1), (2e11, 4), (float("inf"), 16)) if params < limit
+    )
+    sequences = max(1, round(millions * 2**20 / seq_len))
+    wanted = 1 << (sequences.bit_length() - 1)
+    return max(wanted, num_devices) if num_devices <= 64 else wanted

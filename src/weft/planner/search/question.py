@@ -1,0 +1,217 @@
+"""What the planner is asked: a model, machines, a batch, and what the user has decided already."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError, PlanError, Problem
+from weft.planner.cost.tables import Tables
+from weft.planner.measured import here
+from weft.planner.measured.profile import Profile, load_profile
+from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
+from weft.planner.space.columns import Job
+from weft.planner.space.shape import Shape
+from weft.spec.cluster import ClusterSpec, device_by_torch_name
+from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.plan import Plan, split_plan
+from weft.spec.rules.limit_rules import LIMIT_RULES
+from weft.spec.rules.order_rules import ORDER_RULES
+from weft.spec.rules.plan_rules import LASTING, RULES
+from weft.spec.rules.rule import Facts, Rule
+from weft.spec.traced import TracedModel
+
+#: Probability of fitting into memory from which on a plan is listed.
+FITS = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked. fixed: plan fields whose values are decided. built_only: plans that the runtime runs today.
+
+    tier: "datasheet" or "tables". fits: least probability of fitting into memory. most_plans: a space with more is
+    made narrower before it is looked at, and the answer says how; by default a million, and a sixth
+    of that for up to 64 devices. refine_s: seconds for annealing after enumeration.
+    profile: of a machine that was measured. assumed: what nobody said and was filled in, in words.
+    """
+
+    model: PlannedModel
+    cluster: ClusterSpec
+    job: Job
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    built_only: bool = True
+    tier: str = "tables"
+    fits: float = FITS
+    most_plans: int | None = None
+    refine_s: float = 0.0
+    profile: Profile | None = None
+    assumed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel,
+        cluster: str | ClusterSpec,
+        *,
+        seq_len: int | None = None,
+        global_batch: int | None = None,
+        fixed: str | Mapping[str, Any] = "",
+        profile: Path | str | None = None,
+        **options: Any,
+    ) -> Question:
+        """A question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
+
+        Raises ModelError, ConfigError or PlanError for what cannot be read.
+        """
+        planned = read_model(model)
+        machines, measured = find_machines(cluster, profile)
+        assumed = [] if planned.config else [
+            name for name, value in (("seq_len", seq_len), ("global_batch", global_batch))
+            if value is None and (name == "global_batch" or planned.reads_sequence)
+        ]  # fmt: skip
+        if seq_len not in (None, 1) and not planned.reads_sequence:
+            raise _error("seq-len", f"seq-len={seq_len}: {planned.name} reads no sequence. Leave it out.")
+        seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
+        if global_batch is None:
+            global_batch = default_batch(planned, seq_len, machines.num_devices)
+        if seq_len > planned.spec.max_seq_len:
+            rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
+            raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
+        decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
+        _expect_measured(decided.get("precision"), measured, machines.num_devices)
+        words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
+        return cls(
+            model=planned,
+            cluster=machines,
+            job=Job(
+                shape=planned.shape,
+                seq_len=seq_len,
+                global_batch=_positive("global-batch", global_batch),
+                optimizer=planned.config.optimizer.name if planned.config else "adamw",
+            ),
+            fixed=decided,
+            profile=measured,
+            assumed=tuple(words[name] for name in assumed),
+            **options,
+        )
+
+    @property
+    def facts(self) -> Facts:
+        """What rules of plans may look at."""
+        return Facts(
+            model=self.model.spec,
+            world_size=self.cluster.num_devices,
+            global_batch=self.job.global_batch,
+            seq_len=self.job.seq_len,
+            device=self.cluster.device,
+            limits=self.model.limits,
+        )
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: "tokens", or "samples" of a model that reads no sequence."""
+        return "tokens" if self.model.reads_sequence else "samples"
+
+    @property
+    def work(self) -> str:
+        """What a step reads, in words."""
+        if not self.model.reads_sequence:
+            return f"{self.job.global_batch} samples a step"
+        return f"{self.job.global_batch} sequences of {self.job.seq_len} tokens a step"
+
+    @property
+    def limit(self) -> int:
+        """Plans that are looked at."""
+        return self.most_plans or (160_000 if self.cluster.num_devices <= 64 else 1_000_000)
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The rules that prune."""
+        return list(RULES if self.built_only else LASTING)
+
+    @property
+    def pruning_rules(self) -> list[Rule]:
+        """Those of them that a plan of the enumeration can break: it has the usual order unless another is decided."""
+        never = () if self.model.limits else LIMIT_RULES
+        never = (*never, *(() if "order" in self.fixed else ORDER_RULES))
+        return [rule for rule in self.rules if not any(rule is each for each in never)]
+
+    @property
+    def tables(self) -> Tables:
+        """The cost model's constants for the device."""
+        return _tables(self.profile, self.cluster, self.tier)
+
+
+@functools.lru_cache(maxsize=8)
+def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
+    """Kept, because laws are fitted to a profile's samples."""
+    if profile is None:
+        return Tables.of(cluster.device, tier)
+    from weft.planner.measured.host import measured_tables
+
+    return measured_tables(profile, cluster, tier)
+
+
+def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:
+    """The machines, and the profile that says more of them: a text may be "here", "4xhere" or a profile's file.
+
+    Raises ConfigError for a profile of another device than the cluster's.
+    """
+    path = Path(profile) if profile is not None else None
+    if isinstance(cluster, str) and here.asks_for_here(cluster):
+        found = here.profile_here(path)
+        return here.cluster_of(found, cluster), found
+    if isinstance(cluster, str) and Path(cluster).suffix == ".json":
+        found = load_profile(cluster)
+        return here.cluster_of(found), found
+    machines = read_cluster(cluster)
+    if path is None:
+        return machines, None
+    found = load_profile(path)
+    known = device_by_torch_name(found.machine.device)
+    if known is None or known.name != machines.device.name.rstrip("*"):
+        rule = f"it was measured on {found.machine.device}, and the cluster has {machines.device.name}"
+        raise _error("profile", f"profile={path}: {rule}. Use it with CLUSTER=here, or leave it out.")
+    return machines, found
+
+
+def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
+    """Machines from a shorthand ("2x8xh100") or a .toml file. Raises ConfigError."""
+    if isinstance(source, ClusterSpec):
+        return source
+    return ClusterSpec.load(source) if Path(source).suffix == ".toml" else ClusterSpec.parse(source)
+
+
+def read_fixed(text: str) -> dict[str, Any]:
+    """Decided fields from a plan's text: only those that are named, with their values. Raises PlanError."""
+    words, problems = split_plan(text)
+    if problems:
+        raise PlanError(problems)
+    plan = Plan.from_mapping(words)
+    fixed = {name: getattr(plan, name) for name in words}
+    if fixed.get("cp_mode") == "auto":
+        del fixed["cp_mode"]  # every way is looked at then
+    return fixed
+
+
+def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
+    """ConfigError for a decided number format of which the host's profile says nothing with so many ranks."""
+    if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16"):
+        return
+    if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats
+        rule = f"not measured with {num_ranks} rank{'s' if num_ranks > 1 else ''} on this machine"
+        remedy = "Measure it, with more time: weft calibrate --budget 5m"
+        raise _error("precision", f"precision={precision}: {rule}. {remedy}.")
+
+
+def _positive(name: str, value: int) -> int:
+    if isinstance(value, bool) or not 1 <= value <= 10**9:
+        raise _error(name, f"{name}={value}: a whole number from 1 to 10**9 is needed. Use e.g. --{name} 8192.")
+    return value
+
+
+def _error(field: str, message: str) -> ConfigError:
+    return ConfigError([Problem(field, message)])

@@ -1,0 +1,160 @@
+"""One plan stage by stage: seconds of each stage of a pipeline, the clock of its schedule, bytes of each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from weft.errors import PlanError, Problem
+from weft.planner.cost.collective_cost import Fabric
+from weft.planner.cost.layer_cost import LayerCosts, layer_costs
+from weft.planner.cost.memory_cost import _rank_bytes, layer_bytes
+from weft.planner.cost.pipeline_sim import Durations
+from weft.planner.search.answer import Candidate
+from weft.planner.search.partition import split_stages
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns
+from weft.spec.schedule import Schedule, build_schedule, stages_of
+from weft.spec.shares import divide_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of one microbatch in one layer, or in what a stage holds beside its layers."""
+
+    forward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+
+    @property
+    def whole_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.input_gradient_s + self.weight_gradient_s
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of one microbatch in a layer, in the embedding, in head and loss."""
+
+    layer: Pass
+    embedding: Pass
+    head: Pass
+
+
+def passes(one: Candidate) -> Passes:
+    """What the estimate of a candidate takes for its parts, recompute and communication between ranks included."""
+    question = one.question
+    columns = Columns.of([one.plan], question.job)
+    costs = _costs(question, columns)
+    layer = _layer(one, costs)
+    head = _first(costs.head_gemm) + _first(costs.head_memory) + _first(costs.head_tp)
+    products = _first(costs.head_gemm) / 3
+    embedding = _first(costs.embed) + _first(costs.embed_tp)
+    return Passes(
+        layer=layer,
+        embedding=Pass(embedding / 2, 0.0, embedding / 2),
+        head=Pass((head - products) / 2, (head - products) / 2, products),
+    )
+
+
+def _costs(question: Question, columns: Columns) -> LayerCosts:
+    tables = question.tables
+    if tables.laws is not None:
+        from weft.planner.measured import layer
+
+        [(dtype, _)] = layer.dtype_of(columns)
+        return layer.layer_costs(question.job, columns, tables.laws, columns.world_size, dtype)
+    return layer_costs(question.job, columns, tables, Fabric.of(tables, question.cluster.devices_per_node))
+
+
+def _layer(one: Candidate, costs: LayerCosts) -> Pass:
+    forward, backward = (
+        sum(_first(getattr(costs, f"{name}_{side}")) for name in ("gemm", "attn", "memory", "tp", "cp", "ep"))
+        for side in "fb"
+    )
+    weights = 0.0 if one.plan.compile else min(_first(costs.wgrad), backward)
+    layers = one.question.job.shape.layers / one.plan.pp
+    each = one.plan.microbatches_per_step * layers
+    return Pass(
+        forward + one.terms.get("host", 0.0) / each,
+        backward - weights + one.terms.get("recompute", 0.0) / each,
+        weights,
+    )
+
+
+def _first(values: object) -> float:
+    return float(np.asarray(values)[0])
+
+
+def stage_layers(one: Candidate) -> list[int]:
+    """How many layers each stage of a candidate's pipeline holds, stages counted from the embedding.
+
+    The plan's own split, or what the runtime makes of matrix elements alone.
+    """
+    plan, shape = one.plan, one.question.job.shape
+    if plan.split:
+        return list(plan.split)
+    head = shape.vocab * shape.hidden
+    block = max(1, shape.dense_layer_params if not shape.num_experts else shape.moe_shared_params)
+    return list(divide_layers([1.0] * shape.layers, plan.pp * plan.virtual_stages, after=head / block))
+
+
+def best_split(one: Candidate, parts: Passes) -> list[int]:
+    """The split that makes the longest rank shortest, by the seconds that were estimated."""
+    plan = one.plan
+    return split_stages(
+        one.question.job.shape.layers,
+        [stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank) for rank in range(plan.pp)],
+        first=parts.embedding.whole_s / parts.layer.whole_s,
+        last=parts.head.whole_s / parts.layer.whole_s,
+    )
+
+
+def durations(one: Candidate, layers: list[int], parts: Passes, latency_s: float = 0.0) -> Durations:
+    """Seconds of every stage's passes, for the clock."""
+    sides = []
+    for name in ("forward_s", "input_gradient_s", "weight_gradient_s"):
+        seconds = [count * getattr(parts.layer, name) for count in layers]
+        seconds[0] += getattr(parts.embedding, name)
+        seconds[-1] += getattr(parts.head, name)
+        sides.append(seconds)
+    return Durations(*sides, latency_s=latency_s)
+
+
+def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
+    """The candidate's schedule, with no more microbatches than can be looked at."""
+    plan = one.plan
+    count = min(plan.microbatches, max(most_microbatches, 2 * plan.pp))
+    if count < plan.microbatches:
+        count -= count % plan.pp
+    return build_schedule(plan.schedule, plan.pp, count, plan.virtual_stages)
+
+
+def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
+    """Bytes by class on every rank of the pipeline; one entry where there is none."""
+    question, plan = one.question, one.plan
+    if plan.pp == 1 or question.tables.laws is not None:
+        return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
+    columns = Columns.of([plan], question.job)
+    layers = stage_layers(one)
+    found: list[dict[str, float]] = []
+    for rank in range(plan.pp):
+        own = stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)
+        held = np.array([float(sum(layers[stage] for stage in own))])
+        place = (held, rank, 0 in own, len(layers) - 1 in own)
+        if plan.recompute_blocks:
+            columns = replace(columns, recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
+        layer = layer_bytes(question.job, columns)
+        classes = _rank_bytes(question.job, columns, question.tables, layer, place)
+        found.append({name: _first(value) for name, value in classes.items()})
+    return found
+
+
+def drawn_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
+    """The candidate's schedule with its seconds, to be drawn. PlanError where there is no pipeline."""
+    if one.plan.pp == 1:
+        rule = "there is no pipeline to draw. Ask with --fix pp=4, or leave --draw out."
+        raise PlanError([Problem("pp", f"pp=1: {rule}")])
+    parts = passes(one)
+    return schedule_of(one, most_microbatches), durations(one, stage_layers(one), parts)

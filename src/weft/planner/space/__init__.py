@@ -1,0 +1,1 @@
+"""The plans that may be tried, as columns of numbers."""

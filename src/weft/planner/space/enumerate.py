@@ -1,0 +1,303 @@
+"""Every plan of a space as columns, and the reason for each plan that a rule refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.space.columns import CP_MODES, ORDERS, PRECISIONS, Columns, Job
+from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
+from weft.planner.space.plan_space import Space
+from weft.spec.cluster import ClusterSpec
+from weft.spec.plan import REDUCES, RESHARDS, SCHEDULES, Plan, plan_fields
+from weft.spec.rules.rule import Facts, Rule, common_divisors
+
+#: What a plan without context parallelism says of its way.
+_NO_WAY = Plan().cp_mode
+#: Tokens of one pass on one rank beyond which no device gets faster.
+MOST_TOKENS = 2**18
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Refused:
+    """How many plans one rule refuses, one of them, and what is said of it."""
+
+    name: str
+    count: int
+    example: Plan
+    message: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """The plans that rules refuse, by rule."""
+
+    facts: Facts
+    refused: dict[str, Refused] = field(default_factory=dict)
+
+    def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
+        """Count plans that a rule refuses; `values` is one of them."""
+        known = self.refused.get(rule.name)
+        if known is None:
+            plan = as_plan(values)
+            violation = rule.check(plan, self.facts)
+            message = violation.message if violation else rule.reason
+            self.refused[rule.name] = Refused(rule.name, count, plan, message)
+        else:
+            known.count += count
+
+    def prune(
+        self, rules: list[Rule], table: PartialPlans, weights: Counts, rest: Mapping[str, Any] | None = None
+    ) -> tuple[PartialPlans, Counts, list[Rule]]:
+        """Take out what is refused; what is left, with its weights, and the rules that are still open.
+
+        weights: how many whole plans each row stands for. rest: fields that complete an example.
+        """
+        found, still_open = broken(rules, table, self.facts)
+        alive = np.ones(len(table), dtype=bool)
+        for rule, mask in found:
+            self.add(rule, int(weights[mask].sum()), {**(rest or {}), **table.row(int(np.argmax(mask)))})
+            alive &= ~mask
+        return table[alive], weights[alive], still_open
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Part of the space: every row of `meshes` with every row of `flags`, less what the open rules refuse."""
+
+    meshes: PartialPlans
+    flags: PartialPlans
+    open_rules: tuple[tuple[Rule, Crossed], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Plans in it, those that open rules refuse included."""
+        return len(self.meshes) * len(self.flags)
+
+    def num_kept(self) -> int:
+        """Plans in it that no rule refuses."""
+        step = max(1, 2**18 // len(self.flags))
+        starts = range(0, len(self.meshes), step) if self.open_rules else ()
+        refused = 0
+        for start in starts:
+            rows = slice(start, min(start + step, len(self.meshes)))
+            refused += int(np.logical_or.reduce([found.rows(rows) for _, found in self.open_rules]).sum())
+        return self.num_rows - refused
+
+    def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
+        """The plans that the rules allow, in pieces."""
+        left, right = _mesh_columns(self.meshes), _flag_columns(self.flags, job)
+        step = max(1, most_rows // len(self.flags))
+        for start in range(0, len(self.meshes), step):
+            rows = slice(start, min(start + step, len(self.meshes)))
+            alive = self._alive(rows, tally)
+            mesh, flag = np.nonzero(alive)
+            if len(mesh):
+                values = {name: array[rows][mesh] for name, array in left.items()}
+                values |= {name: array[flag] for name, array in right.items()}
+                yield Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
+
+    def _alive(self, rows: slice, tally: Tally) -> Mask:
+        alive = np.ones((rows.stop - rows.start, len(self.flags)), dtype=bool)
+        for rule, found in self.open_rules:
+            refused = found.rows(rows) & alive
+            count = int(refused.sum())
+            if count:
+                mesh, flag = divmod(int(np.argmax(refused)), len(self.flags))
+                tally.add(rule, count, {**self.meshes.row(rows.start + mesh), **self.flags.row(flag)})
+                alive &= ~refused
+        return alive
+
+
+def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[Block]:
+    """The blocks of a space for a job on all devices of a cluster; what the rules refuse is in the tally."""
+    meshes = _meshes(space, job, cluster)
+    flags = {kind: _flags(space, *kind) for kind in _KINDS}
+    sizes = np.array([len(flags[kind]) for kind in _KINDS], dtype=np.int64)
+    batches = {dp: _batches(space, job, dp) for dp in meshes.levels["dp_size"]}
+    piped = meshes.values("pp") > 1
+    num_batches = np.array([len(batches[dp]) for dp in meshes.levels["dp_size"]])[meshes.codes["dp_size"]]
+    weights = sizes[_kind_of(meshes)] * np.where(piped, len(space.schedules), 1) * num_batches
+    meshes, _, still_open = tally.prune(rules, meshes, weights)
+    meshes = _with_batches(meshes, batches, job, space)
+    weights = sizes[_kind_of(meshes)] * np.where(meshes.values("pp") > 1, len(space.schedules), 1)
+    meshes, _, still_open = tally.prune(still_open, meshes, weights)
+    meshes = _with_schedules(meshes, space)
+    meshes, weights, still_open = tally.prune(still_open, meshes, sizes[_kind_of(meshes)])
+    kinds = _kind_of(meshes)
+    blocks = [_block(meshes[kinds == index], flags[kind], still_open, tally) for index, kind in enumerate(_KINDS)]
+    return [block for block in blocks if block.num_rows]
+
+
+#: Whether dp_shard, tp and cp are in use: these decide which flags there are.
+_KINDS = [(shard, tp, cp) for shard in (False, True) for tp in (False, True) for cp in (False, True)]
+
+
+def _kind_of(meshes: PartialPlans) -> Counts:
+    """The position in _KINDS of each row."""
+    shard, tp, cp = (meshes.values(axis) > 1 for axis in ("dp_shard", "tp", "cp"))
+    return shard * 4 + tp * 2 + cp * 1
+
+
+def _meshes(space: Space, job: Job, cluster: ClusterSpec) -> PartialPlans:
+    """Every product of axes that makes the number of devices."""
+    rest = np.array([cluster.num_devices], dtype=np.int64)
+    divisors = np.array(common_divisors(cluster.num_devices), dtype=np.int64)
+    found: dict[str, Counts] = {}
+    for axis in ("tp", "cp", "pp", "dp_shard"):
+        sizes = np.array([space.fixed[axis]]) if axis in space.fixed else divisors
+        fits = rest[:, None] % sizes[None, :] == 0
+        if axis == "dp_shard" and space.splits == "few" and axis not in space.fixed:
+            fits &= _few_splits(rest, found["tp"] * found["cp"], sizes, cluster)
+        rows, chosen = np.nonzero(fits)
+        found = {name: values[rows] for name, values in found.items()} | {axis: sizes[chosen]}
+        rest = rest[rows] // sizes[chosen]
+    found["dp_replicate"] = rest
+    if "dp_replicate" in space.fixed:
+        kept = rest == space.fixed["dp_replicate"]
+        found = {name: values[kept] for name, values in found.items()}
+    found = _with_experts(found, job, space)
+    table = PartialPlans({}, {})
+    for name, values in found.items():
+        table = table.with_values(name, values)
+    table = table.with_values("dp_size", found["dp_shard"] * found["dp_replicate"])
+    return table.with_values("world_size", np.full(len(rest) and len(table), cluster.num_devices))
+
+
+def _few_splits(dp: Counts, inner: Counts, sizes: Counts, cluster: ClusterSpec) -> Mask:
+    """Shards over nothing, over all data-parallel ranks, and over those of 1, 8 and 64 scale-up domains."""
+    domain = max(1, min(cluster.device.scale_up_domain, cluster.devices_per_node))
+    in_domain = np.maximum(1, domain // inner)[:, None]
+    wanted = (sizes == 1) | (sizes == dp[:, None])
+    for domains in (1, 8, 64):
+        wanted |= sizes == in_domain * domains
+    return wanted
+
+
+def _with_experts(found: dict[str, Counts], job: Job, space: Space) -> dict[str, Counts]:
+    """Expert-parallel sizes: of a mixture, what divides both the experts and the ranks that they lie on."""
+    if not job.shape.num_experts or "ep" in space.fixed:
+        return found | {"ep": np.full(len(found["tp"]), space.fixed.get("ep", 1))}
+    sizes = np.array(common_divisors(job.shape.num_experts))
+    rows, chosen = np.nonzero((found["dp_shard"] * found["cp"] * found["tp"])[:, None] % sizes[None, :] == 0)
+    return {name: values[rows] for name, values in found.items()} | {"ep": sizes[chosen]}
+
+
+def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
+    """Numbers of passes of a step; one where the batch cannot be divided, for the rule that says so."""
+    given = space.fixed.get("microbatches", space.fixed.get("accumulation"))
+    if given is not None:
+        return [given]
+    if job.global_batch % dp_size:
+        return [1]
+    sequences = job.global_batch // dp_size
+    most = max(1, MOST_TOKENS // job.seq_len)
+    return [passes for passes in common_divisors(sequences) if sequences // passes <= most]
+
+
+def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: Job, space: Space) -> PartialPlans:
+    """Each mesh with each number of passes, as microbatches of a pipeline or as accumulation."""
+    choices = [batches[dp] for dp in meshes.levels["dp_size"]]
+    counts = np.array([len(each) for each in choices], dtype=np.int64)[meshes.codes["dp_size"]]
+    table = meshes[np.repeat(np.arange(len(meshes)), counts)]
+    passes = np.array([one for code in meshes.codes["dp_size"].tolist() for one in choices[code]], dtype=np.int64)
+    piped = table.values("pp") > 1
+    for name, values in (("microbatches", np.where(piped, passes, 1)), ("accumulation", np.where(piped, 1, passes))):
+        table = table.with_values(name, np.where(passes > 0, values, space.fixed.get(name, 1)))
+    table = table.with_values("microbatches_per_step", passes)
+    return table.with_values("microbatch", np.maximum(1, job.global_batch // (table.values("dp_size") * passes)))
+
+
+def _with_schedules(meshes: PartialPlans, space: Space) -> PartialPlans:
+    """Each mesh with a pipeline, with each schedule."""
+    pairs = [("1f1b", 1), *space.schedules]
+    piped = meshes.values("pp") > 1
+    rows = np.repeat(np.arange(len(meshes)), np.where(piped, len(space.schedules), 1))
+    chosen = np.concatenate([np.arange(1, len(pairs)) if one else np.zeros(1, int) for one in piped.tolist()] or [rows])
+    levels = {"schedule": [name for name, _ in pairs], "virtual_stages": [stages for _, stages in pairs]}
+    table = meshes[rows]
+    codes = dict.fromkeys(levels, chosen.astype(np.int64))
+    return PartialPlans({**table.codes, **codes}, {**table.levels, **levels})
+
+
+def _flags(space: Space, sharded: bool, tensor: bool, context: bool) -> PartialPlans:
+    """Every combination of flags, for meshes that use these axes."""
+    unsharded = ((space.fixed.get("zero", 0), RESHARDS[0]),)
+    shardings = space.shardings if sharded else unsharded
+    if context != sharded and "zero" not in space.fixed and (context or space.experts):
+        shardings = (*unsharded, *space.shardings)  # states lie over cp too; experts may be all that dp_shard divides
+    table = PartialPlans.product(
+        {
+            "sharding": shardings,
+            "sp": space.sequence_parallel if tensor or "sp" in space.fixed else (False,),
+            "cp_mode": space.cp_modes if context else [_NO_WAY],
+            "recompute": space.recomputes,
+            "offload": space.offloads,
+            "precision": space.precisions,
+            "reduce": (space.fixed.get("reduce", REDUCES[0]),),
+            "compile": space.compiles,
+            "order": (space.fixed.get("order", ()),),
+        }
+    )
+    chosen = table.codes["sharding"]
+    codes = {name: codes for name, codes in table.codes.items() if name != "sharding"}
+    levels = {name: levels for name, levels in table.levels.items() if name != "sharding"}
+    codes |= {"zero": chosen, "reshard": chosen}
+    levels |= {"zero": [zero for zero, _ in shardings], "reshard": [reshard for _, reshard in shardings]}
+    return PartialPlans(codes, levels)
+
+
+def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> Block:
+    """A block of meshes and flags; fields that neither decides have the plan's default."""
+    default = Plan()
+    missing = [name for name in plan_fields() if name not in meshes.codes and name not in flags.codes]
+    for name in missing:
+        flags = PartialPlans(
+            {**flags.codes, name: np.zeros(len(flags), dtype=np.int64)},
+            {**flags.levels, name: [getattr(default, name)]},
+        )
+    if not len(meshes):
+        return Block(meshes, flags, ())
+    flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)), meshes.row(0))
+    if not len(flags):
+        return Block(meshes, flags, ())
+    asked = [(rule, crossed(rule, meshes, flags, tally.facts)) for rule in still_open]
+    return Block(meshes, flags, tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any()))
+
+
+def _mesh_columns(meshes: PartialPlans) -> dict[str, NDArray[Any]]:
+    columns = {name: meshes.values(name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+    columns |= {name: meshes.values(name) for name in ("virtual_stages", "microbatch")}
+    columns["num_micro"] = meshes.values("microbatches_per_step")
+    columns["schedule"] = _codes(meshes, "schedule", SCHEDULES)
+    return columns
+
+
+def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
+    columns: dict[str, NDArray[Any]] = {}
+    for word, names in (
+        ("offload", ("offload_optimizer", "offload_params", "offload_activations")),
+        ("recompute", ("recompute", "recompute_blocks", "activation_budget")),
+    ):
+        levels = Columns.of([Plan(**{word: level}) for level in flags.levels[word]], job)
+        columns |= {name: getattr(levels, name)[flags.codes[word]] for name in names}
+    for name, known in (("precision", PRECISIONS), ("reduce", REDUCES), ("reshard", RESHARDS)):
+        columns[name] = _codes(flags, name, known)
+    ways = [0 if level == _NO_WAY else CP_MODES.index(level) for level in flags.levels["cp_mode"]]
+    columns["cp_mode"] = np.array(ways, dtype=np.uint8)[flags.codes["cp_mode"]]
+    orders = [ORDERS.index(Plan(order=level).axis_order) for level in flags.levels["order"]]
+    columns["order"] = np.array(orders, dtype=np.uint8)[flags.codes["order"]]
+    for name, kind in (("zero", np.uint8), ("sp", np.bool_), ("compile", np.bool_)):
+        columns[name] = flags.values(name, kind)
+    return columns
+
+
+def _codes(table: PartialPlans, name: str, known: tuple[str, ...]) -> NDArray[np.uint8]:
+    """Codes of `Columns` for a field of names."""
+    return np.array([known.index(level) for level in table.levels[name]], dtype=np.uint8)[table.codes[name]]

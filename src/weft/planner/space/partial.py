@@ -1,0 +1,199 @@
+"""Tables of partial plans, and the rules of plans asked of a whole table at once.
+
+A table holds a code for each field and row, and what the codes stand for. A rule is asked once for each combination
+of the fields that it looks at, found by watching what its predicate reads; so every rule prunes a million plans
+without being written twice, and one that somebody adds tomorrow does so too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.spec.plan import Plan, plan_fields
+from weft.spec.rules.rule import Facts, Rule, UnknownFact
+
+Rows = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+#: Verdicts of a rule on a row.
+KEPT, BROKEN, OPEN = 0, 1, 2
+
+#: Combinations of fields are numbered without gaps once there are more than this.
+_MOST_KEYS = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class PartialPlans:
+    """Rows of partial plans. codes: field -> code of each row. levels: field -> what the codes stand for.
+
+    A field of `Plan` that is missing is not decided yet.
+    """
+
+    codes: Mapping[str, Rows]
+    levels: Mapping[str, Sequence[Any]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.codes.values())))
+
+    def __getitem__(self, rows: Mask | Rows) -> PartialPlans:
+        return PartialPlans({name: codes[rows] for name, codes in self.codes.items()}, self.levels)
+
+    def values(self, field: str, dtype: Any = np.int64) -> NDArray[Any]:
+        """The values of one field, row by row."""
+        return np.asarray(self.levels[field], dtype=dtype)[self.codes[field]]
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The values of one row by field."""
+        return {name: self.levels[name][codes[index]] for name, codes in self.codes.items()}
+
+    def with_values(self, field: str, values: NDArray[Any]) -> PartialPlans:
+        """The table with one field more, given by value."""
+        levels, codes = np.unique(values, return_inverse=True)
+        return PartialPlans({**self.codes, field: codes}, {**self.levels, field: levels.tolist()})
+
+    def cross(self, other: PartialPlans) -> PartialPlans:
+        """Every row of this table with every row of the other."""
+        left = {name: np.repeat(codes, len(other)) for name, codes in self.codes.items()}
+        right = {name: np.tile(codes, len(self)) for name, codes in other.codes.items()}
+        return PartialPlans({**left, **right}, {**self.levels, **other.levels})
+
+    @classmethod
+    def product(cls, levels: Mapping[str, Sequence[Any]]) -> PartialPlans:
+        """Every combination of the given values."""
+        grids = np.meshgrid(*(np.arange(len(values)) for values in levels.values()), indexing="ij")
+        return cls({name: grid.ravel() for name, grid in zip(levels, grids, strict=True)}, dict(levels))
+
+
+class _Undecided(Exception):
+    """A rule reads a field that the partial plan does not have yet."""
+
+
+#: A row of a table.
+Place = tuple[PartialPlans, int]
+
+
+class _Watched:
+    """A partial plan in the eyes of a rule, from rows of tables; notes which of their fields are read.
+
+    Values are looked up as they are asked for: a rule reads few of them, and there are tens of thousands of rows.
+    """
+
+    __slots__ = ("_places", "reads")
+
+    def __init__(self, *places: Place):
+        self._places, self.reads = places, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        for table, row in self._places:
+            codes = table.codes.get(name)
+            if codes is not None:
+                self.reads.add(name)
+                return table.levels[name][codes[row]]
+        known = vars(Plan).get(name)
+        if isinstance(known, property) and known.fget is not None:
+            return known.fget(self)
+        if isinstance(known, FunctionType):
+            return functools.partial(known, self)
+        raise _Undecided(name)
+
+
+def verdicts(rule: Rule, table: PartialPlans, facts: Facts) -> NDArray[np.uint8]:
+    """KEPT, BROKEN or OPEN for each row: OPEN where the rule reads a field that is not decided yet."""
+    read: tuple[str, ...] = ()
+    while True:
+        key, places = _keys(table, read)
+        found = np.full(max(places, default=0) + 1, OPEN, dtype=np.uint8)
+        more: set[str] = set()
+        for each, place in places.items():
+            plan = _Watched(place)
+            found[each] = _ask(rule, plan, facts)
+            more |= plan.reads.difference(read)
+            if more:
+                break
+        if not more:
+            return found[key]
+        read = tuple(name for name in table.codes if name in read or name in more)
+
+
+def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
+    try:
+        return BROKEN if rule.predicate(plan, facts) else KEPT  # pyright: ignore[reportArgumentType]
+    except _Undecided:
+        return OPEN
+    except UnknownFact:
+        return KEPT
+
+
+def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, Place]]:
+    """A number for each row that tells its combination of `fields`; and of each number, in rising order, a row."""
+    key, span = np.zeros(len(table), dtype=np.int64), 1
+    for name in fields:
+        key, span = key * len(table.levels[name]) + table.codes[name], span * len(table.levels[name])
+        if span > _MOST_KEYS:
+            levels, key = np.unique(key, return_inverse=True)
+            span = len(levels)
+    first = np.full(span, -1, dtype=np.int64)
+    first[key] = np.arange(len(key))
+    numbers = np.flatnonzero(first >= 0)
+    return key, {number: (table, row) for number, row in zip(numbers.tolist(), first[numbers].tolist(), strict=True)}
+
+
+def broken(rules: Iterable[Rule], table: PartialPlans, facts: Facts) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
+    """Which rows break which rule, each row counted with the first rule that it breaks; and the rules still open."""
+    found: list[tuple[Rule, Mask]] = []
+    still_open: list[Rule] = []
+    alive = np.ones(len(table), dtype=bool)
+    for rule in rules:
+        verdict = verdicts(rule, table, facts) if len(table) else np.zeros(0, dtype=np.uint8)
+        mask = (verdict == BROKEN) & alive
+        if mask.any():
+            found.append((rule, mask))
+            alive &= ~mask
+        if (verdict[alive] == OPEN).any():
+            still_open.append(rule)
+    return found, still_open
+
+
+def as_plan(values: Mapping[str, Any]) -> Plan:
+    """A whole plan from a row: what is not decided has its default."""
+    return Plan(**{name: value for name, value in values.items() if name in plan_fields()})
+
+
+@dataclass(frozen=True, slots=True)
+class Crossed:
+    """A rule's verdicts on every row of one table with every row of another."""
+
+    left: Rows
+    right: Rows
+    grid: NDArray[np.uint8]
+
+    def rows(self, part: slice) -> Mask:
+        """Whether the rule is broken, for some rows of the left table and all of the right: [left, right]."""
+        return self.grid[self.left[part]][:, self.right] == BROKEN
+
+
+def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, facts: Facts) -> Crossed:
+    """Ask a rule about every pair of rows, once for each combination of the fields that it reads."""
+    read: set[str] = set()
+    while True:
+        left_key, left_places = _keys(left, [name for name in left.codes if name in read])
+        right_key, right_places = _keys(right, [name for name in right.codes if name in read])
+        grid = np.full((int(left_key.max()) + 1, int(right_key.max()) + 1), KEPT, dtype=np.uint8)
+        more: set[str] = set()
+        for one, place in left_places.items():
+            for other, beside in right_places.items():
+                plan = _Watched(beside, place)
+                grid[one, other] = _ask(rule, plan, facts)
+                more |= plan.reads - read
+            if more:
+                break
+        if not more:
+            return Crossed(left_key, right_key, grid)
+        read |= more

@@ -1,0 +1,1 @@
+"""What the planner says: why, why not, compare, what if, pictures."""

@@ -1,0 +1,1 @@
+"""Config files, overrides and where each setting came from."""

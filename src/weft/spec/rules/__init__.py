@@ -1,0 +1,1 @@
+"""Every constraint is one object: name, predicate, reason, fix."""

@@ -1,0 +1,247 @@
+"""What must hold between the keys of one config, as data; and the plan's rules, asked with what a config knows.
+
+To add a rule, add one `ConfigRule`. A rule is asked only where all of its keys were read without a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from weft.errors import ConfigError, LayoutError, PlanError, Problem
+from weft.spec.cluster import DeviceSpec
+from weft.spec.config import RunConfig
+from weft.spec.files.expect import shown
+from weft.spec.files.origins import origin_of
+from weft.spec.layout import Layout
+from weft.spec.model import DecoderSpec, resolve_decoder
+from weft.spec.plan import Plan, is_auto, plan_fields
+from weft.spec.rules.plan_rules import check
+from weft.spec.rules.rule import Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigRule:
+    """One thing that a config must not ask for.
+
+    keys: the dotted keys that the rule looks at; the first is the one to blame.
+    predicate: True where the config breaks the rule. reason: why, in one sentence that holds for every config.
+    message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and its equals sign.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    reason: str
+    predicate: Callable[[RunConfig], bool]
+    message: Callable[[RunConfig], str]
+
+    def check(self, config: RunConfig) -> Problem | None:
+        """The problem, or None where the config keeps the rule."""
+        if not self.predicate(config):
+            return None
+        return Problem(self.keys[0], f"{self.keys[0]}={self.message(config)}")
+
+
+def _layout_problem(config: RunConfig) -> str:
+    """Why the layout cannot be read; empty where it can, or none is given."""
+    try:
+        Layout.read(config.layout or "x=replicate")
+    except LayoutError as error:
+        return str(error).removeprefix(f"layout={config.layout}: ")
+    return ""
+
+
+def _warmup(config: RunConfig) -> int:
+    return config.schedule.warmup(config.train.steps)
+
+
+def _decay(config: RunConfig) -> int:
+    return config.schedule.decay(config.train.steps)
+
+
+CONFIG_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
+        name="warmup-fits",
+        keys=("schedule.warmup_steps", "train.steps"),
+        reason="The warm-up must end before the run does.",
+        predicate=lambda config: config.schedule.warmup(config.train.steps) > config.train.steps,
+        message=lambda config: (
+            f"{config.schedule.warmup_steps}: the run has only train.steps={config.train.steps}. "
+            f"Use schedule.warmup_steps={config.train.steps // 10}, or more steps."
+        ),
+    ),
+    ConfigRule(
+        name="decay-fits",
+        keys=("schedule.decay_steps", "schedule.warmup_steps", "schedule.kind", "train.steps"),
+        reason="Warm-up and decay must not overlap.",
+        predicate=lambda config: (
+            config.schedule.kind == "wsd" and _warmup(config) <= config.train.steps < _warmup(config) + _decay(config)
+        ),
+        message=lambda config: (
+            f"{_decay(config)}: with schedule.warmup_steps={_warmup(config)} that is more than "
+            f"train.steps={config.train.steps}. Use at most {config.train.steps - _warmup(config)}, "
+            f"a shorter warm-up, or more steps."
+        ),
+    ),
+    ConfigRule(
+        name="decay-belongs-to-wsd",
+        keys=("schedule.decay_steps", "schedule.kind"),
+        reason="Only the wsd schedule has a decay of its own length; linear and cosine fall until the last step.",
+        predicate=lambda config: config.schedule.decay_steps is not None and config.schedule.kind != "wsd",
+        message=lambda config: (
+            f"{config.schedule.decay_steps}: schedule.kind={config.schedule.kind} has no decay of its own length. "
+            f"Leave it out, or use schedule.kind=wsd."
+        ),
+    ),
+    ConfigRule(
+        name="tokenizer-path-given",
+        keys=("tokenizer.path", "tokenizer.kind"),
+        reason="A saved tokenizer needs its path.",
+        predicate=lambda config: config.tokenizer.kind == "file" and not config.tokenizer.path,
+        message=lambda _: (
+            '"": tokenizer.kind=file reads a saved tokenizer. Use tokenizer.path= with a tokenizer.json or its folder.'
+        ),
+    ),
+    ConfigRule(
+        name="tokenizer-path-used",
+        keys=("tokenizer.path", "tokenizer.kind"),
+        reason="Only tokenizer.kind=file reads a path.",
+        predicate=lambda config: config.tokenizer.kind != "file" and bool(config.tokenizer.path),
+        message=lambda config: (
+            f"{config.tokenizer.path!r}: tokenizer.kind={config.tokenizer.kind} does not read a file. "
+            f"Use tokenizer.kind=file, or leave the path out."
+        ),
+    ),
+    ConfigRule(
+        name="layout-reads",
+        keys=("layout",),
+        reason="A layout is pattern=style words, or a file of them.",
+        predicate=lambda config: bool(_layout_problem(config)),
+        message=lambda config: f"{config.layout}: {_layout_problem(config)}",
+    ),
+    ConfigRule(
+        name="options-are-of-a-class",
+        keys=("optimizer.options", "optimizer.name"),
+        reason="adamw, sgd and muon have settings of their own.",
+        predicate=lambda config: bool(config.optimizer.options) and not config.optimizer.is_foreign,
+        message=lambda config: (
+            f"{shown(config.optimizer.options)}: they belong to an optimizer named as package.module:Class, and here "
+            f"optimizer.name={config.optimizer.name}. Set betas, eps, momentum beside it, or name a class."
+        ),
+    ),
+    ConfigRule(
+        name="nesterov-is-of-sgd",
+        keys=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
+        reason="Nesterov's step is a variant of SGD with momentum.",
+        predicate=lambda config: (
+            config.optimizer.nesterov and (config.optimizer.name != "sgd" or config.optimizer.momentum == 0)
+        ),
+        message=lambda config: (
+            f"true: it is a variant of SGD with momentum, and here optimizer.name={config.optimizer.name}"
+            f"{' with optimizer.momentum=0' if config.optimizer.name == 'sgd' else ''}. "
+            f"Use false, or optimizer.name=sgd with momentum=0.9."
+        ),
+    ),
+    ConfigRule(
+        name="patience-needs-evaluations",
+        keys=("train.early_stop.patience", "eval.every"),
+        reason="Early stopping compares evaluations, so the run must evaluate before its end.",
+        predicate=lambda config: config.train.early_stop.patience is not None and config.eval.every == 0,
+        message=lambda config: (
+            f"{config.train.early_stop.patience}: eval.every=0 evaluates only at the end. Use eval.every=50."
+        ),
+    ),
+    ConfigRule(
+        name="patience-needs-evaluation-data",
+        keys=("train.early_stop.patience", "data.eval", "data.holdout"),
+        reason="Early stopping compares evaluations, so they need data.",
+        predicate=lambda config: (
+            config.train.early_stop.patience is not None and not config.data.eval and config.data.holdout == 0
+        ),
+        message=lambda config: (
+            f"{config.train.early_stop.patience}: there is no evaluation data (data.holdout=0 and no data.eval). "
+            f"Use data.holdout=0.02, or give data.eval."
+        ),
+    ),
+)
+
+
+def config_problems(
+    config: RunConfig,
+    *,
+    broken: Collection[str] = (),
+    origins: Mapping[str, str] | None = None,
+    fallback: str = "",
+    world_size: int | None = None,
+    device: DeviceSpec | None = None,
+) -> list[Problem]:
+    """Every rule that a config breaks: between its keys, of the model's shape, and of the plan.
+
+    broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
+    origins: dotted key -> where it was typed; fallback: the origin of what was typed nowhere.
+    world_size, device: what the ranks are and run on, where that is known.
+    """
+    found: list[tuple[Problem, tuple[str, ...]]] = []  # with the keys that may be to blame
+    for rule in CONFIG_RULES:
+        problem = None if any(_touches(key, broken) for key in rule.keys) else rule.check(config)
+        if problem is not None:
+            found.append((problem, rule.keys))
+    model = None
+    if not _touches("model", broken):
+        try:
+            model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
+        except ConfigError as error:
+            found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
+    of_plan = _plan_problems(config, model, broken, world_size, device)
+    found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
+    return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]
+
+
+def least_vocab(config: RunConfig) -> int:
+    """Entries of the tokenizer as far as the config tells: those of one to be trained, at least one of any other."""
+    return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
+
+
+def _touches(key: str, broken: Collection[str]) -> bool:
+    return any(f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.") for other in broken)
+
+
+def _plan_problems(
+    config: RunConfig,
+    model: DecoderSpec | None,
+    broken: Collection[str],
+    world_size: int | None,
+    device: DeviceSpec | None,
+) -> list[Problem]:
+    open_axis = None
+    try:
+        if _touches("plan", broken) or is_auto(config.plan):
+            plan, world_size = Plan(), None  # one rank keeps all rules of plans; the other rules are still asked
+        elif world_size is None:
+            plan, open_axis = Plan.read_open(config.plan)
+        else:
+            plan = Plan.parse(config.plan, world_size)
+    except PlanError as error:
+        return [in_config(problem) for problem in error.problems]
+    facts = Facts(
+        model=model,
+        world_size=world_size,
+        global_batch=None
+        if _touches("plan", broken) or _touches("train.global_batch", broken)
+        else config.train.global_batch,
+        seq_len=None if _touches("train.seq_len", broken) else config.train.seq_len,
+        device=device,
+        open_axis=open_axis,
+    )
+    return [in_config(Problem(violation.field, violation.message)) for violation in check(plan, facts)]
+
+
+def in_config(problem: Problem) -> Problem:
+    """A problem of the plan's field as one of the config's key: "tp" is "plan.tp"."""
+    if "." in problem.field:
+        return problem
+    message = problem.message
+    if message.startswith(f"{problem.field}=") and problem.field in plan_fields():
+        message = f"plan.{message}"
+    key = f"plan.{problem.field}" if problem.field and problem.field != "world_size" else "plan"
+    return Problem(key, message, problem.origin)

@@ -1,0 +1,52 @@
+"""The rules of plans that concern experts."""
+
+from __future__ import annotations
+
+from weft.spec.plan import Plan
+from weft.spec.rules.rule import Facts, Rule, alternatives, common_divisors, nearest
+
+
+def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
+    """Numbers that divide the experts, and the ranks where these are known."""
+    if facts.open_axis in ("dp_shard", "cp", "tp"):
+        return common_divisors(facts.model.num_experts)
+    return common_divisors(facts.model.num_experts, plan.dp_shard * plan.cp * plan.tp)
+
+
+EXPERT_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="ep-divides-ranks",
+        field="ep",
+        reason="Experts are spread over dp_shard x cp x tp, so ep divides that product.",
+        predicate=lambda plan, facts: (
+            facts.open_axis not in ("dp_shard", "cp", "tp") and (plan.dp_shard * plan.cp * plan.tp) % plan.ep != 0
+        ),
+        finding=lambda plan, facts: (
+            f"experts are spread over dp_shard x cp x tp = {plan.dp_shard * plan.cp * plan.tp} ranks, "
+            f"and that is not a multiple of {plan.ep}"
+        ),
+        remedy=lambda plan, facts: alternatives(common_divisors(plan.dp_shard * plan.cp * plan.tp), "ep"),
+        fix=lambda plan, facts: plan.replace(ep=nearest(common_divisors(plan.dp_shard * plan.cp * plan.tp), plan.ep)),
+    ),
+    Rule(
+        name="ep-needs-experts",
+        field="ep",
+        reason="Expert parallelism divides the experts of a model, so the model must have some.",
+        predicate=lambda plan, facts: plan.ep > 1 and facts.model.num_experts == 0,
+        finding=lambda plan, facts: "the model has no experts to divide",
+        remedy=lambda plan, facts: "Use ep=1, or a model with experts, such as model.num_experts=8",
+        fix=lambda plan, facts: plan.replace(ep=1),
+    ),
+    Rule(
+        name="ep-divides-experts",
+        field="ep",
+        reason="Every rank of ep holds the same number of experts, so ep divides their number.",
+        predicate=lambda plan, facts: facts.model.num_experts > 0 and facts.model.num_experts % plan.ep != 0,
+        finding=lambda plan, facts: (
+            f"the model has {facts.model.num_experts} experts, and {facts.model.num_experts} is not a multiple of "
+            f"{plan.ep}"
+        ),
+        remedy=lambda plan, facts: alternatives(_ep_choices(plan, facts), "ep"),
+        fix=lambda plan, facts: plan.replace(ep=nearest(_ep_choices(plan, facts), plan.ep)),
+    ),
+)

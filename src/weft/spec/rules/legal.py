@@ -1,0 +1,99 @@
+"""Every legal plan among given values of its fields, listed from the rules: what the rules allow, nobody has to name.
+
+Fields are decided one after another. A rule that comes to its verdict from decided fields alone speaks for all plans
+that agree in them, so whole branches fall at once; a rule that reads an undecided field is asked again later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from weft.spec.plan import AXES, Plan, plan_fields
+from weft.spec.rules.plan_rules import RULES
+from weft.spec.rules.rule import Facts, Rule, UnknownFact
+
+Choices = Mapping[str, Sequence[object]]
+
+
+class _Undecided(Exception):
+    """A rule asked for a field that is not decided yet."""
+
+
+class _Partial:
+    """A plan of which only some fields are decided. What Plan derives from its fields is derived from these."""
+
+    def __init__(self, values: Mapping[str, object]):
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._values:
+            return self._values[name]
+        derived = getattr(Plan, name)
+        if isinstance(derived, property):
+            assert derived.fget is not None
+            return derived.fget(self)
+        if callable(derived):
+            return functools.partial(derived, self)
+        raise _Undecided(name)
+
+
+def legal_plans(choices: Choices, facts: Facts, rules: Sequence[Rule] = RULES) -> Iterator[Plan]:
+    """All plans whose fields have one of their `choices`, and that break none of the rules, in a fixed order.
+
+    choices: by field; a field that is not named has its default. Where `facts` knows the number of ranks, the mesh
+    axes are pruned by it as they are decided.
+    """
+    usual = Plan()
+    columns: list[tuple[str, list[object]]] = []
+    for name in plan_fields():
+        # Through Plan, so that values are in their normal form, as rules expect them.
+        given = choices.get(name, (getattr(usual, name),))
+        columns.append((name, [getattr(Plan(**cast(Any, {name: value})), name) for value in given]))
+    values: dict[str, object] = {}
+    yield from _decide(columns, values, facts, list(rules))
+
+
+def _decide(
+    columns: Sequence[tuple[str, list[object]]], values: dict[str, object], facts: Facts, rules: list[Rule]
+) -> Iterator[Plan]:
+    if not columns:
+        yield Plan(**cast(Any, values))
+        return
+    (name, choices), rest = columns[0], columns[1:]
+    for value in choices:
+        values[name] = value
+        open_rules = _open_rules(values, facts, rules) if _fits(values, facts) else None
+        if open_rules is not None:
+            yield from _decide(rest, values, facts, open_rules)
+    del values[name]
+
+
+def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[Rule]) -> list[Rule] | None:
+    """The rules that have no verdict yet; None where one is broken whatever comes."""
+    plan = cast(Plan, _Partial(values))
+    waiting: list[Rule] = []
+    for rule in rules:
+        try:
+            if rule.predicate(plan, facts):
+                return None
+        except UnknownFact:
+            continue
+        except _Undecided:
+            waiting.append(rule)
+    return waiting
+
+
+def _fits(values: Mapping[str, object], facts: Facts) -> bool:
+    """Whether the axes decided so far divide the number of ranks: sooner known than their product."""
+    try:
+        rest = facts.world_size
+    except UnknownFact:
+        return True
+    for axis in AXES:
+        size = cast(int, values.get(axis, 1))
+        if rest % size:
+            return False
+        rest //= size
+    return True

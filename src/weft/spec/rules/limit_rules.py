@@ -1,0 +1,41 @@
+"""The rules of plans that come from one model: which values of a field its modules allow, as tracing found them."""
+
+from __future__ import annotations
+
+from weft.spec.plan import Plan
+from weft.spec.rules.rule import Facts, Rule, alternatives, nearest
+
+#: Fields that a model may narrow, and what dividing it along them needs.
+_NEEDS = {
+    "tp": "Tensor parallelism divides heads and features of the layers, so tp must divide their numbers.",
+    "cp": "Context parallelism needs a sequence, and attention that the runtime can replace.",
+    "sp": "Sequence parallelism needs a sequence.",
+    "ep": "Expert parallelism must know which modules are experts.",
+    "pp": "A pipeline cuts one chain of blocks, so the model must have one.",
+}
+
+
+def _breaks(plan: Plan, facts: Facts, field: str) -> bool:
+    limit = facts.limits.get(field)
+    return limit is not None and facts.open_axis != field and getattr(plan, field) not in limit.values
+
+
+def _rule(field: str) -> Rule:
+    def words(facts: Facts) -> list[object]:
+        values = facts.limits[field].values
+        return ["on" if value else "off" for value in values] if field == "sp" else list(values)
+
+    return Rule(
+        name=f"model-allows-{field}",
+        field=field,
+        reason=_NEEDS[field],
+        predicate=lambda plan, facts: _breaks(plan, facts, field),
+        finding=lambda plan, facts: facts.limits[field].reason,
+        remedy=lambda plan, facts: alternatives(words(facts), field),
+        fix=lambda plan, facts: plan.replace(
+            **{field: False if field == "sp" else nearest(facts.limits[field].values, getattr(plan, field))}
+        ),
+    )
+
+
+LIMIT_RULES: tuple[Rule, ...] = tuple(_rule(field) for field in _NEEDS)

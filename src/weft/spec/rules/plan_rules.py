@@ -1,0 +1,364 @@
+"""The rules of plans, as data. One list feeds config errors, the planner's pruning, the docs' table and the tests.
+
+To add a rule, add one `Rule` to `NOT_BUILT` (a technique that waits for its code; delete it when the code is there)
+or to `LASTING` (a combination that cannot work). A rule need not test whether its facts are known: reading an
+unknown fact ends the rule, and the plan passes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.errors import PlanError, Problem
+from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
+from weft.spec.plan import Plan
+from weft.spec.rules.expert_rules import EXPERT_RULES
+from weft.spec.rules.limit_rules import LIMIT_RULES
+from weft.spec.rules.order_rules import ORDER_RULES
+from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
+from weft.spec.rules.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
+
+#: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
+NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
+
+
+def _with_offload(plan: Plan, name: str, other: str) -> Plan:
+    """`other` on the host in place of `name`, with the larger of the two shares."""
+    share = max(plan.offload_share(name), plan.offload_share(other))
+    rest = tuple(part for part in plan.offload if part.partition(":")[0] not in (name, other))
+    return plan.replace(offload=(*rest, f"{other}:{share:.6f}" if share < 1 else other))
+
+
+def _product(plan: Plan) -> str:
+    return " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "dp_replicate=1"
+
+
+def _batch_unit(plan: Plan) -> int:
+    return plan.dp_size * plan.microbatches_per_step
+
+
+def _batch_choices(plan: Plan, facts: Facts) -> list[int]:
+    below = facts.global_batch // _batch_unit(plan) * _batch_unit(plan)
+    return [size for size in (below, below + _batch_unit(plan)) if size > 0]
+
+
+def _smaller_accumulation(plan: Plan, facts: Facts) -> Plan | None:
+    """The same ranks with the nearest number of passes that divides the batch."""
+    passes = "microbatches" if plan.pp > 1 else "accumulation"
+    if facts.global_batch % plan.dp_size:
+        return None
+    legal = common_divisors(facts.global_batch // plan.dp_size)
+    return plan.replace(**{passes: nearest(legal, plan.microbatches_per_step)})
+
+
+def _kv_heads_fit(facts: Facts, tp: int) -> bool:
+    """Each rank has whole key-value heads, or several ranks have the same one."""
+    return facts.model.num_kv_heads % tp == 0 or tp % facts.model.num_kv_heads == 0
+
+
+def _heads_finding(plan: Plan, facts: Facts) -> str:
+    heads, kv_heads = facts.model.num_heads, facts.model.num_kv_heads
+    if heads % plan.tp:
+        return f"the model has {heads} heads, and {heads} is not a multiple of {plan.tp}"
+    return (
+        f"the model has {kv_heads} key-value heads, and neither of {kv_heads} and {plan.tp} is a multiple of the other"
+    )
+
+
+def _tp_choices(facts: Facts) -> list[int]:
+    legal = common_divisors(facts.model.num_heads, facts.model.ffn_dim)
+    return [tp for tp in legal if _kv_heads_fit(facts, tp) and _shared_width(facts) % tp == 0]
+
+
+def _shared_width(facts: Facts) -> int:
+    """Hidden width of the experts that all tokens visit; they are one feed-forward layer, and cut as such."""
+    model = facts.model
+    return model.num_shared_experts * model.expert_width if model.num_experts else 0
+
+
+def _sequence_unit(plan: Plan) -> int:
+    return plan.cp * plan.tp
+
+
+def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
+    """Chunks of a sequence under cp ranks; of "auto" the way that this shape takes."""
+    if cp == 1:
+        return 1
+    mode = plan.cp_mode
+    if mode == "auto":
+        mode = choose_cp_mode(mode, cp, facts.model.num_heads, facts.model.num_kv_heads, facts.seq_len, plan.tp)
+    return num_chunks(mode, cp)
+
+
+def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
+    return [cp for cp in common_divisors(facts.seq_len) if facts.seq_len % _cp_chunks(plan, facts, cp) == 0]
+
+
+def _precision_choices(facts: Facts) -> list[str]:
+    return ["fp32", *(name for name in ("fp16", "bf16") if facts.device.peak_flops(name) is not None)]
+
+
+#: Combinations that cannot work, whatever is built.
+LASTING: tuple[Rule, ...] = (
+    *LIMIT_RULES,
+    Rule(
+        name="world-size",
+        field="world_size",
+        reason="The product of the mesh axes is the number of ranks, so exactly that many must be started.",
+        predicate=lambda plan, facts: facts.open_axis is None and plan.world_size != facts.world_size,
+        finding=lambda plan, facts: (
+            f"the plan asks for {plan.world_size} ranks ({_product(plan)}), but {facts.world_size} were started"
+        ),
+        remedy=lambda plan, facts: f"Start {plan.world_size} ranks, or put dp_replicate=* in the plan",
+        fix=lambda plan, facts: (
+            plan.replace(dp_replicate=facts.world_size * plan.dp_replicate // plan.world_size)
+            if facts.world_size % (plan.world_size // plan.dp_replicate) == 0
+            else None
+        ),
+    ),
+    Rule(
+        name="global-batch",
+        field="train.global_batch",
+        reason="Every rank takes the same number of sequences in every pass of a step.",
+        predicate=lambda plan, facts: facts.global_batch % _batch_unit(plan) != 0,
+        finding=lambda plan, facts: (
+            f"{plan.dp_size} data-parallel ranks with {plan.microbatches_per_step} passes each take a multiple of "
+            f"{_batch_unit(plan)} sequences, and {facts.global_batch} is not one"
+        ),
+        remedy=lambda plan, facts: alternatives(_batch_choices(plan, facts), "train.global_batch"),
+        fix=_smaller_accumulation,
+    ),
+    Rule(
+        name="zero-needs-shard",
+        field="zero",
+        reason="ZeRO shards states over the ranks of dp_shard and cp, so it needs more than one of them.",
+        predicate=lambda plan, facts: (
+            plan.zero > 0 and not asks(plan, facts, "dp_shard") and not asks(plan, facts, "cp")
+        ),
+        finding=lambda plan, facts: "ZeRO shards over dp_shard and cp, and both are 1",
+        remedy=lambda plan, facts: "Use zero=0, or dp_shard=2 or more",
+        fix=lambda plan, facts: plan.replace(zero=0),
+    ),
+    Rule(
+        name="shard-needs-zero",
+        field="dp_shard",
+        reason="With zero=0 only experts are sharded; without experts these ranks are replicas: dp_replicate.",
+        predicate=lambda plan, facts: plan.zero == 0 and plan.ep == 1 and asks(plan, facts, "dp_shard"),
+        finding=lambda plan, facts: "zero=0 shards nothing over these ranks",
+        remedy=lambda plan, facts: f"Use zero=1, 2 or 3, or dp_replicate={plan.dp_size} for replicas",
+        fix=lambda plan, facts: plan.replace(zero=1),
+    ),
+    Rule(
+        name="reshard-needs-zero-3",
+        field="reshard",
+        reason="Only zero=3 gathers parameters, so only zero=3 can free them again.",
+        predicate=lambda plan, facts: plan.reshard != "after_forward" and plan.zero != 3,
+        finding=lambda plan, facts: f"zero={plan.zero} keeps parameters whole",
+        remedy=lambda plan, facts: "Leave reshard out, or use zero=3",
+        fix=lambda plan, facts: plan.replace(reshard="after_forward"),
+    ),
+    Rule(
+        name="offload-params-needs-zero-3",
+        field="offload",
+        reason="Below zero=3 every forward reads all parameters: all would travel from the host in each pass.",
+        predicate=lambda plan, facts: plan.offload_share("params") > 0 and plan.zero != 3,
+        finding=lambda plan, facts: (
+            f"zero={plan.zero} needs whole parameters on the device in every pass; zero=3 brings them piece by piece"
+        ),
+        remedy=lambda plan, facts: "Use zero=3 with dp_shard=2 or more, or offload=optimizer",
+        fix=lambda plan, facts: _with_offload(plan, "params", "optimizer"),
+    ),
+    Rule(
+        name="tp-heads",
+        field="tp",
+        reason=(
+            "Tensor parallelism gives each rank whole heads, so tp divides the heads; key-value heads are divided, or "
+            "each is repeated on equally many ranks."
+        ),
+        predicate=lambda plan, facts: facts.model.num_heads % plan.tp != 0 or not _kv_heads_fit(facts, plan.tp),
+        finding=_heads_finding,
+        remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
+        fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
+    ),
+    Rule(
+        name="tp-ffn",
+        field="tp",
+        reason="Tensor parallelism cuts the feed-forward layer, so tp divides its width.",
+        predicate=lambda plan, facts: facts.model.ffn_dim % plan.tp != 0,
+        finding=lambda plan, facts: (
+            f"the model's ffn_dim is {facts.model.ffn_dim}, and that is not a multiple of {plan.tp}"
+        ),
+        remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
+        fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
+    ),
+    Rule(
+        name="tp-shared-experts",
+        field="tp",
+        reason="Tensor parallelism cuts the experts that all tokens visit, so tp divides their width.",
+        predicate=lambda plan, facts: _shared_width(facts) % plan.tp != 0,
+        finding=lambda plan, facts: (
+            f"the model's shared experts are {_shared_width(facts)} wide, and that is not a multiple of {plan.tp}"
+        ),
+        remedy=lambda plan, facts: alternatives(_tp_choices(facts), "tp"),
+        fix=lambda plan, facts: plan.replace(tp=nearest(_tp_choices(facts), plan.tp)),
+    ),
+    Rule(
+        name="sp-needs-tp",
+        field="sp",
+        reason="Sequence parallelism works between tensor-parallel regions, so it needs tp.",
+        predicate=lambda plan, facts: plan.sp and not asks(plan, facts, "tp"),
+        finding=lambda plan, facts: "sequence parallelism needs tp of at least 2, and tp is 1",
+        remedy=lambda plan, facts: "Use sp=off, or tp=2 or more",
+        fix=lambda plan, facts: plan.replace(sp=False),
+    ),
+    Rule(
+        name="sp-divides-sequence",
+        field="train.seq_len",
+        reason="Sequence parallelism gives each rank of tp equally many tokens of every sequence.",
+        predicate=lambda plan, facts: plan.sp and facts.seq_len % _sequence_unit(plan) != 0,
+        finding=lambda plan, facts: (
+            f"with sp=on, {plan.cp} x {plan.tp} ranks share the {facts.seq_len} tokens of a sequence evenly, and "
+            f"{facts.seq_len} is not a multiple of {_sequence_unit(plan)}"
+        ),
+        remedy=lambda plan, facts: (
+            f"Use train.seq_len={max(1, facts.seq_len // _sequence_unit(plan)) * _sequence_unit(plan)}, or sp=off"
+        ),
+        fix=lambda plan, facts: plan.replace(sp=False),
+    ),
+    Rule(
+        name="pp-layers",
+        field="pp",
+        reason="Every stage of a pipeline holds at least one layer.",
+        predicate=lambda plan, facts: plan.pp > 1 and plan.pp * plan.virtual_stages > facts.model.num_layers,
+        finding=lambda plan, facts: (
+            f"{plan.pp} x {plan.virtual_stages} stages are more than the model's {facts.model.num_layers} layers"
+        ),
+        remedy=lambda plan, facts: f"Use pp * virtual_stages of at most {facts.model.num_layers}",
+        fix=lambda plan, facts: plan.replace(
+            pp=min(plan.pp, facts.model.num_layers), virtual_stages=1, schedule="1f1b", split=()
+        ),
+    ),
+    Rule(
+        name="microbatches-need-pp",
+        field="microbatches",
+        reason="Microbatches fill a pipeline; without one, the passes of a step are counted by accumulation.",
+        predicate=lambda plan, facts: plan.microbatches > 1 and not asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "microbatches belong to a pipeline, and pp is 1",
+        remedy=lambda plan, facts: f"Use accumulation={plan.accumulation * plan.microbatches}",
+        fix=lambda plan, facts: plan.replace(microbatches=1, accumulation=plan.accumulation * plan.microbatches),
+    ),
+    Rule(
+        name="accumulation-without-pp",
+        field="accumulation",
+        reason="In a pipeline the passes of a step are its microbatches.",
+        predicate=lambda plan, facts: plan.accumulation > 1 and asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "under a pipeline the passes of a step are its microbatches",
+        remedy=lambda plan, facts: f"Use microbatches={plan.accumulation * plan.microbatches}",
+        fix=lambda plan, facts: plan.replace(microbatches=plan.accumulation * plan.microbatches, accumulation=1),
+    ),
+    Rule(
+        name="schedule-needs-pp",
+        field="schedule",
+        reason="A schedule orders the passes of a pipeline, so it needs pp.",
+        predicate=lambda plan, facts: plan.schedule != "1f1b" and not asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "a schedule orders a pipeline, and pp is 1",
+        remedy=lambda plan, facts: "Leave schedule out, or use pp=2 or more",
+        fix=lambda plan, facts: plan.replace(schedule="1f1b"),
+    ),
+    Rule(
+        name="virtual-stages-need-interleaving",
+        field="virtual_stages",
+        reason="Several stages on one rank need pp and a schedule that interleaves them.",
+        predicate=lambda plan, facts: (
+            plan.virtual_stages > 1 and (not asks(plan, facts, "pp") or plan.schedule in ("gpipe", "1f1b", "zb_h1"))
+        ),
+        finding=lambda plan, facts: f"pp={plan.pp} with schedule={plan.schedule} has one stage on each rank",
+        remedy=lambda plan, facts: "Use virtual_stages=1, or pp=2 or more with schedule=interleaved",
+        fix=lambda plan, facts: plan.replace(virtual_stages=1),
+    ),
+    *ORDER_RULES,
+    *PIPELINE_LASTING,
+    *EXPERT_RULES,
+    Rule(
+        name="cp-divides-sequence",
+        field="cp",
+        reason=(
+            "Context parallelism cuts every sequence into equal chunks: cp of them for cp_mode=ulysses, 2 * cp for the "
+            "others, whose ranks take one from the front and one from the back."
+        ),
+        predicate=lambda plan, facts: plan.cp > 1 and facts.seq_len % _cp_chunks(plan, facts, plan.cp) != 0,
+        finding=lambda plan, facts: (
+            f"a sequence has {facts.seq_len} tokens, and that is not a multiple of its "
+            f"{_cp_chunks(plan, facts, plan.cp)} chunks"
+        ),
+        remedy=lambda plan, facts: alternatives(_cp_choices(plan, facts), "cp"),
+        fix=lambda plan, facts: plan.replace(cp=nearest(_cp_choices(plan, facts), plan.cp)),
+    ),
+    Rule(
+        name="ulysses-heads",
+        field="cp_mode",
+        reason=(
+            "Ulysses gives each rank of cp whole heads: cp divides the heads of a rank of tp, and its key-value heads, "
+            "or is a multiple of these."
+        ),
+        predicate=lambda plan, facts: (
+            plan.cp > 1
+            and plan.cp_mode == "ulysses"
+            and not ulysses_fits(plan.cp, facts.model.num_heads, facts.model.num_kv_heads, plan.tp)
+        ),
+        finding=lambda plan, facts: (
+            f"{facts.model.num_heads} heads and {facts.model.num_kv_heads} key-value heads do not come out even over "
+            f"cp={plan.cp}{f' and tp={plan.tp}' if plan.tp > 1 else ''}"
+        ),
+        remedy=lambda plan, facts: "Use cp_mode=ring or cp_mode=gather, which take any number of heads",
+        fix=lambda plan, facts: plan.replace(cp_mode="auto"),
+    ),
+    Rule(
+        name="cp-mode-needs-cp",
+        field="cp_mode",
+        reason="A mode of context parallelism needs more than one rank on cp.",
+        predicate=lambda plan, facts: plan.cp_mode != "auto" and not asks(plan, facts, "cp"),
+        finding=lambda plan, facts: "it says how a sequence that is cut over cp attends, and cp is 1",
+        remedy=lambda plan, facts: "Leave cp_mode out, or use cp=2 or more",
+        fix=lambda plan, facts: plan.replace(cp_mode="auto"),
+    ),
+    Rule(
+        name="seq-len-fits-model",
+        field="train.seq_len",
+        reason="A sequence must not be longer than the positions of the model.",
+        predicate=lambda plan, facts: facts.seq_len > facts.model.max_seq_len,
+        finding=lambda plan, facts: f"the model reads at most {facts.model.max_seq_len} tokens (model.max_seq_len)",
+        remedy=lambda plan, facts: f"Use train.seq_len={facts.model.max_seq_len} or less",
+    ),
+    Rule(
+        name="precision-on-device",
+        field="precision",
+        reason="The device must support the precision of the plan.",
+        predicate=lambda plan, facts: (
+            plan.precision in ("bf16", "fp16") and facts.device.peak_flops(plan.precision) is None
+        ),
+        finding=lambda plan, facts: f"{facts.device.title} has no {plan.precision} arithmetic",
+        remedy=lambda plan, facts: alternatives(_precision_choices(facts), "precision"),
+        fix=lambda plan, facts: plan.replace(precision=_precision_choices(facts)[-1]),
+    ),
+)
+
+
+RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
+
+
+def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:
+    """Every rule that the plan breaks, at most one for each field: the first in the list says the most."""
+    found: dict[str, Violation] = {}
+    for rule in RULES if rules is None else rules:
+        violation = rule.check(plan, facts or Facts()) if rule.field not in found else None
+        if violation is not None:
+            found[rule.field] = violation
+    return list(found.values())
+
+
+def check_plan(plan: Plan, facts: Facts | None = None) -> None:
+    """Raise PlanError with every rule that the plan breaks."""
+    violations = check(plan, facts)
+    if violations:
+        raise PlanError(Problem(violation.field, violation.message) for violation in violations)

@@ -1,0 +1,1 @@
+"""Reads models and never changes them: blocks, layers, heads, what flows where."""

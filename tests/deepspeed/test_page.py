@@ -1,0 +1,35 @@
+"""docs/how-to/from_deepspeed.md: its table is the list of keys, and its example is what the reader tells."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from weft.deepspeed import import_deepspeed
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "how-to" / "from_deepspeed.md").read_text()
+
+
+def test_the_table_is_current():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert generate.deepspeed_page(PAGE) == PAGE, "run: python docs/generate.py"
+    assert PAGE.count("\n| `") > 90
+
+
+def test_the_example_is_true():
+    (config,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.M | re.S)
+    (told,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
+    imported = import_deepspeed(config, 4)
+    assert f"the plan `{imported.plan}`" in PAGE
+    assert told.splitlines() == [str(line) for line in imported.lines]
+
+
+def test_the_defaults_that_the_page_names_are_filled_in():
+    imported = import_deepspeed({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
+    assert imported.overrides["optimizer.betas"] == (0.9, 0.999)
+    assert imported.overrides["optimizer.weight_decay"] == 0
+    assert imported.overrides["schedule.warmup_steps"] == 1000
