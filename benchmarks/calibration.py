@@ -38,7 +38,7 @@ from weft.planner.measured import here
 from weft.planner.measured.profile import Profile, load_profile
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.testing.between_steps import live_bytes

@@ -32,8 +32,9 @@ from weft.optim import options_of
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.expert.foreign_router import balance_routers
 from weft.parallel.local_means import global_mean, trust_loss
+from weft.spec.decoder import DecoderSpec
 from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.model import ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules.plan_rules import Facts, check
 from weft.train.loss_check import LossFn

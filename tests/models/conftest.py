@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 
 
 @pytest.fixture(autouse=True)

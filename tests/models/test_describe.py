@@ -11,7 +11,8 @@ from torch import nn
 from weft.errors import ModelError
 from weft.models import build_decoder, describe
 from weft.models.moe import Experts
-from weft.spec.model import DecoderSpec, LayerSpec, ModelSpec
+from weft.spec.decoder import DecoderSpec
+from weft.spec.model import LayerSpec, ModelSpec
 
 
 def count(module):

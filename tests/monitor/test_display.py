@@ -7,8 +7,9 @@ import time
 import pytest
 
 from weft.monitor import StepRecord, make_display
-from weft.monitor.display import Eta, PlainDisplay, format_clock, format_loss
+from weft.monitor.display import PlainDisplay
 from weft.monitor.live import LiveDisplay
+from weft.monitor.step_text import Eta, format_clock, format_loss
 
 
 def record(step: int, **more) -> StepRecord:

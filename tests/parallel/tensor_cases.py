@@ -20,8 +20,8 @@ from weft.models import build_decoder
 from weft.parallel.placement.placement import WHOLE
 from weft.parallel.tensor.cut_tensors import cut_tensors
 from weft.parallel.tensor.head import expect_labels
+from weft.spec.decoder import DecoderSpec
 from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.loss import token_cross_entropy
 

@@ -14,7 +14,7 @@ from weft.errors import CommError
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 
 DENSE = DecoderSpec(vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=16)

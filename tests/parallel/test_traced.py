@@ -28,7 +28,8 @@ from weft.planner.search.model_source import _from_hugging_face, read_model
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
-from weft.spec.model import DecoderSpec, decoder_spec
+from weft.spec.decoder import DecoderSpec
+from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
 from weft.spec.traced import TracedModel

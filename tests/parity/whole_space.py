@@ -16,7 +16,7 @@ from tests.parity.moe_cases import MoECase
 from tests.parity.pipeline_cases import TIED, FamilyCase
 from tests.parity.plans import Cell, Subject
 from weft.spec.context import CP_MODES
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import AXES, RECOMPUTES, RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts

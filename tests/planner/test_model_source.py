@@ -11,7 +11,8 @@ import transformers
 from weft.errors import ConfigError, WeftError
 from weft.planner.search.model_source import _FAMILIES, default_batch, default_seq_len, read_model
 from weft.planner.search.question import Question
-from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec
+from weft.spec.decoder import DecoderSpec
+from weft.spec.model import ModelSpec, decoder_spec
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
          "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,

@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError, ModelError
 from weft.spec.config import ModelSection
-from weft.spec.model import (
-    DecoderSpec,
-    LayerSpec,
-    ModelSpec,
-    decoder_spec,
-    model_names,
-    named_sizes,
-    resolve_decoder,
-    shape_problems,
-)
+from weft.spec.decoder import DecoderSpec
+from weft.spec.model import LayerSpec, ModelSpec, decoder_spec, model_names, named_sizes, resolve_decoder
+from weft.spec.shape_rules import shape_problems
 
 TINY = decoder_spec("tiny")
 

@@ -12,7 +12,7 @@ from tests.spec.plans import plans
 from weft.errors import PlanError
 from weft.spec.cluster import device
 from weft.spec.context import CP_MODES
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
 from weft.spec.rules.plan_rules import LASTING, NOT_BUILT, RULES, Facts, check, check_plan
 from weft.spec.rules.rule import alternatives, common_divisors, nearest

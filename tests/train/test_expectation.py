@@ -15,7 +15,7 @@ from weft.planner.measured.here import this_host
 from weft.planner.measured.learn import FILE
 from weft.planner.measured.profile import load_profile
 from weft.spec.config import RunConfig
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.expectation import expectation_lines
 

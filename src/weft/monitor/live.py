@@ -22,10 +22,10 @@ from rich.segment import Segment
 from rich.text import Text
 
 from weft import env
-from weft.monitor.display import Eta, LastingStream, format_clock, format_loss, numbers
 from weft.monitor.events import last_per_step, number
 from weft.monitor.record import StepRecord
-from weft.monitor.terminal import wrapped
+from weft.monitor.step_text import Eta, format_clock, format_loss, numbers
+from weft.monitor.terminal import LastingStream, wrapped
 
 _DRAWS_PER_S = 4
 #: A phase beside training that is over sooner is not named: the line would flicker.

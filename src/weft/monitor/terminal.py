@@ -98,3 +98,34 @@ def _draw_busy(stream: TextIO, text: str, done: threading.Event) -> None:
                 break
         stream.write("\r\033[K")
         stream.flush()
+
+
+class LastingStream:
+    """Passes text on to a stream, and nothing once that is gone: a closed terminal or pipe does not end a run,
+    whose numbers are in events.jsonl all the same. Letters that the stream cannot encode become '?'."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._gone = False
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        if not self._gone:
+            try:
+                self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
+            except (OSError, ValueError):
+                self._gone = True
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._gone:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._gone = True
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()

@@ -9,98 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, ModelError, Problem, did_you_mean
-from weft.spec.shape_rules import shape_rules
+from weft.spec.decoder import EXPERT_FIELDS, DecoderSpec
+from weft.spec.shape_rules import shape_problem, shape_problems
 
 if TYPE_CHECKING:
     from weft.spec.config import ModelSection
-
-FAMILIES = ("llama", "gpt2")
-ROUTERS = ("softmax", "sigmoid")
-BALANCES = ("aux_loss", "bias", "none")
-#: Fields that mean something only in a model with experts.
-EXPERT_FIELDS = (
-    "top_k", "expert_ffn_dim", "num_shared_experts", "first_moe_layer", "moe_every", "router", "normalise_top_k",
-    "route_scale", "balance", "balance_rate", "capacity_factor",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSpec:
-    """Shape of one decoder transformer.
-
-    family: "llama" (RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases) or
-    "gpt2" (learned positions, LayerNorm, GELU, biases).
-    ffn_dim: width of the feed-forward hidden layer. num_kv_heads: key-value heads (num_heads = no grouping).
-    max_seq_len: longest sequence; the size of the position table in the gpt2 family.
-    tied: the output head shares the embedding's weight.
-    rope_theta: base of the rotary frequencies (llama family).
-    rope_scale: how far the low rotary frequencies are stretched, as Llama 3.1 does from a context of 8192 tokens;
-    1 leaves them as they are.
-    norm_eps: added to the mean square (or the variance) inside the norms.
-
-    With experts (llama family), some feed-forward layers are a router and `num_experts` SwiGLU layers:
-    num_experts: 0 for a dense model. top_k: experts that each token visits.
-    expert_ffn_dim: hidden width of one expert; 0: ffn_dim. num_shared_experts: experts' widths that all tokens visit.
-    first_moe_layer, moe_every: layer i has experts from first_moe_layer on, every moe_every-th; the others are dense.
-    router: scores are the "softmax" over the experts, or a "sigmoid" each. normalise_top_k: the chosen scores are
-    divided by their sum. route_scale: what they are multiplied with then.
-    balance: "aux_loss" adds balance_rate times the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17);
-    "bias" moves each expert's selection bias by balance_rate a step (arXiv 2408.15664); "none".
-    capacity_factor: an expert takes at most this many times its even share of a sequence, and tokens beyond, the later
-    ones, skip it; 0: no token is dropped.
-    """
-
-    family: str = "llama"
-    vocab_size: int
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_dim: int
-    max_seq_len: int
-    tied: bool = False
-    rope_theta: float = 10_000.0
-    rope_scale: float = 1.0
-    norm_eps: float = 1e-5
-    num_experts: int = 0
-    top_k: int = 2
-    expert_ffn_dim: int = 0
-    num_shared_experts: int = 0
-    first_moe_layer: int = 0
-    moe_every: int = 1
-    router: str = "softmax"
-    normalise_top_k: bool = True
-    route_scale: float = 1.0
-    balance: str = "aux_loss"
-    balance_rate: float = 0.001
-    capacity_factor: float = 0.0
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.num_heads
-
-    @property
-    def expert_width(self) -> int:
-        """Hidden width of one expert."""
-        return self.expert_ffn_dim or self.ffn_dim
-
-    @property
-    def moe_layers(self) -> range:
-        """The layers that have experts; none in a dense model."""
-        return range(self.first_moe_layer, self.num_layers if self.num_experts else 0, self.moe_every)
-
-    @property
-    def visited_ffn_dim(self) -> float:
-        """Hidden width of the feed-forward layers that one token goes through, as a mean over the layers."""
-        share = len(self.moe_layers) / self.num_layers
-        return (1 - share) * self.ffn_dim + share * (self.top_k + self.num_shared_experts) * self.expert_width
-
-    @property
-    def num_idle_params(self) -> int:
-        """Parameters of the experts that one token does not visit, over all layers."""
-        expert = 3 * self.dim * self.expert_width
-        return len(self.moe_layers) * max(0, self.num_experts - self.top_k) * expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,37 +220,6 @@ def _named_size(name: str) -> NamedSize:
     raise ModelError(f"model.name={name}: no size has this name.{hint}")
 
 
-_COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
-
-
-def shape_problems(spec: DecoderSpec) -> tuple[Problem, ...]:
-    """Everything that makes a shape unusable; empty when it can be built. Fields are dotted: "model.num_heads"."""
-    problems: list[Problem] = []
-    if spec.family not in FAMILIES:
-        problems.append(_problem("family", spec.family, f"not one of {', '.join(FAMILIES)}. Use {FAMILIES[0]}."))
-    for name in _COUNTS:
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(_problem(name, value, "a whole number of at least 1 is needed. Use e.g. 1."))
-    problems += _expert_problems(spec)
-    if problems:  # the other rules divide by these numbers
-        return tuple(problems)
-    broken = (rule for rule in shape_rules() if not rule.holds(spec))
-    return tuple(_problem(rule.field, getattr(spec, rule.field), rule.text(spec)) for rule in broken)
-
-
-def _expert_problems(spec: DecoderSpec) -> Iterator[Problem]:
-    least = {"num_experts": 0, "top_k": 1, "expert_ffn_dim": 0, "num_shared_experts": 0, "first_moe_layer": 0}
-    for name, number in {**least, "moe_every": 1}.items():
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < number:
-            yield _problem(name, value, f"a whole number of at least {number} is needed. Use e.g. {number}.")
-    for name, known in (("router", ROUTERS), ("balance", BALANCES)):
-        value = getattr(spec, name)
-        if value not in known:
-            yield _problem(name, value, f"not one of {', '.join(known)}. Use {known[0]}.")
-
-
 def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
     """The shape that a [model] section asks for: a named size with single fields changed.
 
@@ -352,12 +234,12 @@ def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
     problems = list(shape_problems(spec))
     if spec.family == "gpt2" and section.rope_theta is not None:
         text = "the gpt2 family has a table of positions and no rotary frequencies. Leave it out."
-        problems.append(_problem("rope_theta", section.rope_theta, text))
+        problems.append(shape_problem("rope_theta", section.rope_theta, text))
     if not spec.num_experts:
         for name, value in section:
             if name in EXPERT_FIELDS and value is not None:
                 text = "the model has no experts. Use model.num_experts=8 with it, or leave it out."
-                problems.append(_problem(name, value, text))
+                problems.append(shape_problem(name, value, text))
     if spec.vocab_size < tokenizer_vocab:
         typed = section.vocab_size is not None
         owner = "" if typed else f" (of {section.name})"
@@ -365,7 +247,7 @@ def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
             f"the tokenizer has {tokenizer_vocab} entries, and each needs a row of the embedding{owner}. "
             f"Use model.vocab_size={tokenizer_vocab}, or a tokenizer of at most {spec.vocab_size} entries."
         )
-        problems.append(_problem("vocab_size", spec.vocab_size, text))
+        problems.append(shape_problem("vocab_size", spec.vocab_size, text))
     if problems:
         raise ConfigError(problems)
     return spec
@@ -382,7 +264,3 @@ def _with_overrides(size: NamedSize, section: ModelSection, tokenizer_vocab: int
     if changes.get("family") == "gpt2":
         changes["rope_scale"] = 1.0
     return replace(size.spec, **changes)  # pyright: ignore[reportArgumentType]
-
-
-def _problem(field: str, value: object, text: str) -> Problem:
-    return Problem(f"model.{field}", f"model.{field}={value}: {text}")

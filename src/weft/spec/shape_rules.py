@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from weft.spec.model import DecoderSpec
+from weft.errors import Problem
+from weft.spec.decoder import BALANCES, FAMILIES, ROUTERS, DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +119,39 @@ def _even_width_fix(spec: DecoderSpec) -> str:
     if spec.dim % 2:
         return f"Use an even model.dim, such as {spec.dim + 1}."
     return f"Use {_nearest_divisors(spec.dim // 2, spec.num_heads)}."
+
+
+_COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len")
+
+
+def shape_problems(spec: DecoderSpec) -> tuple[Problem, ...]:
+    """Everything that makes a shape unusable; empty when it can be built. Fields are dotted: "model.num_heads"."""
+    problems: list[Problem] = []
+    if spec.family not in FAMILIES:
+        problems.append(shape_problem("family", spec.family, f"not one of {', '.join(FAMILIES)}. Use {FAMILIES[0]}."))
+    for name in _COUNTS:
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            problems.append(shape_problem(name, value, "a whole number of at least 1 is needed. Use e.g. 1."))
+    problems += _expert_problems(spec)
+    if problems:  # the other rules divide by these numbers
+        return tuple(problems)
+    broken = (rule for rule in shape_rules() if not rule.holds(spec))
+    return tuple(shape_problem(rule.field, getattr(spec, rule.field), rule.text(spec)) for rule in broken)
+
+
+def _expert_problems(spec: DecoderSpec) -> Iterator[Problem]:
+    least = {"num_experts": 0, "top_k": 1, "expert_ffn_dim": 0, "num_shared_experts": 0, "first_moe_layer": 0}
+    for name, number in {**least, "moe_every": 1}.items():
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < number:
+            yield shape_problem(name, value, f"a whole number of at least {number} is needed. Use e.g. {number}.")
+    for name, known in (("router", ROUTERS), ("balance", BALANCES)):
+        value = getattr(spec, name)
+        if value not in known:
+            yield shape_problem(name, value, f"not one of {', '.join(known)}. Use {known[0]}.")
+
+
+def shape_problem(field: str, value: object, text: str) -> Problem:
+    """A problem of one field of the [model] section."""
+    return Problem(f"model.{field}", f"model.{field}={value}: {text}")

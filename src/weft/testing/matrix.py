@@ -12,7 +12,7 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 
 from weft.spec.context import CP_MODES
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rules.legal import legal_plans
 from weft.spec.rules.plan_rules import RULES

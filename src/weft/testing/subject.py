@@ -28,9 +28,11 @@ from weft.models.code import call_function
 from weft.optim import build_optimizer
 from weft.parallel.placement.batches import map_tensors
 from weft.spec.config import OptimizerSection
+from weft.spec.decoder import DecoderSpec
 from weft.spec.files.config_file import load_config
 from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec, decoder_spec, model_names, resolve_decoder, shape_problems
+from weft.spec.model import decoder_spec, model_names, resolve_decoder
+from weft.spec.shape_rules import shape_problems
 from weft.testing.foreign_config import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
 from weft.train.forward import call_model
 from weft.train.loss import model_forward, token_cross_entropy

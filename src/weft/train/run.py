@@ -26,8 +26,9 @@ from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.config import RunConfig, SampleSection
+from weft.spec.decoder import DecoderSpec
 from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.model import ModelSpec
 from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
 from weft.train.keeping import Keeper

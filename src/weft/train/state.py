@@ -19,7 +19,7 @@ from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel
 from weft.parallel.placement.state_guard import pieces_allowed
 from weft.spec.config import OptimizerSection
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 
 
 def capture(

@@ -8,7 +8,7 @@ from typing import TextIO
 from weft.comm.hang_watch import Watch
 from weft.mesh import Mesh
 from weft.monitor import Display
-from weft.monitor.display import LastingStream
+from weft.monitor.terminal import LastingStream
 from weft.spec.config import RunConfig
 from weft.train.folder import RunFolder
 from weft.units import parse_seconds

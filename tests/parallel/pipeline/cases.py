@@ -16,7 +16,7 @@ from weft.optim import build_optimizer
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.spec.config import OptimizerSection
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from weft.cli.planning import plan_options as options
+from weft.cli.planning.findings import Findings
 from weft.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from weft.planner.search.answer import Answer
     from weft.planner.search.question import Question
-    from weft.planner.tell.compare import Comparison
-    from weft.planner.tell.what_if import Scenario
-    from weft.planner.tell.why_not import WhyNot
     from weft.spec.traced import TracedModel
 
 #: Exit code where no plan fits: as of a rank that runs out of memory.
 NOTHING_FITS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """Everything that one command was asked for."""
-
-    answer: Answer
-    why_not: WhyNot | None = None
-    comparison: Comparison | None = None
-    scenarios: tuple[Scenario, ...] = ()
-
-    @property
-    def only_judges(self) -> bool:
-        """Whether the user asked about certain plans and not for the best one."""
-        return self.why_not is not None or self.comparison is not None
 
 
 def plan(

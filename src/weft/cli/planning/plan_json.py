@@ -10,7 +10,7 @@ import typer
 from weft.planner.tell.report import answer_table, comparison_table, scenario_table, why_not_table
 
 if TYPE_CHECKING:
-    from weft.cli.planning.plan import Findings
+    from weft.cli.planning.findings import Findings
 
 
 def print_json(found: Findings, top: int, hour_price: float | None) -> None:

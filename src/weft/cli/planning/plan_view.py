@@ -12,7 +12,7 @@ from weft.planner.tell.explain import explain, fit_words
 from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from weft.cli.planning.plan import Findings
+    from weft.cli.planning.findings import Findings
     from weft.planner.search.answer import Answer, Candidate
     from weft.planner.tell.what_if import Scenario
 

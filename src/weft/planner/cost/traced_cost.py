@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weft.planner.cost.kernels import bytes_s, flash_s, gemm_s
 from weft.planner.cost.tables import Tables
 from weft.planner.space.shape import Shape
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.traced import Parts, TracedLayer, TracedModel
 
 Array = NDArray[np.float64]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import ModelError, did_you_mean
 from weft.planner.cost.traced_cost import TracedShape, as_rules_see_it
 from weft.planner.space.shape import Shape
-from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec, model_names
+from weft.spec.decoder import DecoderSpec
+from weft.spec.model import ModelSpec, decoder_spec, model_names
 from weft.spec.traced import FORMAT, Limit, TracedModel
 
 if TYPE_CHECKING:

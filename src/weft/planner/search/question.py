@@ -16,7 +16,8 @@ from weft.planner.search.model_source import PlannedModel, default_batch, defaul
 from weft.planner.space.columns import Job
 from weft.planner.space.shape import Shape
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
-from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec.decoder import DecoderSpec
+from weft.spec.model import ModelSpec
 from weft.spec.plan import Plan, split_plan
 from weft.spec.rules.limit_rules import LIMIT_RULES
 from weft.spec.rules.order_rules import ORDER_RULES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts

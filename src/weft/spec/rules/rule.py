@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from weft.errors import PlanError
 from weft.spec.cluster import DeviceSpec
-from weft.spec.model import DecoderSpec
+from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
 from weft.spec.traced import Limit
 
