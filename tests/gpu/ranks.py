@@ -1,0 +1,3 @@
+from tests.gpu.cases import Case
+
+CASES: list[Case] = []

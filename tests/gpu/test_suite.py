@@ -1,0 +1,34 @@
+"""The acceptance suite itself, at small size on the CPU: what a GPU is lent for must not fail over a typing error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.cases import Case, Setting, judge
+from tests.gpu.run import STAGES
+
+#: They start commands: tens of seconds.
+_SLOW = ("weft train, resume, doctor", "the first example", "1 B at 4k", "1 B at 8k", "8 B cut to 8 layers at 8k")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.full] if case.name in _SLOW else [])
+        for cases in STAGES.values()
+        for case in cases
+    ],
+)
+def test_a_case_runs_on_the_cpu(case: Case, tmp_path):
+    outcome = judge(case, Setting(torch.device("cpu"), small=True, folder=tmp_path))
+    assert outcome.verdict in ("passed", "skipped"), outcome.text
+    assert outcome.verdict == "passed" or "needs" in outcome.text
+
+
+def test_a_case_that_fails_is_told(tmp_path):
+    def broken(setting: Setting):
+        raise ValueError("boom")
+
+    outcome = judge(Case("correct", "broken", broken), Setting(torch.device("cpu"), small=True, folder=tmp_path))
+    assert (outcome.verdict, "boom" in outcome.text) == ("failed", True)
