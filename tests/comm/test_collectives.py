@@ -15,7 +15,7 @@ from weft.mesh import Axis, build_mesh
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 
-SHARED, EXCHANGE, BACKEND = "shared memory", "gloo exchange", "backend"
+SHARED, EXCHANGE, BACKEND, STAGED = "shared memory", "gloo exchange", "backend", "staged through the host"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TYPES = {
@@ -79,7 +79,7 @@ def wrong_values(
     return wrong
 
 
-@pytest.mark.parametrize("transport", [SHARED, EXCHANGE])
+@pytest.mark.parametrize("transport", [SHARED, EXCHANGE, STAGED])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_bits_equal_those_of_one_process(request, size, transport):
     pool = request.getfixturevalue(f"ranks{size}")
@@ -107,7 +107,7 @@ def large(size: int, transport: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND])
+@pytest.mark.parametrize("transport", [SHARED, EXCHANGE, BACKEND, STAGED])
 def test_64_mebibytes(ranks2, transport):
     assert ranks2.run(large, 2, transport) == [True, True]
 
@@ -137,7 +137,7 @@ def not_a_number(size: int, transport: str) -> list[list[bool]]:
     return [all_reduce(value.clone(), axis, op).isnan().tolist() for op in ("sum", "max", "min")]
 
 
-@pytest.mark.parametrize("transport", [SHARED, EXCHANGE])
+@pytest.mark.parametrize("transport", [SHARED, EXCHANGE, STAGED])
 def test_a_nan_of_one_rank_reaches_all(ranks2, transport):
     assert ranks2.run(not_a_number, 2, transport) == [[[True, False]] * 3] * 2
 

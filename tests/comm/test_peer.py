@@ -14,7 +14,7 @@ from weft.errors import CommError
 from weft.mesh import Axis, build_mesh
 from weft.spec.plan import Plan
 
-TRANSPORTS = ("shared memory", "gloo exchange", "backend")
+TRANSPORTS = ("shared memory", "gloo exchange", "backend", "staged through the host")
 
 
 def axis_of(size: int, transport: str = "") -> Axis:
@@ -58,7 +58,14 @@ def test_rows_reach_their_ranks(ranks2, ranks4, transport):
             assert pool.run(wrong_exchanges, len(counts), transport, counts, 5, dtype) == [[]] * len(counts)
 
 
-def messages(size: int) -> tuple[list[float], dict[str, tuple[int, int]]]:
+def messages(size: int, is_staged: bool) -> tuple[list[float], dict[str, tuple[int, int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_staged:
+            patch.setattr("weft.comm.peer._needs_host", lambda *_: True)
+        return exchanged(size)
+
+
+def exchanged(size: int) -> tuple[list[float], dict[str, tuple[int, int]]]:
     ledger = Ledger()
     axis = build_mesh(Plan(dp_replicate=size), record=ledger.record).data
     if axis.rank == 0:
@@ -73,8 +80,9 @@ def messages(size: int) -> tuple[list[float], dict[str, tuple[int, int]]]:
     }
 
 
-def test_messages_arrive_in_order_and_are_counted(ranks2):
-    first, second = ranks2.run(messages, 2)
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_messages_arrive_in_order_and_are_counted(ranks2, is_staged):
+    first, second = ranks2.run(messages, 2, is_staged)
     assert second[0] == [0.0, 1.0, 2.0, 3.0]
     assert first[1] == {"send": (4, 48)}
     assert second[1] == {"receive": (4, 48)}

@@ -5,6 +5,7 @@
 | all on one host (same boot, process namespace and user; x86-64 Linux) | CPU, gloo | shared memory |
 | otherwise | CPU, gloo | gloo exchange: gloo moves bytes, sums are made here |
 | any | CUDA (nccl), or CPU with another backend than gloo | the backend's own |
+| any | CUDA in a group of gloo, as for several ranks on one GPU | staged: copied to the host, which has a link as above |
 
 On the CPU a transport never changes a bit of a result. Figures and reasons: docs/adr.
 """
@@ -21,10 +22,11 @@ from weft.comm.links.backend import BackendLink, ExchangeLink
 from weft.comm.links.link import Link
 from weft.comm.links.segment import Segment, host_mark
 from weft.comm.links.shared import SharedLink
+from weft.comm.links.staged import StagedLink
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
 
-TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport)
+TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport, StagedLink.transport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,10 @@ class _Meeting:
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
     backend = group._get_backend(torch.device(device))
     asked = f"{transport} was asked for" if transport else ""
-    foreign = device != "cpu" or backend.name() != "gloo"
+    is_gloo = backend.name() == "gloo"
+    if transport == StagedLink.transport or (device != "cpu" and is_gloo and not transport):
+        return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo reaches no memory of {device}")
+    foreign = device != "cpu" or not is_gloo
     if transport == BackendLink.transport or (foreign and not transport):
         return BackendLink(group, axis.ranks, asked or f"{backend.name()} is the backend for {device}")
     if transport == ExchangeLink.transport:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import Pending, all_reduce
 from weft.comm.links.link import Operation, failed
+from weft.comm.meet import link_of
 from weft.errors import CommError
 from weft.mesh import Axis
 
@@ -108,8 +110,19 @@ def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor
 class Message:
     """A message under way between two ranks; `wait()` returns its tensor, and may be called again."""
 
-    def __init__(self, tensor: torch.Tensor, axis: Axis, what: str, peer: int, work: dist.Work | None, start: float):
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        axis: Axis,
+        what: str,
+        peer: int,
+        work: dist.Work | None,
+        start: float,
+        staged: torch.Tensor | None = None,
+    ):
+        # staged: where the backend reads or writes, if it cannot reach the tensor.
         self._tensor, self._axis, self._what, self._work = tensor, axis, what, work
+        self._staged = staged
         self._peer = axis.ranks[peer]
         self._seconds = time.perf_counter() - start
 
@@ -125,6 +138,9 @@ class Message:
             except RuntimeError as error:
                 nothing = torch.empty(0)
                 raise failed(Operation(self._what, self._axis.name, nothing, nothing), error) from error
+            if self._staged is not None and self._what == "receive":
+                self._tensor.detach().copy_(self._staged)
+            self._staged = None
             seconds = self._seconds + time.perf_counter() - start
             pulse.waiting = None
             pulse.moved += 1
@@ -145,16 +161,25 @@ def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Messa
     start = time.perf_counter()
     _check_peer("send", axis, to, tensor)
     tensor = tensor.detach()
-    work = dist.isend(tensor, dst=axis.ranks[to], group=axis.group, tag=tag)
-    return Message(tensor, axis, "send", to, work, start)
+    staged = tensor.cpu() if _needs_host(axis, tensor) else None
+    work = dist.isend(tensor if staged is None else staged, dst=axis.ranks[to], group=axis.group, tag=tag)
+    return Message(tensor, axis, "send", to, work, start, staged)
 
 
 def start_receive(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Message:
     """Begin to receive into a contiguous tensor from rank `source` of the axis."""
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
-    work = dist.irecv(out.detach(), src=axis.ranks[source], group=axis.group, tag=tag)
-    return Message(out, axis, "receive", source, work, start)
+    staged = torch.empty_like(out, device="cpu") if _needs_host(axis, out) else None
+    work = dist.irecv(out.detach() if staged is None else staged, src=axis.ranks[source], group=axis.group, tag=tag)
+    return Message(out, axis, "receive", source, work, start, staged)
+
+
+def _needs_host(axis: Axis, tensor: torch.Tensor) -> bool:
+    """Whether the group's backend cannot reach the tensor's device: gloo sends from host memory alone."""
+    if tensor.device.type == "cpu":
+        return False
+    return cast(dist.ProcessGroup, axis.group)._get_backend(tensor.device).name() == "gloo"
 
 
 def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:
@@ -184,6 +209,6 @@ def _counts(
 
 
 def _largest(send: Sequence[int], axis: Axis, device: torch.device) -> int:
-    if device.type != "cpu":
+    if link_of(axis, device).self_driven:
         return max(send)  # the backend needs no common bound
     return int(all_reduce(torch.tensor([max(send)]), axis, op="max"))
