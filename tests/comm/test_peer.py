@@ -62,10 +62,10 @@ def messages(size: int, is_staged: bool) -> tuple[list[float], dict[str, tuple[i
     with pytest.MonkeyPatch.context() as patch:
         if is_staged:
             patch.setattr("weft.comm.peer._needs_host", lambda *_: True)
-        return exchanged(size)
+        return sent_messages(size)
 
 
-def exchanged(size: int) -> tuple[list[float], dict[str, tuple[int, int]]]:
+def sent_messages(size: int) -> tuple[list[float], dict[str, tuple[int, int]]]:
     ledger = Ledger()
     axis = build_mesh(Plan(dp_replicate=size), record=ledger.record).data
     if axis.rank == 0:

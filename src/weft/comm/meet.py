@@ -5,7 +5,7 @@
 | all on one host (same boot, process namespace and user; x86-64 Linux) | CPU, gloo | shared memory |
 | otherwise | CPU, gloo | gloo exchange: gloo moves bytes, sums are made here |
 | any | CUDA (nccl), or CPU with another backend than gloo | the backend's own |
-| any | CUDA in a group of gloo, as for several ranks on one GPU | staged: copied to the host, which has a link as above |
+| any | CUDA in a group of gloo, as for several ranks on one GPU | staged: copied to the host, then as above |
 
 On the CPU a transport never changes a bit of a result. Figures and reasons: docs/adr.
 """
