@@ -76,7 +76,8 @@ class Coders:
 
     def forget(self) -> None:
         """Tensors lie otherwise from here: nothing is owed to anyone."""
-        self._coders.clear()
+        for coder in self._coders.values():  # which others hold
+            coder.load({})
 
     def states(self) -> dict[str, torch.Tensor]:
         """What this rank keeps, as `tensor/role/name`."""
