@@ -17,6 +17,7 @@ from weft.comm.meet import join
 from weft.comm.wire import Coder, Coders, find_wire
 from weft.errors import CommError, PlanError
 from weft.mesh import build_mesh
+from weft.parallel.placement.precision import Precision
 from weft.spec.plan import Plan
 from weft.spec.wires import WIRES, WireSpec, register, wire_spec
 from weft.testing.wire_oracle import WireOracle
@@ -150,6 +151,12 @@ def test_a_step_that_is_not_taken_leaves_what_is_owed_as_it_was():
     codes = [first.encode("summands", x) for _ in range(2)]
     _, state = second.encode(x, None)
     assert torch.equal(codes[1], second.encode(x, state)[0])
+
+
+def test_a_loss_scale_that_changes_is_refused_beside_a_wire_that_keeps_something():
+    assert Precision.of(Plan(precision="fp16", reduce="bf16")).wire.spec.name == "bf16"
+    with pytest.raises(PlanError, match=r"reduce=block8: it keeps what it rounded off .* Use precision=bf16"):
+        Precision.of(Plan(precision="fp16", reduce="block8"))
 
 
 def test_a_registered_wire_is_a_value_of_the_plan():

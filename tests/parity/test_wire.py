@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
+import weft
 from tests.comm.block8 import Block8
 from tests.parity.cases import LLAMA
 from weft.checkpoint import load_checkpoint, save_checkpoint
+from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.optim import clip_factor, global_norm
 from weft.parallel import data_parallel, parallelize
@@ -218,3 +222,27 @@ def test_a_loop_of_ones_own_may_use_it(ranks2):
         plain, wired = (ranks2.run(own_loop, stage + wire)[0] for wire in ("", WIRE))
         assert wired[0] == pytest.approx(plain[0], rel=2e-2), stage
         assert wired[1], stage
+
+
+def load_in_a_script(saved: str, plan: str, folder: str) -> list[str]:
+    """Save under one plan and load under another, with `weft.Run`: what it warns of."""
+    for text in (saved, plan):
+        run = weft.Run(Plan.parse(text), build_mesh(Plan.parse(text)), Ledger(), seed=0)
+        model = run.parallelize(CASE.model())
+        step = run.train_step(model, CASE.optimizer_of(model), CASE.loss, forward=CASE.forward)
+        if text == saved:
+            step(local_microbatches(CASE.batch(0), run.plan, run.mesh.data.rank))
+            run.save(folder, step=1, model=model, optimizer=step)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert run.load(folder, model=model, optimizer=step).step == 1
+    return [str(one.message) for one in seen if issubclass(one.category, weft.WeftWarning)]
+
+
+def test_a_script_is_warned_once(tmp_path, ranks2):
+    saved, plan = f"dp_shard=2 zero=2{WIRE}", "dp_shard=2 zero=2"
+    first, second = ranks2.run(load_in_a_script, saved, plan, str(tmp_path))
+    assert first == [
+        f"step_00000001: what reduce rounded off under '{saved}' is left out: this is '{plan}', and it starts with none"
+    ]
+    assert second == []

@@ -30,7 +30,7 @@ def test_bytes_of_each_row_are_those_of_its_wire():
     assert wire_bytes(columns, numel, 4.0).tolist() == [4000.0, 2000.0, 1064.0, 1064.0]
     assert wire_bytes(columns, numel, 2.0).tolist() == [2000.0, 2000.0, 1064.0, 1064.0]
     assert copy_bytes(columns, 4.0).tolist() == [0.0, 2.0, 1.0625, 1.0625]
-    assert state_bytes(columns).tolist() == [0.0, 0.0, 4.0, 0.0], "one rank sends nothing, and keeps nothing"
+    assert state_bytes(columns).tolist() == [0.0, 0.0, 8.0, 0.0], "one rank sends nothing, and keeps nothing"
     assert wire_spec("block8").num_bytes(1000) == 1064
 
 
@@ -43,7 +43,7 @@ def test_an_estimate_has_its_seconds_and_its_memory(zero):
     as_many = estimate(replace(JOB, stack=Stack(reduce_bytes=1 + 4 / 64)), CLUSTER, wide, tables)
     assert found.terms["dp_exposed"] == pytest.approx(as_many.terms["dp_exposed"], rel=1e-4)
     params = ModelSpec.named("llama3-8b").num_params
-    assert found.memory["gradients"] - exact.memory["gradients"] == pytest.approx(4.0 * params, rel=1e-3)
+    assert found.memory["gradients"] - exact.memory["gradients"] == pytest.approx(8.0 * params, rel=1e-3)
     assert found.step_s < exact.step_s
 
 

@@ -24,9 +24,9 @@ def copy_bytes(columns: Columns, own_bytes: float) -> Array:
 
 
 def state_bytes(columns: Columns) -> Array:
-    """Bytes per gradient that ranks which send them keep from step to step."""
+    """Bytes per gradient of what ranks that send them carry from step to step, the last step's beside the next."""
     sends = columns.dp_replicate * columns.dp_shard * columns.cp > 1
-    return np.where(sends, _of_rows(columns, lambda wire: wire.state_bytes), 0.0)
+    return np.where(sends, 2 * _of_rows(columns, lambda wire: wire.state_bytes), 0.0)
 
 
 def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
