@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,8 @@ class Axis:
     links: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False, compare=False)
     #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
     pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
+    #: Collectives under way that have a second stage to begin; one list, shared by all axes of a mesh.
+    staged: list[Any] = field(default_factory=list, repr=False, compare=False)
     #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
     operators: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 
@@ -82,6 +85,7 @@ class Mesh:
         self._record = record
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._links: dict[tuple[object, ...], object] = {}
+        self._staged: list[Any] = []
         self.pulse = Pulse()
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
@@ -147,6 +151,7 @@ class Mesh:
             group=self._group(ranks),
             record=self._record,
             links=self._links,
+            staged=self._staged,
             pulse=self.pulse,
         )
 

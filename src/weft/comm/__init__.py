@@ -1,7 +1,6 @@
 """The one door for communication: every collective names its axis and is counted."""
 
 from weft.comm.collectives import (
-    Pending,
     all_gather,
     all_reduce,
     barrier,
@@ -13,6 +12,7 @@ from weft.comm.collectives import (
 )
 from weft.comm.ledger import Ledger
 from weft.comm.meet import Choice, transports
+from weft.comm.pending import Pending
 
 __all__ = [
     "Choice",

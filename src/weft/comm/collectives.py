@@ -3,17 +3,21 @@
 All ranks of an axis start the same operations in the same order; waits may come in any order. Results are the same
 bits on every rank and in every run: on the CPU sums are made in order of rank, whatever carries the bytes, and a
 reduce_scatter gives this rank's slice of the all_reduce. Between `start_...` and `wait()` the tensors belong to comm.
+
+wire: what travels in place of the tensor's own values, with what it carries from step to step; None: those values. Over
+an axis of size 1 nothing is encoded. What a wire encodes is summed as `comm.wire.wire` says: where summands must be
+decoded, an all_reduce rounds the sums once more, and the reduce_scatter does not.
 """
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from weft.comm.links.link import Operation, finish
+from weft.comm.links.link import Operation
 from weft.comm.links.parts import Parts
-from weft.comm.meet import link_of, links_of
+from weft.comm.pending import Pending
+from weft.comm.wire.coded import gather_coded, sum_coded
+from weft.comm.wire.coder import Coder
 from weft.errors import CommError
 from weft.mesh import Axis
 
@@ -29,71 +33,13 @@ _COMBINED = {
 }
 
 
-class Pending:
-    """A collective under way; `wait()` returns its tensor, and may be called again.
-
-    into: where the result belongs, in another format than it travelled in; it is copied there at the end.
-    """
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        axis: Axis | None = None,
-        operation: Operation | None = None,
-        into: torch.Tensor | None = None,
-    ):
-        self._tensor = tensor
-        self._into = into
-        self._axis = axis
-        self._operation = operation
-        self._seconds = 0.0
-        if axis is not None and operation is not None:
-            start = time.perf_counter()
-            link_of(axis, operation.out.device).start(operation)
-            self._seconds = time.perf_counter() - start
-
-    def wait(self) -> torch.Tensor:
-        """The result. Raises CommError, naming axis and operation, when a rank is gone or late beyond the timeout."""
-        axis, operation = self._axis, self._operation
-        if axis is not None and operation is not None:
-            pulse = axis.pulse
-            pulse.waiting = self
-            start = time.perf_counter()
-            finish(operation, link_of(axis, operation.out.device), links_of(axis))
-            seconds = self._seconds + time.perf_counter() - start
-            pulse.waiting = None
-            pulse.moved += 1
-            self._axis = self._operation = None
-            axis.record(axis.name, operation.kind, max(operation.source.nbytes, operation.out.nbytes), seconds)
-            if self._into is not None:
-                self._into.detach().copy_(self._tensor.view_as(self._into))
-                self._tensor, self._into = self._into, None
-        return self._tensor
-
-    def where(self) -> tuple[str, tuple[int, ...]]:
-        """The collective in words and the global ranks of its axis; empty once it is over."""
-        axis, operation = self._axis, self._operation
-        return (str(operation), axis.ranks) if axis is not None and operation is not None else ("", ())
-
-    def late(self) -> tuple[int, ...]:
-        """Global ranks that hold it up, where the transport knows."""
-        axis, operation = self._axis, self._operation
-        if axis is None or operation is None:
-            return ()
-        return link_of(axis, operation.out.device).late()
-
-
-def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Combine `tensor` over the axis, in place. op: "sum", "max" or "min". Returns the tensor.
-
-    dtype: the format to travel in, such as bfloat16 for gradients in float32: each rank's tensor is rounded to it, and
-    the result once more; sums of it are made in float32 on the CPU. Over an axis of size 1 nothing is rounded.
-    """
-    return start_all_reduce(tensor, axis, op, dtype=dtype).wait()
+def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wire: Coder | None = None) -> torch.Tensor:
+    """Combine `tensor` over the axis, in place. op: "sum", "max" or "min". Returns the tensor."""
+    return start_all_reduce(tensor, axis, op, wire=wire).wait()
 
 
 def start_all_reduce(
-    tensor: torch.Tensor, axis: Axis, op: str = "sum", parts: Parts | None = None, dtype: torch.dtype | None = None
+    tensor: torch.Tensor, axis: Axis, op: str = "sum", parts: Parts | None = None, wire: Coder | None = None
 ) -> Pending:
     """Begin `all_reduce`; the tensor must not be touched before `wait()` of what this returns.
 
@@ -103,23 +49,30 @@ def start_all_reduce(
         return Pending(tensor if parts is None else parts.copy_to(tensor))
     name = f"all_reduce over {axis.name}"
     flat = _flat(name, "tensor", tensor)
-    if (rounded := _rounded(tensor if parts is None else parts, dtype)) is not None:
+    what = tensor if parts is None else parts
+    if (coder := _decoding(what, wire)) is not None:
+        return sum_coded(name, what, axis, tensor, op, coder, whole=True)
+    if (rounded := _rounded(what, wire)) is not None:
         _check_op(name, rounded, op)
         return Pending(rounded, axis, Operation("all_reduce", axis.name, rounded, rounded, op), into=tensor)
     _check_op(name, tensor, op)
     return Pending(tensor, axis, Operation("all_reduce", axis.name, flat if parts is None else parts, flat, op))
 
 
-def all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> torch.Tensor:
+def all_gather(
+    shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, wire: Coder | None = None
+) -> torch.Tensor:
     """All ranks' shards one after another, in order of the axis, flat (size * numel), or in `out` of any shape.
 
     All shards have the same number of elements. `shard` may be this rank's part of `out`: then it is not copied.
     Over an axis of size 1 without `out`: the shard itself, flat.
     """
-    return start_all_gather(shard, axis, out).wait()
+    return start_all_gather(shard, axis, out, wire).wait()
 
 
-def start_all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> Pending:
+def start_all_gather(
+    shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, wire: Coder | None = None
+) -> Pending:
     """Begin `all_gather`; neither shard nor out must be touched before `wait()` of what this returns."""
     name = f"all_gather over {axis.name}"
     _check_out(name, shard, out, shard.numel() * axis.size, f"{axis.size} shards of {shard.numel()} elements")
@@ -130,6 +83,8 @@ def start_all_gather(shard: torch.Tensor, axis: Axis, out: torch.Tensor | None =
         out = torch.empty(axis.size * shard.numel(), dtype=shard.dtype, device=shard.device)
     flat = _flat(name, "out", out)
     _check_overlap(name, whole=flat, part=source, offset=axis.rank * source.numel())
+    if wire is not None and not wire.wire.spec.exact:
+        return gather_coded(source, axis, out, wire)
     return Pending(out, axis, Operation("all_gather", axis.name, source, flat))
 
 
@@ -138,18 +93,17 @@ def reduce_scatter(
     axis: Axis,
     out: torch.Tensor | None = None,
     op: str = "sum",
-    dtype: torch.dtype | None = None,
+    wire: Coder | None = None,
 ) -> torch.Tensor:
     """Combine `flat` over the axis; this rank gets its 1/size slice: flat (numel / size), or in `out` of any shape.
 
     `out` may be this rank's slice of `flat` itself; the rest of `flat` is left as it was. Over an axis of size 1
-    without `out`: the tensor itself, flat. dtype: the format to travel in, as for `all_reduce`. Raises CommError where
-    numel is not a multiple of the axis's size.
+    without `out`: the tensor itself, flat. Raises CommError where numel is not a multiple of the axis's size.
     """
-    return start_reduce_scatter(flat, axis, out, op, dtype).wait()
+    return start_reduce_scatter(flat, axis, out, op, wire).wait()
 
 
-def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, dtype: torch.dtype | None = None) -> Pending:
+def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | None = None) -> Pending:
     """Begin `reduce_scatter` (sum) of a flat tensor that lies in parts, into `out` of this rank's share of elements."""
     name = f"reduce_scatter over {axis.name}"
     if axis.size == 1:
@@ -159,7 +113,9 @@ def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, dtype: torch
             f"{name}: out holds {out.numel()} {_kind(out)}, and {axis.size} ranks divide {parts.numel()} elements. "
             f"Pass an out of {parts.numel() // axis.size} elements of the parts' type."
         )
-    if (rounded := _rounded(parts, dtype)) is not None:
+    if (coder := _decoding(parts, wire)) is not None:
+        return sum_coded(name, parts, axis, out, "sum", coder, whole=False)
+    if (rounded := _rounded(parts, wire)) is not None:
         return _scatter_rounded(name, rounded, axis, out, "sum")
     _check_op(name, out, "sum")
     return Pending(out, axis, Operation("reduce_scatter", axis.name, parts, _flat(name, "out", out)))
@@ -170,7 +126,7 @@ def start_reduce_scatter(
     axis: Axis,
     out: torch.Tensor | None = None,
     op: str = "sum",
-    dtype: torch.dtype | None = None,
+    wire: Coder | None = None,
 ) -> Pending:
     """Begin `reduce_scatter`; neither flat nor out must be touched before `wait()` of what this returns."""
     name = f"reduce_scatter over {axis.name}"
@@ -186,7 +142,9 @@ def start_reduce_scatter(
     if out is None:
         out = torch.empty(numel, dtype=flat.dtype, device=flat.device)
     part = _flat(name, "out", out)
-    if (rounded := _rounded(flat, dtype)) is not None:
+    if (coder := _decoding(flat, wire)) is not None:
+        return sum_coded(name, flat, axis, out, op, coder, whole=False)
+    if (rounded := _rounded(flat, wire)) is not None:
         return _scatter_rounded(name, rounded, axis, out, op)
     _check_op(name, flat, op)
     source = flat.detach().reshape(-1)  # copies where it is not contiguous
@@ -211,8 +169,14 @@ def barrier(axis: Axis) -> None:
         Pending(nothing, axis, Operation("barrier", axis.name, nothing, nothing)).wait()
 
 
-def _rounded(what: torch.Tensor | Parts, dtype: torch.dtype | None) -> torch.Tensor | None:
-    """A flat copy in the format to travel in; None where that is its own."""
+def _decoding(what: torch.Tensor | Parts, wire: Coder | None) -> Coder | None:
+    """The wire where its summands must be decoded before they are added."""
+    return None if wire is None or wire.wire.added_in(what.dtype) is not None else wire
+
+
+def _rounded(what: torch.Tensor | Parts, wire: Coder | None) -> torch.Tensor | None:
+    """A flat copy in the format that the wire's values are added in; None where that is its own."""
+    dtype = None if wire is None else wire.wire.added_in(what.dtype)
     if dtype is None or dtype == what.dtype:
         return None
     flat = torch.empty(what.numel(), dtype=dtype, device=what.device)

@@ -13,9 +13,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from weft.comm.collectives import Pending, all_reduce
+from weft.comm.collectives import all_reduce
 from weft.comm.links.link import Operation, failed
 from weft.comm.meet import link_of
+from weft.comm.pending import Pending
 from weft.errors import CommError
 from weft.mesh import Axis
 

@@ -27,6 +27,7 @@ from weft.parallel.pipeline.chain import find_chain
 from weft.parallel.placement.precision import Precision, cast_inputs, formats
 from weft.parallel.tensor.cut_tensors import check_layout
 from weft.spec.layout import Layout
+from weft.spec.plan import Plan
 from weft.spec.traced import Limit, TracedModel
 
 #: Tokens of the shortest sequence that is traced; the longest has three times as many.
@@ -144,7 +145,7 @@ def _to_meta(leaf: Any) -> Any:
 
 def _halve(model: nn.Module) -> None:
     """The formats that a run in bf16 has."""
-    precision = Precision(torch.bfloat16, torch.float32, torch.float32)
+    precision = Precision.of(Plan(precision="bf16"))
     for param, dtype in formats(model, precision).items():
         param.data = param.data.to(dtype)
     cast_inputs(model, precision)

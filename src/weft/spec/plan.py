@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -25,13 +25,14 @@ from weft.spec.plan_values import (
     shown,
     split_counts,
 )
+from weft.spec.wires import WIRES
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
-#: Formats in which gradients travel between ranks; "fp32" is that of the master weights.
-REDUCES = ("fp32", "bf16")
+#: What gradients travel as between ranks; under "fp32" as they are.
+REDUCES = WIRES
 RECOMPUTES = ("none", "full", "attention", "selective")
 OFFLOADS = ("optimizer", "params", "activations")
 #: When zero=3 lets gathered parameters go: from the least memory to the least communication.
@@ -39,7 +40,7 @@ RESHARDS = ("after_forward", "after_backward", "after_step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
 
 #: Fields that are one of a few words.
-CHOICES: Mapping[str, tuple[str, ...]] = {
+CHOICES: Mapping[str, Sequence[str]] = {
     "reshard": RESHARDS,
     "cp_mode": CP_MODES,
     "schedule": SCHEDULES,
@@ -72,8 +73,8 @@ class Plan:
     split: how many of the model's blocks each stage takes, in order ("3+4+4+3"); empty: stages of equal work.
     accumulation: forward-backward passes per optimizer step when there is no pipeline.
     precision: of forward and backward; master weights and optimizer states stay fp32 (fp64 under "fp64").
-    reduce: the format in which gradients travel between ranks: "fp32" (fp64 under "fp64") or "bf16", half the bytes.
-        They are rounded for the collective alone, and accumulated and applied in fp32.
+    reduce: the wire (`weft.spec.wires`) that gradients travel as between ranks: "fp32" (fp64 under "fp64") or "bf16",
+        half the bytes. They are rounded for the collective alone, and accumulated and applied in fp32.
     recompute: "none", "full", "attention", "selective", each also for the first blocks of a rank alone ("full:8"), or
         a budget for saved activations ("12GiB", "50%").
     offload: what lives on the host: any of optimizer, params, activations, each whole or with a share of it

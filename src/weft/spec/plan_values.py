@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import cast
 
@@ -28,7 +29,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def choice(name: str, value: object, known: tuple[str, ...]) -> str:
+def choice(name: str, value: object, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
         hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
         rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"

@@ -32,7 +32,7 @@ from weft.spec.config import RunConfig
 from weft.train.folder import RunFolder
 from weft.train.progress import Progress
 from weft.train.rates import rate_change, rate_state
-from weft.train.state import capture, restore
+from weft.train.state import capture, restore, saved_groups
 from weft.train.step import TrainStep
 from weft.train.together import on_first
 
@@ -72,11 +72,10 @@ class Keeper:
             return Progress(), notes
         with self._mesh.pulse.doing("reads a checkpoint"):
             checkpoint = load_checkpoint(self._folder.checkpoint(step))
-        groups = {group: checkpoint.tensors(group) for group in ("model", "optimizer")}
-        restore(self._model, self._step.optimizer, groups)
+        left_out = restore(self._model, self._step.optimizer, saved_groups(checkpoint))
         self._step.loss_scale.restore(checkpoint.state["loss_scale"])
         notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
-        notes += rate_change(self._config, step, checkpoint.state.get("rate"))
+        notes += left_out + rate_change(self._config, step, checkpoint.state.get("rate"))
         self._resumed = step
         return Progress(**checkpoint.state["progress"]), notes
 

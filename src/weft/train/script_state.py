@@ -6,6 +6,7 @@ the rest as JSON.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
 from weft.checkpoint.folders import folder_name
 from weft.checkpoint.load import Checkpoint
-from weft.errors import CheckpointError, ModelError
+from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.parallel import data_parallel
 from weft.parallel.dropout import drops_of
@@ -28,7 +29,7 @@ from weft.train.export import write_pretrained
 from weft.train.forward import call_model
 from weft.train.loss_check import LossFn
 from weft.train.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
-from weft.train.state import capture, capture_model, restore
+from weft.train.state import capture, capture_model, restore, saved_groups
 from weft.train.step import ForwardFn, TrainStep
 from weft.train.together import on_each, on_first
 
@@ -129,7 +130,9 @@ class ScriptState:
         state = checkpoint.state
         if ema is not None:
             ema.restore(checkpoint.tensors("ema"), int(state["ema"]["num_updates"]))
-        restore(model, torch_optimizer, {group: checkpoint.tensors(group) for group in ("model", "optimizer")})
+        left_out = restore(model, torch_optimizer, saved_groups(checkpoint))
+        for line in left_out if self.mesh.rank == 0 else ():
+            warnings.warn(f"{path.name}: {line}", WeftWarning, stacklevel=2)
         if "settings" in state:
             restore_settings(torch_optimizer, state["settings"])
         if isinstance(optimizer, TrainStep) and state.get("loss_scale"):

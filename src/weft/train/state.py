@@ -1,7 +1,8 @@
 """What a checkpoint holds of model and optimizer: whole tensors by name, independent of the plan.
 
 Weights are the masters, in the format in which they are trained. Shared weights appear once, under their first name.
-An optimizer state of parameter `p` is named `p/state`.
+An optimizer state of parameter `p` is named `p/state`. A third group, "wire", is there where gradients travel as a wire
+that carries something from step to step: it fits the plan that made it, and no other.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.checkpoint.load import Checkpoint
 from weft.errors import CheckpointError
 from weft.models import build_decoder
 from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel
 from weft.parallel.placement.state_guard import pieces_allowed
+from weft.parallel.zero.wire_states import gather_carried, load_carried
 from weft.spec.config import OptimizerSection
 from weft.spec.decoder import DecoderSpec
 
@@ -25,14 +28,22 @@ from weft.spec.decoder import DecoderSpec
 def capture(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors of a parallelized model and its optimizer in two groups, "model" and "optimizer".
+    """Tensors of a parallelized model and its optimizer in groups: "model", "optimizer", and "wire" where it has any.
 
     All ranks call it: what is sharded is gathered piece by piece. keep: whether this rank is the one that writes;
     the others get nothing back and hold no more than one piece at a time. Tensors may be the live ones: write them
     before the next step.
     """
-    tensors = capture_model(model, keep=keep)
-    return {"model": tensors, "optimizer": held(data_parallel(model).states(optimizer), keep)}
+    tensors, engine = capture_model(model, keep=keep), data_parallel(model)
+    groups = {"model": tensors, "optimizer": held(engine.states(optimizer), keep)}
+    carried = held(gather_carried(engine), keep)
+    return {**groups, "wire": carried} if carried else groups
+
+
+def saved_groups(checkpoint: Checkpoint) -> dict[str, Mapping[str, torch.Tensor]]:
+    """The groups of a checkpoint that `restore` takes. CheckpointError where it has no model or optimizer."""
+    wire = [group for group in checkpoint.groups if group == "wire"]
+    return {group: checkpoint.tensors(group) for group in ("model", "optimizer", *wire)}
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -78,8 +89,11 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
 
 def restore(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]
-) -> None:
-    """Give a parallelized model and its optimizer what `capture` gave under any plan. All ranks call it."""
+) -> list[str]:
+    """Give a parallelized model and its optimizer what `capture` gave under any plan. All ranks call it.
+
+    Returns lines that say what is left out because it fits another plan only.
+    """
     engine = data_parallel(model)
     own, saved, axes = model_tensors(model), groups["model"], engine.axes
     shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
@@ -94,6 +108,7 @@ def restore(
             if name not in taken:
                 tensor.copy_(saved[name])
     engine.load_states(optimizer, groups["optimizer"])
+    return load_carried(engine, groups.get("wire", {}))
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

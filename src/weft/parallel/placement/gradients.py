@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.comm.wire import Coders
 from weft.errors import ModelError
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.placement.original import Original
@@ -42,9 +43,11 @@ class DataParallel(Protocol):
 
     axes: where the parts lie that this rank holds, and over whom gradients add up. Whole tensors are those of the model
     on one process: parts that techniques cut are joined, those of other stages of a pipeline come too.
+    coders: what travels in place of gradients, and what this rank carries of it from step to step.
     """
 
     axes: AxisMap
+    coders: Coders
 
     def begin_step(self) -> None:
         """Gradients are zero from here. A previous step need not have come to its end."""

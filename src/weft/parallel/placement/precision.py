@@ -2,8 +2,8 @@
 
 One policy for every stage. Weights of forward and backward are in the compute format, so that activations, gathers
 and memory are too. Master weights, gradients and optimizer states are fp32 (fp64 under "fp64"), and the masters start
-from the weights as they were before rounding. Gradients travel between ranks in that format too, or in bf16 where the
-plan says so: rounded for the collective alone. Batch norms stay in the master format: their running
+from the weights as they were before rounding. Gradients travel between ranks in that format too, or as the wire that
+the plan's `reduce` names: encoded for the collective alone. Batch norms stay in the master format: their running
 statistics move by less than a step of bf16. Buffers keep their format under bf16 and fp16.
 """
 
@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from weft.comm.wire import Wire, find_wire
+from weft.errors import PlanError
 from weft.spec.plan import Plan
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -27,19 +29,25 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 class Precision:
     """compute: of weights in forward and backward, and of activations. master: of all that is added up or kept.
 
-    reduce: of gradients on their way between ranks.
+    wire: what travels in place of gradients between ranks.
     """
 
     compute: torch.dtype
     master: torch.dtype
-    reduce: torch.dtype
+    wire: Wire
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
-        """The formats that the plan's `precision` and `reduce` stand for."""
+        """The formats that the plan's `precision` and `reduce` stand for. PlanError where they do not go together."""
         compute = _COMPUTE[plan.precision]
         master = torch.float64 if compute == torch.float64 else torch.float32
-        return cls(compute, master, torch.bfloat16 if plan.reduce == "bf16" else master)
+        wire = find_wire(plan.reduce)
+        if wire.spec.state_bytes and compute == torch.float16:
+            raise PlanError(
+                f"reduce={plan.reduce}: it keeps what it rounded off for the next step, and the loss scale of "
+                f"precision=fp16 changes in between. Use precision=bf16, or reduce=bf16."
+            )
+        return cls(compute, master, wire)
 
     @property
     def scales_loss(self) -> bool:
@@ -53,8 +61,8 @@ class Precision:
 
     def __str__(self) -> str:
         short = {value: key for key, value in _COMPUTE.items()}
-        narrow = self.reduce != self.master
-        apart = f", gradients travel in {short[self.reduce]}" if narrow else ""
+        narrow = not self.wire.spec.exact
+        apart = f", gradients travel in {self.wire.spec.name}" if narrow else ""
         if not self.is_mixed:
             return f"all {short[self.compute]}{apart}"
         kept = (

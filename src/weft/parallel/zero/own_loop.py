@@ -174,8 +174,9 @@ class OwnLoop:
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]
         axes = [bucket.over.over for bucket in buckets]
-        travels = engine.precision.reduce
-        for pending in [start_all_reduce(flat, axis, dtype=travels) for flat, axis in zip(flats, axes, strict=True)]:
+        wires = [engine.reducer.coder(bucket, "own") for bucket in buckets]
+        travelling = zip(flats, axes, wires, strict=True)
+        for pending in [start_all_reduce(flat, axis, wire=wire) for flat, axis, wire in travelling]:
             pending.wait()
         if flats:
             torch._foreach_mul_(flats, [1.0 / axis.size for axis in axes])

@@ -15,8 +15,9 @@ from weft.planner.cost.overlap import Shares
 from weft.planner.cost.pipeline_cost import Stages, in_flight
 from weft.planner.cost.tables import Tables
 from weft.planner.cost.traced_cost import TracedShape, end_params, end_saved_bytes, layer_params, saved_bytes
+from weft.planner.cost.wire_cost import copy_bytes, state_bytes
 from weft.planner.space.columns import PRECISIONS, Columns, Job
-from weft.spec.plan import RECOMPUTES, REDUCES, RESHARDS
+from weft.spec.plan import RECOMPUTES, RESHARDS
 
 Array = NDArray[np.float64]
 
@@ -216,7 +217,7 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
     expert_group = np.maximum(1.0, group * (t if stack.fold_experts else 1.0) / e)
-    parameters, gradients, optimizer = (np.zeros(len(columns)) for _ in range(3))
+    parameters, gradients, optimizer, carried = (np.zeros(len(columns)) for _ in range(4))
     full32 = columns.precision == PRECISIONS.index("fp32")
     weight = np.where(full32, 4.0, stack.weight_bytes)
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
@@ -225,6 +226,7 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     for count, size in parts[: 2 if job.shape.moe_layers else 1]:
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
         gradients += count * stack.grad_bytes / np.where(_whole_gradients(job, columns), 1.0, size)
+        carried += count * state_bytes(columns)
         kept = np.where((zero == 3) & ~full32, main - master, main)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
@@ -232,7 +234,7 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     return {
         "reserve": np.where(gone, gradients, 0.0),
         "parameters": parameters * (1 - columns.offload_params),
-        "gradients": np.where(gone, 0.0, gradients),
+        "gradients": np.where(gone, 0.0, gradients) + carried,
         "optimizer": optimizer * (1 - columns.offload_optimizer),
     }
 
@@ -259,7 +261,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     every = shares.dense + shares.experts + shares.ends
     held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
     gathered = np.where(zero == 3, stack.gather_bytes * held, np.where(zero > 0, stack.bucket_bytes, 0.0))
-    travels = stack.reduce_bytes + np.where(columns.reduce == REDUCES.index("bf16"), 2.0, 0.0)  # a rounded copy
+    travels = stack.reduce_bytes + copy_bytes(columns, stack.reduce_bytes)
     flat = np.where(zero == 2, travels * unit, 0.0)
     if stack.travel_once:
         leaving = np.minimum(_BUCKETS_BYTES / stack.reduce_bytes + shares.ends, every) * travels

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from weft.planner.cost.collective_cost import Fabric
 from weft.planner.cost.tables import Tables
+from weft.planner.cost.wire_cost import wire_bytes
 from weft.planner.space.columns import Columns, Job
-from weft.spec.plan import REDUCES
 
 Array = NDArray[np.float64]
 
@@ -82,7 +82,6 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
     gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
     apart = columns.stride("dp_replicate")
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
-    reduce_bytes = np.where(columns.reduce == REDUCES.index("bf16"), 2.0, stack.reduce_bytes)
     for params, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
         buckets = (
@@ -90,11 +89,10 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
         )
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
         piece = params / pieces
+        travelling = wire_bytes(columns, piece, stack.reduce_bytes)
         ring = np.where(columns.zero == 0, 2.0, 1.0)
-        reduced = pieces * fabric.ring_s("reduce_scatter", piece * reduce_bytes, group, stride) * ring
-        across = fabric.ring_s(
-            "all_reduce", piece * reduce_bytes / np.where(columns.zero == 0, 1.0, group), replicas, apart
-        )
+        reduced = pieces * fabric.ring_s("reduce_scatter", travelling, group, stride) * ring
+        across = fabric.ring_s("all_reduce", travelling / np.where(columns.zero == 0, 1.0, group), replicas, apart)
         reduces += np.where(params > 0, reduced + pieces * across, 0.0)
         gathered = pieces * fabric.ring_s("all_gather", piece * gather_bytes, group, stride)
         gathers += np.where((params > 0) & (columns.zero > 0), gathered, 0.0)

@@ -86,8 +86,9 @@ class FlatModel:
         stage = mesh.plan.zero if shards else 0
         each = each_microbatch and stage == 2
         self.reducer = Reducer(
-            self._slots, self.axes, stage, mesh.device, self.own_loop.note, each, self.precision.reduce
+            self._slots, self.axes, stage, mesh.device, self.own_loop.note, self.precision.wire, each
         )
+        self.coders = self.reducer.coders
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
         if self.precision.is_mixed or self._on_host:
@@ -151,6 +152,7 @@ class FlatModel:
         for slot, piece in self._pieces():
             if _bucket(slot).host is not None:
                 piece.grad = None  # its memory served to bring the weights
+        self.coders.commit()
         self.leave_step()
 
     def leave_step(self) -> None:
@@ -335,6 +337,7 @@ class FlatModel:
         for bucket in self.reducer.buckets:
             if bucket.host is not None:
                 bucket.host.release()
+        self.coders.forget()
         self._make_buckets(whole, lambda slot: weights[slot.name], settle=False)
         for slot, grad in grads.items():
             slot.grad, slot.param.grad = None, grad

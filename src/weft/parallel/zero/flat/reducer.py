@@ -17,6 +17,7 @@ from torch import nn
 
 from weft.comm import all_gather, all_reduce
 from weft.comm.collectives import start_all_reduce, start_reduce_parts, start_reduce_scatter
+from weft.comm.wire import Coder, Coders, Wire
 from weft.errors import CommError
 from weft.memory.link import Waitable
 from weft.parallel.placement.axes import AxisMap
@@ -25,6 +26,8 @@ from weft.parallel.zero.flat.buckets import Bucket, Slot
 #: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at
 #: stage 2, and where they lie in autograd's hands. The next gradients then find that memory, still in the caches.
 MOST_UNDER_WAY = 2
+#: The ways of a bucket's gradients: to the ranks that divide it, over those with equal parts, and in a user's own loop.
+_WAYS = ("shard", "replicas", "own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Reducer:
     """Reduces the gradients of one step, bucket by bucket.
 
     stage: 2 drops a bucket's whole gradient as soon as it was reduced. each: reduce after each microbatch, not only
-    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches. travels: the
-    format in which gradients travel between ranks.
+    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches. wire: what travels
+    in place of gradients; `coders` keep what it carries from step to step.
     """
 
     def __init__(
@@ -50,15 +53,15 @@ class Reducer:
         stage: int,
         device: torch.device,
         note: Callable[[Bucket], None],
+        wire: Wire,
         each: bool = False,
-        travels: torch.dtype | None = None,
     ):
         self.buckets: list[Bucket] = []
         self._slots = slots
         self._axes = axes
         self._stage = stage
         self._each = each
-        self._travels = travels
+        self.coders = Coders(wire)
         self._note = note
         self._pass: str | None = None  # "inner" or "last" inside a microbatch
         self._has_seen_backward = False
@@ -110,7 +113,9 @@ class Reducer:
         """All gradients are sums, `totals` too."""
         self._reduce_rest()
         divided = [bucket for bucket in self.buckets if bucket.num_shards > 1]
-        sums = [start_all_reduce(shard_of(one), one.over.replicate, dtype=self._travels) for one in divided]
+        sums = [
+            start_all_reduce(shard_of(one), one.over.replicate, wire=self.coder(one, "replicas")) for one in divided
+        ]
         for pending in sums:
             pending.wait()
         self.send()
@@ -166,10 +171,18 @@ class Reducer:
         for slot in slots:
             slot.param.grad = None
         for bucket in self.buckets:
-            if bucket.grads is not None and all(slot.param.grad is None for slot in bucket.slots):
+            if any(slot.param.grad is not None for slot in bucket.slots):
+                continue
+            for way in _WAYS:
+                self.coder(bucket, way).discard()
+            if bucket.grads is not None:
                 bucket.collected = False
                 if self._stage == 2:
                     bucket.drop_grads()
+
+    def coder(self, bucket: Bucket, way: str) -> Coder:
+        """The wire for one of the ways that a bucket's gradients go, and what it carries there."""
+        return self.coders[f"{bucket.slots[0].name} {way}"]
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
@@ -241,10 +254,10 @@ class Reducer:
             self._make_way()
         out = bucket.shard if add is None else add
         if parts is not None:
-            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out, self._travels)
+            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out, self.coder(bucket, "shard"))
         else:
             assert flat is not None
-            pending = start_reduce_scatter(flat, bucket.over.shard, out=out, dtype=self._travels)
+            pending = start_reduce_scatter(flat, bucket.over.shard, out=out, wire=self.coder(bucket, "shard"))
         if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
         self._under_way[bucket.index] = _UnderWay(pending, add)
@@ -259,7 +272,7 @@ class Reducer:
                 self._make_way()
                 for slot in bucket.slots:
                     slot.param.grad = None
-            pending = start_all_reduce(flat, bucket.over.replicate, parts=parts, dtype=self._travels)
+            pending = start_all_reduce(flat, bucket.over.replicate, parts=parts, wire=self.coder(bucket, "replicas"))
             self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:

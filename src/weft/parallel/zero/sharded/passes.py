@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.collectives import Pending, start_all_reduce
+from weft.comm.wire import Coders
 from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.zero.own_loop import find_optimizers
@@ -39,15 +40,15 @@ class ReplicaSum:
 
     Called by fully_shard with the flat sum over the shard axis, before it becomes the gradients of `params` (views, or
     an addition where they have gradients). Over the replicas only the last microbatch's call communicates.
-    dtype: the format in which they travel.
+    coders: what travels in place of them.
     """
 
-    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, dtype: torch.dtype):
+    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, coders: Coders):
         self._unit = unit
         self._params = params
         self._axis = axis
         self._order = order
-        self._dtype = dtype
+        self._wire = coders[f"unit {unit} replicas"]
         self._kept: torch.Tensor | None = None
         self._pending: Pending | None = None
         #: False in the passes of a step before the last one.
@@ -74,7 +75,7 @@ class ReplicaSum:
         # A unit that is reduced twice in a step is added to at once, so the first sum must be complete then.
         again = self._pending is not None
         self.wait()
-        pending = start_all_reduce(sums, self._axis, dtype=self._dtype)
+        pending = start_all_reduce(sums, self._axis, wire=self._wire)
         if self.may_overlap and not again:
             self._pending = pending
         else:

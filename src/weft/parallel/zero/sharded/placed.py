@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.comm import all_reduce, broadcast
+from weft.comm.wire import Coders
 from weft.errors import ModelError
 from weft.mesh import Axis, join_group
 from weft.optim import global_norm
@@ -96,6 +97,7 @@ class PartialSums:
     def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
         self._axes = axes
         self._precision = precision
+        self.coders = Coders(precision.wire)
         self._device = device
 
     @torch.no_grad()
@@ -107,7 +109,7 @@ class PartialSums:
                 groups.setdefault(axis.ranks, (axis, []))[1].append(grad)
         for axis, parts in groups.values():
             flat = torch.cat([part.reshape(-1).to(self._device, self._precision.master) for part in parts])
-            all_reduce(flat, axis, dtype=self._precision.reduce)
+            all_reduce(flat, axis, wire=self.coders[f"partial {axis.name}"])
             for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
                 part.copy_(total.view_as(part))
 

@@ -1,7 +1,6 @@
 """zero=3: parameters, gradients and optimizer states sharded, on PyTorch's fully_shard (FSDP2).
 
-What is Weft's own: the units (`units.py`), the collectives (`zero3_comm.py`), gradients that are sums and travel as the
-plan's `reshard` says, sums over replicas (`zero3_hooks.py`), whole tensors by name (`zero3_shards.py`).
+Weft's own: units, collectives (`unit_traffic.py`), gradients that are sums, also over replicas (`passes.py`).
 
 `reshard` says when gathered parameters are let go. In a step of A microbatches:
 
@@ -92,17 +91,17 @@ class FullyShardedModel:
         self._buffers = settle(model, chosen, self.precision, axes)
         self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
         originals = dict(model.named_parameters())
-        self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
+        kinds = self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
         self._shapes = {name: param.shape for name, param in originals.items()}
         self._partial = PartialSums(axes, self.precision, mesh.device)
+        self.coders = self._partial.coders
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         materialise.make(self.plain.values())
         members, on_host = shard_units(
             self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise
         )
-        self.shards = find_shards(model, list(originals), lambda name: self._kinds[name].shard)
-        kinds = self._kinds
+        self.shards = find_shards(model, list(originals), lambda name: kinds[name].shard)
         self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
         names = choose_hosted(self.shards, on_host, plan)
         self._hosted = HostedShards(host, self.shards, names) if host is not None and names else None
@@ -119,7 +118,7 @@ class FullyShardedModel:
 
     def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
         """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
-        names, calls, travels = [*map(str, self.units), *self.plain], Calls(), self.precision.reduce
+        names, calls = [*map(str, self.units), *self.plain], Calls()
         axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
         orders = {axis.ranks: Order(axis, names) for axis in axes}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
@@ -128,12 +127,12 @@ class FullyShardedModel:
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
-            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks], travels))
+            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks], self.coders))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
-                order = orders[self._replicas.ranks]
-                self._sums.append(ReplicaSum(index, members[index], self._replicas, order, travels))
+                over = self._replicas
+                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], self.coders))
                 module.set_all_reduce_hook(self._sums[-1])
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]
@@ -172,6 +171,7 @@ class FullyShardedModel:
             shard.param.grad = None
         for replica_sum in self._sums:
             replica_sum.clear()
+        self.coders.discard()
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -257,6 +257,7 @@ class FullyShardedModel:
         """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""
         for buffer, axis in self._moving:
             broadcast(buffer, axis)
+        self.coders.commit()
         self.in_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -385,7 +386,6 @@ class FullyShardedModel:
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
         """A forward pass that no train step drives may be one of a user's own loop."""
-        del module, args
         if not self._in_microbatch and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.in_step = False
             self._is_partial = True
@@ -397,4 +397,4 @@ class FullyShardedModel:
         if self._in_microbatch:
             return None
         self._orders[0].meet(Act.SUM, index, grad.numel())
-        return all_reduce(grad.detach().clone(), over, dtype=self.precision.reduce) / self._data.size
+        return all_reduce(grad.detach().clone(), over, wire=self.coders[f"plain {index}"]) / self._data.size

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm import all_gather, reduce_scatter
+from weft.comm.wire import Coders
 from weft.errors import CommError
 from weft.mesh import Axis
 from weft.parallel.zero.sharded.gather_order import Act, Order
@@ -46,13 +47,13 @@ class UnitGather(_Buffers):
 
 
 class UnitReduce(_Buffers):
-    """reduce_scatter of one unit's gradients. dtype: the format in which they travel."""
+    """reduce_scatter of one unit's gradients. coders: what travels in place of them."""
 
-    def __init__(self, unit: int, axis: Axis, order: Order, dtype: torch.dtype):
+    def __init__(self, unit: int, axis: Axis, order: Order, coders: Coders):
         self._unit = unit
         self._axis = axis
         self._order = order
-        self._dtype = dtype
+        self._wire = coders[f"unit {unit} shard"]
 
     def __call__(
         self,
@@ -67,6 +68,6 @@ class UnitReduce(_Buffers):
             raise CommError(f"gradients of a unit are to be reduced by {op}: only sums are. Use torch 2.11 or later.")
         self._order.meet(Act.REDUCE, self._unit, input_tensor.numel())
         try:
-            reduce_scatter(input_tensor, self._axis, out=output_tensor, dtype=self._dtype)
+            reduce_scatter(input_tensor, self._axis, out=output_tensor, wire=self._wire)
         except CommError as error:
             raise self._order.explain(error) from error

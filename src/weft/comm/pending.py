@@ -1,0 +1,72 @@
+"""A collective under way."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from weft.comm.links.link import Operation, finish
+from weft.comm.meet import link_of, links_of
+from weft.mesh import Axis
+
+
+class Pending:
+    """A collective under way; `wait()` returns its tensor, and may be called again.
+
+    into: where the result belongs, in another format than it travelled in; it is copied there at the end.
+    counts: whether the ledger sees it; what carries a part of another collective is counted with that one.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        axis: Axis | None = None,
+        operation: Operation | None = None,
+        into: torch.Tensor | None = None,
+        counts: bool = True,
+    ):
+        self._tensor = tensor
+        self._into = into
+        self._axis = axis
+        self._operation = operation
+        self._counts = counts
+        self.seconds = 0.0
+        if axis is not None and operation is not None:
+            while axis.staged:
+                axis.staged.pop().go_on()
+            start = time.perf_counter()
+            link_of(axis, operation.out.device).start(operation)
+            self.seconds = time.perf_counter() - start
+
+    def wait(self) -> torch.Tensor:
+        """The result. Raises CommError, naming axis and operation, when a rank is gone or late beyond the timeout."""
+        axis, operation = self._axis, self._operation
+        if axis is not None and operation is not None:
+            pulse = axis.pulse
+            pulse.waiting = self
+            start = time.perf_counter()
+            finish(operation, link_of(axis, operation.out.device), links_of(axis))
+            self.seconds += time.perf_counter() - start
+            pulse.waiting = None
+            pulse.moved += 1
+            self._axis = self._operation = None
+            if self._counts:
+                num_bytes = max(operation.source.nbytes, operation.out.nbytes)
+                axis.record(axis.name, operation.kind, num_bytes, self.seconds)
+            if self._into is not None:
+                self._into.detach().copy_(self._tensor.view_as(self._into))
+                self._tensor, self._into = self._into, None
+        return self._tensor
+
+    def where(self) -> tuple[str, tuple[int, ...]]:
+        """The collective in words and the global ranks of its axis; empty once it is over."""
+        axis, operation = self._axis, self._operation
+        return (str(operation), axis.ranks) if axis is not None and operation is not None else ("", ())
+
+    def late(self) -> tuple[int, ...]:
+        """Global ranks that hold it up, where the transport knows."""
+        axis, operation = self._axis, self._operation
+        if axis is None or operation is None:
+            return ()
+        return link_of(axis, operation.out.device).late()

@@ -1,0 +1,94 @@
+"""What a wire carries from step to step, for each tensor that travels.
+
+A step may not be taken: what `encode` leaves is kept when the step was (`commit`), and forgotten when it was not
+(`discard`), so that nothing is owed for gradients that nobody applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from weft.comm.wire.wire import State, Wire
+
+
+class Coder:
+    """A wire and what it carries for one tensor; `wire=` of the collectives takes it."""
+
+    def __init__(self, wire: Wire):
+        self.wire = wire
+        self._kept: dict[str, State] = {}
+        self._next: dict[str, State] = {}
+
+    def encode(self, role: str, x_RN: torch.Tensor) -> torch.Tensor:
+        """Encode rows. role: which of the tensors that one collective encodes: its summands, or their sums."""
+        key = f"{role}-{x_RN.shape[0]}x{x_RN.shape[1]}"
+        codes, state = self.wire.encode(x_RN, self._next.get(key, self._kept.get(key)))
+        if state is not None:
+            self._next[key] = state
+        return codes
+
+    def commit(self) -> None:
+        """The step was taken."""
+        self._kept.update(self._next)
+        self._next = {}
+
+    def discard(self) -> None:
+        """It was not."""
+        self._next = {}
+
+    def states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is kept, as (`role/name`, tensor)."""
+        for key, state in self._kept.items():
+            yield from ((f"{key}/{name}", tensor) for name, tensor in state.items())
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take what `states` gave."""
+        self._kept, self._next = {}, {}
+        for full_name, tensor in tensors.items():
+            key, _, name = full_name.rpartition("/")
+            self._kept[key] = {**self._kept.get(key, {}), name: tensor}
+
+
+class Coders:
+    """The coders of an engine's tensors, by name."""
+
+    def __init__(self, wire: Wire):
+        self.wire = wire
+        self._coders: dict[str, Coder] = {}
+
+    def __getitem__(self, name: str) -> Coder:
+        """The coder of that tensor, made when it is first asked for. name: without "/"."""
+        if name not in self._coders:
+            self._coders[name] = Coder(self.wire)
+        return self._coders[name]
+
+    def commit(self) -> None:
+        """The step was taken."""
+        for coder in self._coders.values():
+            coder.commit()
+
+    def discard(self) -> None:
+        """It was not."""
+        for coder in self._coders.values():
+            coder.discard()
+
+    def forget(self) -> None:
+        """Tensors lie otherwise from here: nothing is owed to anyone."""
+        for coder in self._coders.values():  # which others hold
+            coder.load({})
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """What this rank keeps, as `tensor/role/name`."""
+        return {f"{name}/{key}": t for name, coder in self._coders.items() for key, t in coder.states()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take what `states` gave on this rank."""
+        self.forget()
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for full_name, tensor in tensors.items():
+            name, _, rest = full_name.partition("/")
+            found.setdefault(name, {})[rest] = tensor
+        for name, parts in found.items():
+            self[name].load(parts)

@@ -1,0 +1,82 @@
+"""Wires: in what form gradients travel between ranks. What each costs is here, without torch; `weft.comm.wire` encodes.
+
+A new wire is one file with its codec and one `register` line; its name is then a legal value of the plan's `reduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from weft.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class WireSpec:
+    """What planner and plan know of a wire.
+
+    name: in the plan. codec: its class as "module:Class", loaded when ranks use it. exact: nothing is rounded.
+    element_bytes: of one value on the wire; 0: as many as it has in memory. block, block_bytes: so many values share
+    so many bytes more (a scale). state_bytes: what each rank keeps from step to step, for each value it sends.
+    """
+
+    name: str
+    codec: str
+    exact: bool = False
+    element_bytes: float = 0.0
+    block: int = 1
+    block_bytes: float = 0.0
+    state_bytes: float = 0.0
+
+    def num_bytes(self, numel: Any, own_bytes: Any = 4.0) -> Any:
+        """Bytes of `numel` values that have `own_bytes` each in memory. Numbers, or arrays of numpy."""
+        values = numel * (self.element_bytes or own_bytes)
+        return values + -(-numel // self.block) * self.block_bytes if self.block_bytes else values
+
+    def copy_bytes(self, own_bytes: float = 4.0) -> float:
+        """Bytes per value of the encoded copy that lies beside a gradient on its way; 0 where it travels as it is."""
+        many = 1 << 20
+        return self.num_bytes(many, own_bytes) / many if self.element_bytes else 0.0
+
+
+#: By name, in the order of registration: planner columns hold positions in it. It only grows.
+_KNOWN: dict[str, WireSpec] = {}
+
+
+def register(wire: WireSpec) -> WireSpec:
+    """Make a wire a legal value of `reduce`. The same one again changes nothing; PlanError where its name is taken."""
+    if _KNOWN.setdefault(wire.name, wire) != wire:
+        raise PlanError(f"reduce={wire.name}: another wire has this name. Register it under a name of its own.")
+    return wire
+
+
+def wire_spec(name: str) -> WireSpec:
+    """The wire of that name."""
+    return _KNOWN[name]
+
+
+class _Names(Sequence[str]):
+    """Names of all wires, those that are registered later too."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        return tuple(_KNOWN)[index]
+
+    def __len__(self) -> int:
+        return len(_KNOWN)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(_KNOWN))
+
+    def __contains__(self, name: object) -> bool:
+        return name in _KNOWN
+
+
+WIRES = _Names()
+
+register(WireSpec("fp32", "weft.comm.wire.formats:AsIs", exact=True))
+register(WireSpec("bf16", "weft.comm.wire.formats:Bf16", element_bytes=2.0))

@@ -1,0 +1,169 @@
+"""Sums of what travels encoded are those of the same codec on one process, over every transport and any size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.comm import block8
+from tests.comm.reference import data
+from weft.comm import Ledger, all_gather, all_reduce, reduce_scatter, start_all_reduce, start_reduce_scatter
+from weft.comm.links.backend import ExchangeLink
+from weft.comm.links.parts import Parts
+from weft.comm.links.shared import SharedLink
+from weft.comm.meet import join
+from weft.comm.wire import Coder, Coders, find_wire
+from weft.errors import CommError, PlanError
+from weft.mesh import build_mesh
+from weft.parallel.placement.precision import Precision
+from weft.spec.plan import Plan
+from weft.spec.wires import WIRES, WireSpec, register, wire_spec
+from weft.testing.wire_oracle import WireOracle
+
+SIZES = (1, 63, 64, 1000, 70001)
+STEPS = 3
+
+
+def grads(step: int, rank: int, numel: int) -> torch.Tensor:
+    return data(rank + 10 * step, numel, torch.float32)
+
+
+def sums(size: int, transport: str, name: str, numel: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of some steps: this rank's all_reduce, and its part of the reduce_scatter of what fits."""
+    mesh = build_mesh(Plan(dp_replicate=size))
+    join(mesh.data, "cpu", transport)
+    whole, part, found = Coder(find_wire(name)), Coder(find_wire(name)), []
+    for step in range(STEPS):
+        mine = grads(step, mesh.rank, numel)
+        divided = torch.cat([mine, mine.new_zeros(-numel % size)])
+        own = divided[mesh.rank * divided.numel() // size :][: divided.numel() // size]
+        found.append((all_reduce(mine, mesh.data, wire=whole),
+                      reduce_scatter(divided, mesh.data, out=own, wire=part).clone()))  # fmt: skip
+        whole.commit()
+        part.commit()
+    return found
+
+
+@pytest.mark.parametrize("transport", [SharedLink.transport, ExchangeLink.transport])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "block8"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_are_those_of_the_oracle(size, name, transport, request):
+    pool = request.getfixturevalue(f"ranks{size}")
+    for numel in SIZES if size == 2 else SIZES[-2:]:
+        found, oracle = pool.run(sums, size, transport, name, numel), WireOracle(name)
+        for step in range(STEPS):
+            flats = [grads(step, rank, numel) for rank in range(size)]
+            total = oracle.all_reduce(flats, "whole")
+            padded = [torch.cat([flat, flat.new_zeros(-numel % size)]) for flat in flats]
+            parts = oracle.reduce_scatter(padded, "part")
+            for rank in range(size):
+                assert torch.equal(found[rank][step][0], total), (numel, step)
+                assert torch.equal(found[rank][step][1], parts[rank]), (numel, step)
+
+
+def overlapping(size: int, backwards: bool) -> tuple[list[torch.Tensor], list]:
+    """Several under way at once, on two axes, waited for in another order on some ranks; and what was counted."""
+    ledger = Ledger()
+    mesh = build_mesh(Plan(dp_replicate=2, dp_shard=size // 2), record=ledger.record)
+    flats = [grads(0, mesh.rank, numel) for numel in (640, 64, 1280)]
+    axes = [mesh["dp_replicate"], mesh["dp_shard"], mesh["dp_replicate"]]
+    wires = [Coder(find_wire("block8")) for _ in flats]
+    pending = [start_all_reduce(*each[:2], wire=each[2]) for each in zip(flats, axes, wires, strict=True)]
+    plain = start_all_reduce(torch.ones(10), mesh["dp_shard"])
+    waits = [*pending, plain]
+    for one in reversed(waits) if backwards and mesh.rank % 2 else waits:
+        one.wait()
+    assert plain.wait().tolist() == [size // 2] * 10
+    rows = [(axis, kind, entry.calls, entry.num_bytes) for axis, kind, entry in ledger.rows()]
+    return [one.wait() for one in pending], rows
+
+
+def test_waits_may_come_in_any_order(ranks4):
+    straight, crossed = (ranks4.run(overlapping, 4, backwards) for backwards in (False, True))
+    for rank in range(4):
+        assert all(map(torch.equal, straight[rank][0], crossed[rank][0]))
+    spec = wire_spec("block8")
+    sent = spec.num_bytes(320) * 2 + spec.num_bytes(640) * 2
+    assert ("dp_replicate", "all_reduce", 2, sent) in straight[0][1]
+    assert ("dp_shard", "all_reduce", 2, spec.num_bytes(32) * 2 + 40) in straight[0][1]
+
+
+def others() -> list[object]:
+    """What else takes a wire: gathers, parts, and an axis of one rank."""
+    mesh = build_mesh(Plan(dp_replicate=2))
+    axis, alone, wire = mesh.data, mesh["tp"], find_wire("block8")
+    mine = grads(0, mesh.rank, 200)
+    gathered = all_gather(mine, axis, wire=Coder(wire))
+    parts = Parts([(0, mine[:100]), (128, mine[100:])], 256)
+    summed = start_all_reduce(torch.empty(256), axis, parts=parts, wire=Coder(wire)).wait()
+    untouched = all_reduce(mine.clone(), alone, wire=Coder(wire))
+    scattered = start_reduce_scatter(mine.clone(), axis, wire=Coder(wire)).wait()
+    with pytest.raises(CommError, match=r"op='max' of what travels as block8. Use sum, or leave wire= out."):
+        all_reduce(mine, axis, op="max", wire=Coder(wire))
+    return [gathered, summed, torch.equal(untouched, mine), scattered]
+
+
+def test_gathers_parts_and_one_rank_alone(ranks2):
+    flats = [grads(0, rank, 200) for rank in range(2)]
+    wire = find_wire("block8")
+    whole = torch.cat([wire.decode(wire.encode(flat[None], None)[0], 200, flat.dtype)[0] for flat in flats])
+    lying = [torch.cat([flat[:100], flat.new_zeros(28), flat[100:], flat.new_zeros(28)]) for flat in flats]
+    total = WireOracle("block8").all_reduce(lying, "")
+    shards = WireOracle("block8").reduce_scatter(flats, "")
+    for rank, (gathered, summed, untouched, scattered) in enumerate(ranks2.run(others)):
+        assert torch.equal(gathered, whole)
+        assert torch.equal(summed, total)
+        assert untouched
+        assert torch.equal(scattered, shards[rank])
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "block8"])
+def test_bytes_are_those_of_the_formula(name):
+    wire = find_wire(name)
+    for numel in SIZES:
+        codes, _ = wire.encode(torch.ones(3, numel), None)
+        assert codes.dtype == torch.uint8
+        assert codes.shape == (3, wire.spec.num_bytes(numel, 4))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "block8"])
+def test_what_is_not_finite_arrives_not_finite(name, value):
+    wire, x = find_wire(name), torch.ones(1, 100)
+    x[0, 70] = value
+    assert not wire.decode(wire.encode(x, None)[0], 100, x.dtype).isfinite().all()
+
+
+def test_a_step_that_is_not_taken_leaves_what_is_owed_as_it_was():
+    coders, x = Coders(find_wire("block8")), torch.linspace(0, 1, 100)[None]
+    coders["bucket"].encode("summands", x)
+    assert coders.states() == {}
+    coders.commit()
+    owed = coders.states()["bucket/summands-1x100/residual"]
+    coders["bucket"].encode("summands", x * math.nan)
+    coders.discard()
+    coders.commit()
+    assert torch.equal(coders.states()["bucket/summands-1x100/residual"], owed)
+    # Twice in one step: the second goes on from the first.
+    first, second = Coder(find_wire("block8")), find_wire("block8")
+    codes = [first.encode("summands", x) for _ in range(2)]
+    _, state = second.encode(x, None)
+    assert torch.equal(codes[1], second.encode(x, state)[0])
+
+
+def test_a_loss_scale_that_changes_is_refused_beside_a_wire_that_keeps_something():
+    assert Precision.of(Plan(precision="fp16", reduce="bf16")).wire.spec.name == "bf16"
+    with pytest.raises(PlanError, match=r"reduce=block8: it keeps what it rounded off .* Use precision=bf16"):
+        Precision.of(Plan(precision="fp16", reduce="block8"))
+
+
+def test_a_registered_wire_is_a_value_of_the_plan():
+    assert Plan.parse("dp_shard=2 zero=2 reduce=block8").reduce == "block8"
+    assert tuple(WIRES)[:2] == ("fp32", "bf16")
+    with pytest.raises(PlanError, match=r"reduce=int9: not one of fp32, bf16, .*block8"):
+        Plan.parse("reduce=int9")
+    register(wire_spec("block8"))
+    with pytest.raises(PlanError, match="another wire has this name"):
+        register(WireSpec("block8", f"{block8.__name__}:Other"))

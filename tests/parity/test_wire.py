@@ -1,0 +1,248 @@
+"""A wire that keeps what it rounds off: under every stage as on one process, and as if never stopped."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import weft
+from tests.comm.block8 import Block8
+from tests.parity.cases import LLAMA
+from weft.checkpoint import load_checkpoint, save_checkpoint
+from weft.comm import Ledger
+from weft.mesh import build_mesh
+from weft.optim import clip_factor, global_norm
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.zero.flat.flat_model import FlatModel
+from weft.spec.plan import Plan
+from weft.spec.wires import wire_spec
+from weft.testing import DecoderCase, ParityResult, train_case
+from weft.testing.parity import local_microbatches, several_buckets
+from weft.testing.wire_oracle import WireOracle
+from weft.train import TrainStep
+from weft.train.state import capture, restore, saved_groups
+
+CASE = DecoderCase(LLAMA, num_steps=4)
+STAGES = ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3")
+WIRE = f" reduce={Block8.__name__.lower()}"
+
+#: Of what travels together: the number of elements, and where those of each parameter are among them.
+Layout = list[tuple[int, dict[str, torch.Tensor]]]
+
+
+def train_all(plans: list[str]) -> list[tuple[ParityResult, Layout]]:
+    return [(train_case(plan, CASE), lie(plan)) for plan in plans]
+
+
+def lie(plan: str) -> Layout:
+    """Where gradients lie in what the ranks sum."""
+    mesh = build_mesh(Plan.parse(plan))
+    model = CASE.model()
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    with several_buckets(model):
+        engine = data_parallel(parallelize(model, mesh))
+    if isinstance(engine, FlatModel):
+        return [
+            (bucket.size, {slot.name: slot.start + torch.arange(slot.numel) for slot in bucket.slots})
+            for bucket in engine.reducer.buckets
+        ]
+    found, seen = [], set()
+    for unit in engine.units:
+        names = [f"{unit.name}.{name}".lstrip(".") for name, _ in unit.module.named_parameters()]
+        names = [name for name in names if name not in seen]
+        seen |= {*names}
+        places, end = {name: [] for name in names}, 0
+        for _ in range(2):  # a rank's part has its rows of each parameter; of an odd number the last one is filled up
+            for name in names:
+                rows = -(-shapes[name][0] // 2)
+                numel = rows * shapes[name][1:].numel()
+                places[name].append(end + torch.arange(numel))
+                end += numel
+        found.append((end, {name: torch.cat(parts)[: shapes[name].numel()] for name, parts in places.items()}))
+    return found
+
+
+def train_alone(plan: Plan, layout: Layout) -> ParityResult:
+    """The same training on this process: each rank's gradients, and what their sum is by the same wire."""
+    model, oracle, result = CASE.model(), WireOracle(plan.reduce), ParityResult()
+    optimizer, params = CASE.optimizer_of(model), dict(model.named_parameters())
+    nominal = 2.0 ** (CASE.batch(0)["labels"].numel().bit_length() - 1)
+    for step in range(CASE.num_steps):
+        batch, grads, total = CASE.batch(step), [], 0.0
+        for rank in range(2):
+            (part,) = local_microbatches(batch, plan, rank)
+            loss_sum, _ = CASE.loss(CASE.forward(model, part), part)
+            grads.append(dict(zip(params, torch.autograd.grad(loss_sum / nominal, [*params.values()]), strict=True)))
+            total += float(loss_sum.detach())
+        num_tokens = int((batch["labels"] >= 0).sum())
+        for index, (numel, places) in enumerate(layout):
+            flats = [torch.zeros(numel, dtype=torch.float64) for _ in grads]
+            for flat, mine in zip(flats, grads, strict=True):
+                for name, place in places.items():
+                    flat[place] = mine[name].flatten()
+            divided = plan.zero > 0
+            sums = torch.cat(oracle.reduce_scatter(flats, index)) if divided else oracle.all_reduce(flats, index)
+            for name, place in places.items():
+                params[name].grad = (sums[place] * (nominal / num_tokens)).view_as(params[name])
+        norm = float(global_norm([param.grad for param in params.values()]))
+        for param in params.values():
+            param.grad *= clip_factor(norm, CASE.max_grad_norm)
+        optimizer.step()
+        result.losses.append(total / num_tokens)
+        result.grad_norms.append(norm)
+    result.grads = {name: param.grad for name, param in params.items()}
+    result.weights = {name: param.detach() for name, param in params.items()}
+    return result
+
+
+def test_every_stage_trains_as_one_process_with_the_same_wire(ranks2):
+    texts = [f"{plan} precision=fp64{WIRE}" for plan in STAGES]
+    exact = train_case("precision=fp64", CASE)
+    for text, (found, layout), (other, _) in zip(texts, *ranks2.run(train_all, texts), strict=True):
+        alone = train_alone(Plan.parse(text), layout)
+        assert found.largest_difference(alone) < 1e-10, text
+        assert all(torch.equal(other.weights[name], weight) for name, weight in found.weights.items())
+        # Rounded indeed, and by no more than a training bears.
+        assert found.largest_difference(exact) > 1e-5, text
+        assert found.losses == pytest.approx(exact.losses, rel=1e-3)
+        # The totals of each step, and what ranks compare at the start, travel besides.
+        spec = wire_spec("block8")
+        rows = [spec.num_bytes(numel // 2) * 2 for numel, _ in layout]
+        rest = found.reduced_bytes - CASE.num_steps * sum(rows)
+        assert 0 < rest < 1000 < sum(rows), (text, rest)
+
+
+def test_the_wire_serves_beside_tp_replicas_accumulation_and_bf16(ranks4):
+    plans = [
+        "dp_replicate=2 dp_shard=2 zero=2 accumulation=2",
+        "dp_shard=2 tp=2 sp=on zero=3 accumulation=2",
+        "dp_replicate=2 dp_shard=2 zero=3 precision=bf16",
+    ]
+    wide = ranks4.run(train_each, plans)[0]
+    answers = ranks4.run(train_each, [plan + WIRE for plan in plans])
+    for plan, exact, (found, *others) in zip(plans, wide, zip(*answers, strict=True), strict=True):
+        assert found.losses == pytest.approx(exact.losses, rel=5e-3), plan
+        assert found.losses != exact.losses
+        for other in others:
+            assert all(torch.equal(other.weights[name], weight) for name, weight in found.weights.items())
+
+
+def train_each(plans: list[str]) -> list[ParityResult]:
+    return [train_case(plan, CASE) for plan in plans]
+
+
+def go_on(plan_text: str, first: int, last: int, load: str = "", save: str = "") -> tuple[dict, dict, list[str]]:
+    """Train some steps from a checkpoint or from the start: weights, what the wire carries, and what was told."""
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    model = CASE.model()
+    with several_buckets(model):
+        parallelize(model, mesh)
+    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=0.5)
+    told = restore(model, step.optimizer, saved_groups(load_checkpoint(load))) if load else []
+    for index in range(first, last):
+        step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
+    groups = capture(model, step.optimizer, keep=mesh.rank == 0)
+    if save and mesh.rank == 0:
+        save_checkpoint(save, last, groups, {})
+    weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
+    return weights, {name: tensor.clone() for name, tensor in groups.get("wire", {}).items()}, told
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(stage, tmp_path, ranks2):
+    plan, folder = f"{stage} precision=bf16{WIRE}", str(tmp_path / "step_00000002")
+    undisturbed, carried, _ = ranks2.run(go_on, plan, 0, 4)[0]
+    assert {name.partition("/")[0] for name in carried} == {"0", "1", "plan"}
+    assert all(tensor.any() for name, tensor in carried.items() if name != "plan")
+    ranks2.run(go_on, plan, 0, 2, save=str(tmp_path))
+    for answer in ranks2.run(go_on, plan, 2, 4, load=folder):
+        assert all(torch.equal(answer[0][name], weight) for name, weight in undisturbed.items())
+        assert answer[2] == []
+    assert all(torch.equal(ranks2.run(go_on, plan, 2, 2, load=folder)[0][1][name], t)
+               for name, t in load_checkpoint(folder).tensors("wire").items())  # fmt: skip
+
+
+def test_another_plan_starts_with_nothing_owed_and_says_so(tmp_path, ranks2):
+    saved, folder = f"dp_shard=2 zero=1{WIRE}", str(tmp_path / "step_00000002")
+    ranks2.run(go_on, saved, 0, 2, save=str(tmp_path))
+    for plan in (f"dp_shard=2 zero=3{WIRE}", "dp_shard=2 zero=1"):
+        _, carried, told = ranks2.run(go_on, plan, 2, 2, load=folder)[0]
+        assert carried == {}
+        assert told == [
+            f"what reduce rounded off under '{saved}' is left out: this is '{plan}', and it starts with none"
+        ]
+
+
+def skip_one(plan_text: str) -> list[bool]:
+    """A step whose loss is not finite, between two that are."""
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    model = parallelize(CASE.model(), mesh)
+    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
+    part = local_microbatches(CASE.batch(0), plan, mesh.data.rank)
+    step(part)
+    before = {name: tensor.clone() for name, tensor in data_parallel(model).coders.states().items()}
+    spoilt = model.register_forward_hook(lambda module, args, output: output * float("nan"))
+    assert step(part).skipped
+    spoilt.remove()
+    after = data_parallel(model).coders.states()
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    metrics = step(part)
+    return [bool(before), same, metrics.skipped is None]
+
+
+def test_a_skipped_step_changes_nothing_that_is_owed(ranks2):
+    for stage in STAGES:
+        assert ranks2.run(skip_one, stage + WIRE) == [[True] * 3] * 2, stage
+
+
+def own_loop(plan_text: str) -> tuple[list[float], bool]:
+    """A user's own loop, with two backwards before a step: losses, and whether anything is carried."""
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    model = parallelize(CASE.model(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for index in range(3):
+        for _ in range(2):
+            (part,) = local_microbatches(CASE.batch(index), plan, mesh.data.rank)
+            loss_sum, _ = CASE.loss(CASE.forward(model, part), part)
+            (loss_sum / 32).backward()
+            losses.append(float(loss_sum.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, bool(data_parallel(model).coders.states())
+
+
+def test_a_loop_of_ones_own_may_use_it(ranks2):
+    for stage in STAGES:
+        plain, wired = (ranks2.run(own_loop, stage + wire)[0] for wire in ("", WIRE))
+        assert wired[0] == pytest.approx(plain[0], rel=2e-2), stage
+        assert wired[1], stage
+
+
+def load_in_a_script(saved: str, plan: str, folder: str) -> list[str]:
+    """Save under one plan and load under another, with `weft.Run`: what it warns of."""
+    for text in (saved, plan):
+        run = weft.Run(Plan.parse(text), build_mesh(Plan.parse(text)), Ledger(), seed=0)
+        model = run.parallelize(CASE.model())
+        step = run.train_step(model, CASE.optimizer_of(model), CASE.loss, forward=CASE.forward)
+        if text == saved:
+            step(local_microbatches(CASE.batch(0), run.plan, run.mesh.data.rank))
+            run.save(folder, step=1, model=model, optimizer=step)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert run.load(folder, model=model, optimizer=step).step == 1
+    return [str(one.message) for one in seen if issubclass(one.category, weft.WeftWarning)]
+
+
+def test_a_script_is_warned_once(tmp_path, ranks2):
+    saved, plan = f"dp_shard=2 zero=2{WIRE}", "dp_shard=2 zero=2"
+    first, second = ranks2.run(load_in_a_script, saved, plan, str(tmp_path))
+    assert first == [
+        f"step_00000001: what reduce rounded off under '{saved}' is left out: this is '{plan}', and it starts with none"
+    ]
+    assert second == []

@@ -1,0 +1,52 @@
+"""The planner asks the wire that `reduce` names for its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.comm import block8  # noqa: F401 (registers the wire)
+from weft.planner.cost.tables import Tables
+from weft.planner.cost.wire_cost import copy_bytes, state_bytes, wire_bytes
+from weft.planner.estimate import estimate
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
+from weft.planner.space.stack import Stack
+from weft.spec.cluster import ClusterSpec
+from weft.spec.model import ModelSpec, decoder_spec
+from weft.spec.plan import Plan
+from weft.spec.wires import WIRES, wire_spec
+
+CLUSTER = ClusterSpec.parse("16x8xh100")
+JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=4096, global_batch=256)
+CODE = tuple(WIRES).index("block8")
+
+
+def test_bytes_of_each_row_are_those_of_its_wire():
+    columns = Columns.make(4, dp_shard=[8, 8, 8, 1], reduce=[0, 1, CODE, CODE])
+    numel = np.array([1000.0] * 4)
+    assert wire_bytes(columns, numel, 4.0).tolist() == [4000.0, 2000.0, 1064.0, 1064.0]
+    assert wire_bytes(columns, numel, 2.0).tolist() == [2000.0, 2000.0, 1064.0, 1064.0]
+    assert copy_bytes(columns, 4.0).tolist() == [0.0, 2.0, 1.0625, 1.0625]
+    assert state_bytes(columns).tolist() == [0.0, 0.0, 8.0, 0.0], "one rank sends nothing, and keeps nothing"
+    assert wire_spec("block8").num_bytes(1000) == 1064
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_estimate_has_its_seconds_and_its_memory(zero):
+    wide = Columns.make(1, dp_replicate=4, dp_shard=32, zero=zero, num_micro=2)
+    tables = Tables.of(CLUSTER.device)
+    exact = estimate(JOB, CLUSTER, wide, tables)
+    found = estimate(JOB, CLUSTER, replace(wide, reduce=np.full(1, CODE, np.uint8)), tables)
+    as_many = estimate(replace(JOB, stack=Stack(reduce_bytes=1 + 4 / 64)), CLUSTER, wide, tables)
+    assert found.terms["dp_exposed"] == pytest.approx(as_many.terms["dp_exposed"], rel=1e-4)
+    params = ModelSpec.named("llama3-8b").num_params
+    assert found.memory["gradients"] - exact.memory["gradients"] == pytest.approx(8.0 * params, rel=1e-3)
+    assert found.step_s < exact.step_s
+
+
+def test_columns_hold_its_name():
+    plan = Plan.parse("dp_shard=8 zero=2 reduce=block8")
+    assert Columns.of([plan], JOB).plan(0).reduce == "block8"
