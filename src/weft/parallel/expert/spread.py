@@ -30,8 +30,8 @@ from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
 from weft.models.grouped import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
 from weft.models.moe import Experts
-from weft.parallel.pipeline.absent import StandIn
 from weft.parallel.placement.placement import Placement
+from weft.parallel.placement.stand_in import StandIn
 from weft.spec.layout import Layout
 from weft.structure.surgery import become
 

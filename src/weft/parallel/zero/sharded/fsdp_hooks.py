@@ -1,11 +1,10 @@
-"""What Weft adds to fully_shard's own hooks: sums over replicas, calls of units, and the steps of users' own loops."""
+"""What Weft adds to fully_shard's own hooks: sums over replicas, calls of units, and the passes of a pipeline."""
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,24 +13,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.collectives import Pending, start_all_reduce
-from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.zero.own_loop import find_optimizers
 from weft.parallel.zero.sharded.gather_order import Act, Order
-
-if TYPE_CHECKING:
-    from weft.parallel.zero.sharded.adoption import ShardAdoption
-    from weft.parallel.zero.sharded.sharded_model import FullyShardedModel
-
-__all__ = [
-    "Calls",
-    "ReplicaSum",
-    "StagePasses",
-    "drop_partial_gradients",
-    "find_optimizers",
-    "hide_hooks",
-    "watch_steps",
-]
 
 
 class ReplicaSum:
@@ -183,38 +166,3 @@ def _groups(module: FSDPModule) -> Sequence[Any]:
     if groups is None:  # torch below 2.13
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return groups
-
-
-def watch_steps(
-    optimizer: torch.optim.Optimizer, engine: weakref.ref[FullyShardedModel], adoption: ShardAdoption
-) -> None:
-    """From here the optimizer's own step does what TrainStep would do around it, where TrainStep does not drive."""
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = engine()
-        if found is not None and not found.in_step:
-            if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
-                raise ModelError(
-                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
-                    f"cannot meet. Call backward() first, then step()."
-                )
-            found.settle()
-        adoption.before_step(optimizer)
-
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = engine()
-        adoption.after_step(optimizer)
-        if found is not None and not found.in_step:
-            found.publish()
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    zero_grad = optimizer.zero_grad
-
-    @functools.wraps(zero_grad)
-    def zero_all(set_to_none: bool = True) -> None:
-        zero_grad(set_to_none)
-        if (found := engine()) is not None:
-            found.clear()
-
-    optimizer.zero_grad = zero_all

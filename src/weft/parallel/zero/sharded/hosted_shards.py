@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from weft.memory.offload import Host, HostPart, choose
-from weft.parallel.zero.sharded.pieces_of import Shard, local_part
+from weft.parallel.zero.sharded.param_shards import Shard, local_part
 from weft.spec.plan import Plan
 
 
