@@ -21,6 +21,7 @@ from weft.comm.links.backend import BackendLink, ExchangeLink
 from weft.comm.links.link import Link
 from weft.comm.links.segment import Segment, host_mark
 from weft.comm.links.shared import SharedLink
+from weft.comm.private_torch import backend_of, timeout_s
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
 
@@ -94,7 +95,7 @@ class _Meeting:
 
 
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
-    backend = group._get_backend(torch.device(device))
+    backend = backend_of(group, torch.device(device))
     asked = f"{transport} was asked for" if transport else ""
     foreign = device != "cpu" or backend.name() != "gloo"
     if transport == BackendLink.transport or (foreign and not transport):
@@ -103,8 +104,7 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
         return ExchangeLink(group, axis.ranks, axis.rank, asked)
     segment, why = _share(axis, group)
     if segment is not None:
-        timeout_s = backend.options._timeout.total_seconds()
-        return SharedLink(segment, axis.ranks, timeout_s, asked or f"all {axis.size} ranks are on one host")
+        return SharedLink(segment, axis.ranks, timeout_s(backend), asked or f"all {axis.size} ranks are on one host")
     if transport:
         raise CommError(f"axis {axis.name}: its ranks cannot share memory: {why}. Use another transport.")
     return ExchangeLink(group, axis.ranks, axis.rank, why)

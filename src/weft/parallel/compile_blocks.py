@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from weft.memory import repeated_blocks
@@ -14,9 +13,7 @@ from weft.mesh import Mesh
 from weft.models.moe import MoE
 from weft.parallel.dropout import FunctionalDropout
 from weft.parallel.expert import SpreadExperts
-
-#: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.
-_NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+from weft.parallel.private_torch import leave_side_effects_to_forward
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -26,8 +23,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     """
     # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the replay is
     # in the compiled graph already, so it needs no notes.
-    if hasattr(torch._dynamo.config, _NOTES_ONCE):
-        setattr(torch._dynamo.config, _NOTES_ONCE, True)
+    leave_side_effects_to_forward()
     for block in repeated_blocks(model).values() or [model]:
         block.compile(backend=backend)
 

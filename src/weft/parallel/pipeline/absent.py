@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
 from weft.parallel.placement.stand_in import StandIn
+from weft.private_torch import tree_leaves
 
 
 class Flow:
@@ -132,10 +132,8 @@ def _stream(path: str, kwargs: dict[str, Any]) -> str:
 def without_tensors(module: nn.Module) -> nn.Module:
     """Put the module's parameters and buffers on the meta device, in place, without touching the tensors themselves."""
     for part in module.modules():
-        for name, param in part._parameters.items():
-            if param is not None:
-                part._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = torch.empty_like(buffer, device="meta")
+        for name, param in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(part, name, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
+        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(part, name, torch.empty_like(buffer, device="meta"))
     return module

@@ -220,7 +220,7 @@ class _Cutter:
         whole = getattr(module, name, None)
         if whole is None:
             return
-        if name not in module._parameters:
+        if name not in dict(module.named_parameters(recurse=False, remove_duplicate=False)):
             raise LayoutError(
                 f"layout: {self.names[id(module)]}.{name} is computed from other parameters (a weight norm?), and a "
                 f"part of it cannot be kept. Name {self.names[id(module)]}=replicate in a layout, or use tp=1."
@@ -241,9 +241,9 @@ class _Cutter:
     def _follow_ties(self) -> None:
         """A weight or bias that is registered at several places is cut at all of them."""
         for module in self.model.modules():
-            for name, param in module._parameters.items():
-                if param is not None and id(param) in self.locals:
-                    module._parameters[name] = self.locals[id(param)]
+            for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(param) in self.locals:
+                    setattr(module, name, self.locals[id(param)])
 
     def _placements(self) -> dict[str, Placement]:
         named = dict(self.model.named_parameters())

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.comm.autograd import gather_slice, slice_to
 from weft.errors import LayoutError
@@ -25,6 +24,7 @@ from weft.memory import repeated_blocks
 from weft.models import Decoder
 from weft.parallel.tensor.cut_linear import TOKENS, Line, token_share
 from weft.parallel.tensor.cut_modules import weight_of
+from weft.private_torch import tree_flatten, tree_unflatten
 from weft.spec.layout import Layout, Style
 from weft.structure.mixers import mixes_tokens
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.errors import ModelError
+from weft.parallel.private_torch import optimizer_step_hooks
 
 
 class WatchedEngine(Protocol):
@@ -114,9 +115,7 @@ def find_optimizers(engine: weakref.ref[WatchedEngine]) -> None:
 
     Finders of engines that are gone are taken away here, since hooks must not change while an optimizer steps.
     """
-    gone = [
-        key for key, hook in _global_optimizer_pre_hooks.items() if isinstance(hook, _Finder) and hook.engine() is None
-    ]
-    for key in gone:
-        del _global_optimizer_pre_hooks[key]
+    hooks = optimizer_step_hooks()
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _Finder) and hook.engine() is None]:
+        del hooks[key]
     register_optimizer_step_pre_hook(_Finder(engine))

@@ -42,6 +42,7 @@ from weft.parallel.zero.flat.own_loop import OwnLoop
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.flat.slot_states import gather_states, load_states
+from weft.private_torch import version_of
 
 
 class FlatModel:
@@ -271,7 +272,7 @@ class FlatModel:
                 raise ModelError(
                     f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize."
                 )
-            if param._version != slot.version:
+            if version_of(param) != slot.version:
                 self._take_master(slot, param.detach())
         if any(param.requires_grad for param in self._frozen.values()):
             raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
@@ -364,7 +365,7 @@ class FlatModel:
 
     def _take_master(self, slot: Slot, whole: torch.Tensor) -> None:
         """The master follows a parameter that somebody wrote to."""
-        slot.version = slot.param._version
+        slot.version = version_of(slot.param)
         bucket = _bucket(slot)
         piece = slot.piece(bucket.master, bucket.own)
         if bucket.is_mixed and piece is not None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
-from torch.autograd.variable import Variable
 
 from weft.comm import all_reduce
 from weft.comm.collectives import start_all_reduce
@@ -23,10 +22,12 @@ from weft.errors import ModelError
 from weft.optim import clip_factor, global_norm
 from weft.parallel.placement.axes import Axes, AxisMap
 from weft.parallel.placement.precision import Precision
+from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.reducer import Reducer
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.watch import WatchedEngine, find_optimizers, watch_steps
+from weft.private_torch import graph_task
 
 #: By how much, of itself, the factor that one number scaled gradients by may differ between ranks: rounding, no more.
 _ALIKE = 1e-6
@@ -62,10 +63,10 @@ class OwnLoop:
     def note(self, bucket: Bucket) -> None:
         """A gradient came into a bucket, outside of microbatches."""
         self._touched.add(bucket.index)
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if self._backward != task:
             self._backward = task
-            Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
         """Let each bucket's mean over its own ranks be the mean over all ranks that read samples."""

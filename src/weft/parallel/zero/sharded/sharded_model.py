@@ -53,6 +53,7 @@ from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
 from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watch import find_optimizers, watch_steps
+from weft.private_torch import graph_task
 
 
 class FullyShardedModel:
@@ -380,7 +381,7 @@ class FullyShardedModel:
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
         """A forward pass that no train step drives may be one of a user's own loop."""
         del module, args
-        if not self._in_microbatch and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if not self._in_microbatch and torch.is_grad_enabled() and graph_task() == -1:
             self.in_step = False
             self._is_partial = True
             self._synchronise(True)
