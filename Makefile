@@ -1,6 +1,7 @@
 # make train    train a small model on this machine (settings: make train ARGS="train.steps=500 run.name=second")
 # make test     what must hold before a change lands: linters, types, tests
 # make test-all the same with the tests that take long, marked `full`
+# make test-torch TORCH=2.11.0    the tests with another release of torch, in an environment of its own
 # make check    the linters and types alone        make clean    remove what make and the tools have made
 #
 # Each sets up all it needs in .venv, from Python >= 3.11 alone; a second call finds it ready.
@@ -8,7 +9,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check lint clean
+.PHONY: help train test test-all test-torch check lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 train: $(VENV)/.ready-to-train
 	@$(BIN)/weft train $(ARGS)
@@ -36,6 +37,29 @@ test-all: check
 	@echo "==> pytest, all of it"
 	@$(PYTEST) $(PYTEST_ARGS)
 
+# A release of torch, such as 2.11.0, and where it lies: TORCH_INDEX=https://download.pytorch.org/whl/cpu spares the
+# gigabytes that builds for CUDA bring along.
+TORCH ?=
+TORCH_INDEX ?=
+TORCH_VENV := .venv-torch-$(TORCH)
+
+test-torch:
+	@[ -n "$(TORCH)" ] || { echo "error: name the release of torch: make test-torch TORCH=2.11.0" >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(TORCH_VENV)/.ready-to-test
+	@echo "==> pytest, with torch $(TORCH)"
+	@$(TORCH_VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not full" $(PYTEST_ARGS)
+
+# The linters and types are those of the torch in constraints.txt, so here they do not run.
+.venv-torch-%/.ready-to-test: $(REQUIREMENTS)
+	@$(MAKE) --no-print-directory VENV=.venv-torch-$* .venv-torch-$*/bin/python
+	@echo "==> installing Weft, torch $* and the tools of development into .venv-torch-$* (once; some minutes)"
+	@grep -v '^torch==' constraints.txt > .venv-torch-$*/constraints.txt || true
+	@echo 'torch==$*' >> .venv-torch-$*/constraints.txt
+	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check \
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    --constraint .venv-torch-$*/constraints.txt --editable '.[dev,hf]'
+	@touch $@
+
 check: $(VENV)/.ready-to-develop
 	@echo "==> ruff check";  $(BIN)/ruff check --quiet .
 	@echo "==> ruff format"; $(BIN)/ruff format --quiet --check . || { echo "Run: $(BIN)/ruff format ."; exit 1; }
@@ -45,7 +69,7 @@ check: $(VENV)/.ready-to-develop
 lint: check
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last, so an installation that was interrupted is done again.

@@ -30,7 +30,7 @@ from weft.comm import all_reduce
 from weft.comm.autograd import gather_from
 from weft.mesh import Mesh, build_mesh
 from weft.parallel.context.kernel import Scoring
-from weft.parallel.context.order import Order
+from weft.parallel.context.order import SequenceOrder
 from weft.parallel.context.pieces import Borders, Sight
 from weft.parallel.context.ways import View, attend_cut
 from weft.spec.plan import Plan
@@ -48,18 +48,22 @@ def make_sides(mesh: Mesh, options: argparse.Namespace) -> dict[str, Callable[[]
     scoring = Scoring(options.width**-0.5, Sight(options.window - 1 if options.window else None, 0))
     sides: dict[str, Callable[[], list[torch.Tensor]]] = {}
     for mode in MODES:
-        view = View(axis, Order(mode, axis.size, axis.rank, seq_len), borders)
+        view = View(axis, SequenceOrder(mode, axis.size, axis.rank, seq_len), borders)
         sides[mode] = side(mesh, options, lambda q, k, v, view=view: attend_cut(q, k, v, scoring, view))
-    mask = dense_mask(Order("gather", axis.size, axis.rank, seq_len), borders, options.window, mesh.device)
+    mask = dense_mask(SequenceOrder("gather", axis.size, axis.rank, seq_len), borders, options.window, mesh.device)
     sides["masked"] = side(mesh, options, lambda q, k, v: masked(q, k, v, mask, mesh))
     if mesh.device.type == "cuda" and not options.document and not options.window:
         sides["torch"] = torch_side(mesh, options)
     return sides
 
 
-def dense_mask(order: Order, borders: tuple[Borders, ...] | None, window: int, device: torch.device) -> torch.Tensor:
+def dense_mask(
+    order: SequenceOrder, borders: tuple[Borders, ...] | None, window: int, device: torch.device
+) -> torch.Tensor:
     """(T, S): which keys, in order of the ranks' parts, this rank's queries see."""
-    keys = torch.cat([Order(order.mode, order.cp, rank, order.seq_len).places(device) for rank in range(order.cp)])
+    keys = torch.cat(
+        [SequenceOrder(order.mode, order.cp, rank, order.seq_len).places(device) for rank in range(order.cp)]
+    )
     queries = order.places(device)
     seen = queries[:, None] >= keys[None]
     if window:

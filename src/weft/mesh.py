@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import hashlib
 import ipaddress
 import socket
 import sys
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
+from weft.private_torch import default_device_types, groups_made, naming_group
 from weft.pulse import Pulse
 from weft.spec.plan import AXES, Plan
 
@@ -170,19 +170,12 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     members need to call.
     """
     description = f"weft {purpose} {' '.join(map(str, ranks))}"
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in groups_made():
         if group.group_desc == description:
             return group
-    names = dist.distributed_c10d
-    by_count = names._hash_ranks_to_str
-    # torch names a group by its ranks and by how many groups this rank has made, which is not the same on all ranks
-    # where only members make a group: they would wait for each other under different names. The description is.
-    names._hash_ranks_to_str = lambda ranks: hashlib.sha1(description.encode(), usedforsecurity=False).hexdigest()
-    try:
+    with naming_group(description):
         # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
         return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
-    finally:
-        names._hash_ranks_to_str = by_count
 
 
 def _usual_place(name: str) -> int:
@@ -300,8 +293,7 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
             f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but this process was started as rank "
             f"{place.rank} of {place.world_size}. Leave init_process_group out: weft.init calls it."
         )
-    carried = {kind.type for kind in dist.group.WORLD._device_types} if dist.group.WORLD is not None else set()
-    missing = sorted({"cpu", device.type} - carried)
+    missing = sorted({"cpu", device.type} - default_device_types())
     if missing:
         raise CommError(
             f"torch.distributed is initialised without a backend for {' and '.join(missing)}. Leave init_process_group "

@@ -19,6 +19,7 @@ from weft.memory.offload import Host, HostPart, choose, offload_lines, open_host
 from weft.memory.pool import HostPool
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
+from weft.parallel.zero.flat import FlatModel
 from weft.spec.plan import Plan
 from weft.train.step import TrainStep
 from weft.units import format_bytes
@@ -119,7 +120,7 @@ def test_gradients_are_sent_while_backward_goes_on(monkeypatch):
     host = Host(link, HostPool(1 << 30))
     trained = model()
     mesh = build_mesh(Plan.parse("offload=optimizer"))
-    engine = MODULE.FlatModel(trained, mesh, host=host, bucket_bytes=4 * 1024)
+    engine = FlatModel(trained, mesh, host=host, bucket_bytes=4 * 1024)
     assert len(engine.reducer.buckets) > 2
     next(trained.parameters()).register_hook(lambda grad: order.append("first layer"))
     for _ in range(2):

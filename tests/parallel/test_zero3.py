@@ -14,7 +14,7 @@ from weft.errors import CommError, ModelError, PlanError
 from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.sharded.units import find_units
+from weft.parallel.zero.sharded.fsdp_units import find_units
 from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.state import capture, restore

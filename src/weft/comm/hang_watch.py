@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
 
 from weft.comm.links.segment import host_mark
+from weft.comm.private_torch import default_store, nccl_trace
 from weft.comm.standing import Report, Standing, process_state, report, stand, unfinished_on_device
 from weft.mesh import LIMIT_S, Axis, Mesh
 from weft.pulse import Pulse, Wait
@@ -74,7 +74,7 @@ class Watch(threading.Thread):
                 self._pulses += other.close()
         if dist.is_initialized() and mesh.world_size > 1 and warn_after_s < limit_s:
             place = f"{host_mark()[0].hex()} {os.getpid()}"
-            _default_store().set(f"{_PREFIX}place/{self._rank}", place)
+            default_store().set(f"{_PREFIX}place/{self._rank}", place)
             self._put_off_timer()  # here: the thread may not get the interpreter before it is stuck
             self.start()
 
@@ -204,7 +204,7 @@ class Watch(threading.Thread):
         if own.waits_for or not (axes := self._axes()):
             return own
         # A device works behind the host: what it has not finished is what this rank waits for.
-        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+        dump = nccl_trace()
         names = {axis.group.group_name: (axis.name, axis.ranks) for axis in axes if axis.group is not None}
         what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
         return stand(self._rank, self._since, _OnDevice(what, ranks), phases, own.in_step) if what else own
@@ -224,7 +224,7 @@ class Watch(threading.Thread):
     def _open(self) -> Any:
         """A connection of this thread's own: the main thread may be waiting on the other."""
         if self._store is None:
-            self._store = _default_store().clone()
+            self._store = default_store().clone()
             self._store.set_timeout(_STORE_TIMEOUT)
         return self._store
 
@@ -252,7 +252,3 @@ class _OnDevice:
 
     def late(self) -> tuple[int, ...]:
         return ()
-
-
-def _default_store() -> Any:
-    return dist.distributed_c10d._get_default_store()

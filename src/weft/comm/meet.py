@@ -23,6 +23,7 @@ from weft.comm.links.link import Link
 from weft.comm.links.segment import Segment, host_mark
 from weft.comm.links.shared import SharedLink
 from weft.comm.links.staged import StagedLink
+from weft.comm.private_torch import backend_of, timeout_s
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
 
@@ -96,7 +97,7 @@ class _Meeting:
 
 
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
-    backend = group._get_backend(torch.device(device))
+    backend = backend_of(group, torch.device(device))
     asked = f"{transport} was asked for" if transport else ""
     is_gloo = backend.name() == "gloo"
     if transport == StagedLink.transport or (device != "cpu" and is_gloo and not transport):
@@ -108,8 +109,7 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
         return ExchangeLink(group, axis.ranks, axis.rank, asked)
     segment, why = _share(axis, group)
     if segment is not None:
-        timeout_s = backend.options._timeout.total_seconds()
-        return SharedLink(segment, axis.ranks, timeout_s, asked or f"all {axis.size} ranks are on one host")
+        return SharedLink(segment, axis.ranks, timeout_s(backend), asked or f"all {axis.size} ranks are on one host")
     if transport:
         raise CommError(f"axis {axis.name}: its ranks cannot share memory: {why}. Use another transport.")
     return ExchangeLink(group, axis.ranks, axis.rank, why)

@@ -24,6 +24,8 @@ from weft.errors import ModelError
 from weft.memory.link import Copy
 from weft.memory.offload import Host
 from weft.memory.policy import without_graph
+from weft.memory.private_torch import compiled_call, set_compiled_call
+from weft.private_torch import graph_task, version_of
 
 #: Smaller tensors cost more in copies than they hold.
 LEAST_BYTES = 1 << 20
@@ -45,9 +47,9 @@ class Activations:
 
     def watch(self, name: str, block: nn.Module) -> None:
         """From here the block's activations live on the host between forward and backward."""
-        if block._compiled_call_impl is not None:
+        if (call := compiled_call(block)) is not None:
             # Hooks of the block are compiled with it, so this lies around it; copies of the block are not compiled.
-            block._compiled_call_impl = functools.partial(self._around, name, block, block._compiled_call_impl)
+            set_compiled_call(block, functools.partial(self._around, name, block, call))
             return
         block.register_forward_pre_hook(_Enter(self, name))
         block.register_forward_hook(_Leave(self), always_call=True)
@@ -66,7 +68,7 @@ class Activations:
     def enter(self, name: str, compiled: nn.Module | None = None) -> None:
         """A block's forward begins. compiled: the block, where its parts are not called one by one."""
         # A recomputed forward runs inside of backward: what it keeps is used at once.
-        wanted = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        wanted = torch.is_grad_enabled() and graph_task() == -1
         one = _Pass(self, name, compiled) if wanted else None
         self._open.append(one)
         if one is not None:
@@ -136,7 +138,7 @@ class _Pass:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         if not self._moves(tensor) or (self._compiled is not None and not self._moves_compiled(tensor)):
             return without_graph(tensor)
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), version_of(tensor))
         saved = self._known.get(key)
         if saved is None:
             # The tensor is held until the block ends, so no other can come to its address before.
@@ -183,7 +185,7 @@ class _Saved:
         # In the order of the tensor's own memory, without its holes.
         self._like = torch.empty_like(tensor, device="meta")
         self._device = tensor.device
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._tensor: torch.Tensor | None = tensor
         self._copy: Copy = self._host.link.down(tensor, self._there())
         self._is_down = True
@@ -191,7 +193,7 @@ class _Saved:
 
     @property
     def is_changed(self) -> bool:
-        return self._tensor is not None and self._tensor._version != self._version
+        return self._tensor is not None and version_of(self._tensor) != self._version
 
     def let_go(self) -> None:
         self._tensor = None

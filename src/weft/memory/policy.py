@@ -19,10 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    _VersionWrapper,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -30,6 +28,8 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.comm.links.link import unobserved
 from weft.errors import ModelError
+from weft.memory.private_torch import StoredValue, recompute_word
+from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
 
 Forward = Callable[..., Any]
 
@@ -105,7 +105,7 @@ def is_heavy(op: Any, args: Sequence[Any], outputs: Any) -> bool:
     Batched products are attention scores where they are larger than what they are made of: dear to keep, cheap to
     make again.
     """
-    packet = getattr(op, "_overloadpacket", None)
+    packet = getattr(op, "overloadpacket", None)
     if packet not in flop_registry and "scaled_dot_product" not in str(packet):
         return False
     if packet in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
@@ -144,14 +144,14 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 def spare_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """While inside, the named buffers are copies: what is written into them is lost."""
     owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in names]
-    originals = [owner._buffers[name] for owner, name in owners]
+    originals = [getattr(owner, name) for owner, name in owners]
     for (owner, name), tensor in zip(owners, originals, strict=True):
-        owner._buffers[name] = tensor.clone() if tensor is not None else None
+        setattr(owner, name, tensor.clone() if tensor is not None else None)
     try:
         yield
     finally:
         for (owner, name), tensor in zip(owners, originals, strict=True):
-            owner._buffers[name] = tensor
+            setattr(owner, name, tensor)
 
 
 def _no_contexts() -> tuple[Any, Any]:
@@ -169,7 +169,7 @@ def _selective_contexts(saved: frozenset[int], split: set[int] | None = None) ->
     order = itertools.count()
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if split is not None and getattr(op, "_overloadpacket", None) in _SPLITS:
+        if split is not None and getattr(op, "overloadpacket", None) in _SPLITS:
             split.add(_storage(args[0]))
         if is_heavy(op, args, context.op_output) and next(order) in saved:
             return CheckpointPolicy.MUST_SAVE
@@ -190,7 +190,7 @@ class _Keep(torch.autograd.Function):
 class _Kept:
     """Stands for an entry of torch's storage of selective checkpoints, and is asked by its name for the value."""
 
-    def __init__(self, entry: _VersionWrapper):
+    def __init__(self, entry: StoredValue):
         anchor = torch.empty(0, requires_grad=True)
         self._node = _Keep.apply(anchor, entry.get_val(False)).grad_fn
 
@@ -206,27 +206,27 @@ def _keep_as_autograd_does(storage: dict[Any, Any], split: set[int]) -> None:
     """
     for entries in storage.values():
         for key in range(len(entries)) if isinstance(entries, list) else list(entries):
-            kept = [one for one in tree_leaves(entries[key]) if isinstance(one, _VersionWrapper)]
+            kept = [one for one in tree_leaves(entries[key]) if isinstance(one, StoredValue)]
             if any(_was_changed(one, split) for one in kept):
                 entries[key] = _again()
             else:
-                entries[key] = tree_map_only(_VersionWrapper, _as_saved, entries[key])
+                entries[key] = tree_map_only(StoredValue, _as_saved, entries[key])
 
 
-def _was_changed(entry: _VersionWrapper, split: set[int]) -> bool:
+def _was_changed(entry: StoredValue, split: set[int]) -> bool:
     tensor = entry.val
     if not isinstance(tensor, torch.Tensor):
         return False
-    return tensor._version != entry.version or _storage(tensor) in split
+    return version_of(tensor) != entry.version or _storage(tensor) in split
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor.untyped_storage())
 
 
 def _again() -> Any:
     """What tells torch to compute an operation again; ModelError where this torch has no such word."""
-    if (word := getattr(torch.utils.checkpoint, "_RECOMPUTE", None)) is None:
+    if (word := recompute_word()) is None:
         raise ModelError(
             f"recompute=selective: a block changes in place what a matrix product gave, and torch {torch.__version__} "
             f"cannot compute that again alone. Use recompute=full, or leave out inplace=True."
@@ -234,7 +234,7 @@ def _again() -> Any:
     return word
 
 
-def _as_saved(entry: _VersionWrapper) -> Any:
+def _as_saved(entry: StoredValue) -> Any:
     return _Kept(entry) if isinstance(entry.val, torch.Tensor) else entry
 
 

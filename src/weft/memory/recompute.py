@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from weft.comm import all_reduce
 from weft.errors import ModelError, PlanError, Problem
@@ -30,6 +29,7 @@ from weft.memory.budget import cheapest_choice
 from weft.memory.policy import Forward, Policy, run_block, spare_buffers, without_graph
 from weft.memory.trace import BlockTrace, Option, Storages, num_bytes, storages_of, trace_block
 from weft.mesh import Axis
+from weft.private_torch import tree_leaves
 from weft.spec.plan import RECOMPUTES, Plan
 from weft.structure.blocks import repeated_blocks
 from weft.structure.surgery import become, revert

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.memory.policy import Forward, Policy, is_attention, is_heavy, spare_buffers, without_cache, without_graph
+from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves, tree_map
 
 #: Storages by identity. Holding the storage keeps its identity from being given to another one.
 Storages = dict[int, torch.UntypedStorage]
@@ -89,7 +88,7 @@ class BlockTrace:
 def storages_of(values: Any) -> Storages:
     """The storages of all tensors in a tree of values."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return {storage._cdata: storage for tensor in tensors for storage in [tensor.untyped_storage()]}
+    return {storage_key(storage): storage for tensor in tensors for storage in [tensor.untyped_storage()]}
 
 
 def num_bytes(storages: Storages) -> int:
@@ -201,9 +200,9 @@ class _Recording:
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        self._kept[storage._cdata] = storage
+        self._kept[storage_key(storage)] = storage
         if not self.in_core:
-            self._kept_around_cores[storage._cdata] = storage
+            self._kept_around_cores[storage_key(storage)] = storage
         self._needed = len(self.operations)
         return without_graph(tensor)
 

@@ -17,7 +17,9 @@ from weft.models.transformer import INIT_STD
 #: and a large one never lies in host memory as a whole.
 _BLOCK = 2**22
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+#: Norms whose statistics are of the samples at hand.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 
 
 def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
 from weft.models.trace_layers import Layers
 from weft.models.trace_parts import Measured, PartOfRun, PartReader
 from weft.models.trace_record import Recorder, Row
+from weft.private_torch import storage_key, tree_leaves
 from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer, TracedModel
 
 #: Batches and sequences of the runs: with a sequence (in units of its step), and without one. The last is the trial.
@@ -93,7 +93,7 @@ def trace_model(
 
 def _weights(model: nn.Module) -> set[int]:
     """Storages of parameters and buffers."""
-    return {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+    return {storage_key(each.untyped_storage()) for each in (*model.parameters(), *model.buffers())}
 
 
 def _weight_of(module: nn.Module | None) -> torch.Tensor | None:
@@ -104,7 +104,7 @@ def _run(model: nn.Module, structure: Structure, weights: set[int], call: Callab
     """One forward and backward."""
     modules = dict(model.named_modules())
     styles = {
-        param.untyped_storage()._cdata: style
+        storage_key(param.untyped_storage()): style
         for path, style in structure.styles.items()
         for param in modules[path].parameters(recurse=False)
     }
@@ -158,7 +158,7 @@ def _count_params(model: nn.Module, structure: Structure, recorder: Recorder, pa
         if (style := structure.styles.get(path, ""))
     }
     for name, param in model.named_parameters():
-        number = readers.get(param.untyped_storage()._cdata)
+        number = readers.get(storage_key(param.untyped_storage()))
         if id(param) in vocabulary or number is None or number not in parts:
             continue
         style = owners.get(id(param), "")

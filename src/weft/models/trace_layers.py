@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft.models.trace_parts import PartOfRun
 from weft.models.trace_record import Recorder
+from weft.private_torch import tree_flatten, tree_leaves, tree_unflatten
 
 
 class Layers:

@@ -16,18 +16,18 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from weft.errors import ModelError
+from weft.models.private_torch import GROUPED_MM, UNSAFE_VIEW, next_node_number, node_in_backward, number_of
+from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves
 
 aten = torch.ops.aten
 
 #: Operations that move nothing: they make views, or memory that is written later.
 _FREE = {
     aten.detach, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
-    aten._unsafe_view, aten.lift_fresh, aten.alias,
+    UNSAFE_VIEW, aten.lift_fresh, aten.alias,
 }  # fmt: skip
 #: Operations that read of their first argument only as much as they give.
 _PICKING = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.embedding_dense_backward}
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
     def enter(self, part: int | None) -> int | None:
         """Forward goes on in another part. Returns the one that it leaves."""
         before, self.part = self.part, part
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._starts.append(next_node_number())
         self._parts.append(part)
         return before
 
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
         """What tells the tensor's memory apart; it is held, so that no other gets its name."""
         storage = tensor.untyped_storage()
         self._alive.append(storage)
-        return storage._cdata
+        return storage_key(storage)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
         del types
         self.last_op = str(func)
         outputs = func(*args, **(kwargs or {}))
-        node = torch._C._current_autograd_node()
+        node = node_in_backward()
         packet = func.overloadpacket
         if packet in _FREE or func.is_view:
             self._follow(args, kwargs, outputs)
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
             row.kind = "product"
             if packet is aten.convolution:
                 row.dims, row.grads = _convolution(args, made[0]), (args[0].requires_grad, args[1].requires_grad)
-        elif packet is aten._grouped_mm:
+        elif packet is GROUPED_MM:
             row.kind, row.grads = "product", (args[0].requires_grad, args[1].requires_grad)
             row.dims = _grouped(args, made[0])
         elif packet in flop_registry:
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
 
     def _part_of(self, node: Any) -> int | None:
         """The part of forward that made a node of autograd."""
-        place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+        place = bisect.bisect_right(self._starts, number_of(node)) - 1
         return self._parts[place] if place >= 0 else None
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from weft.memory import repeated_blocks
 from weft.mesh import Mesh
-from weft.parallel.context import Context, context_of
-from weft.parallel.context.dropped import AttentionDrop, dropped_attention
+from weft.parallel.context import AttentionDrop, Context, context_of, dropped_attention
+from weft.parallel.placement.cut_part import CutPart, cut_part_of
 from weft.parallel.placement.position_noise import kept_at, key_of
-from weft.parallel.tensor.cut_modules import CutPart, cut_part_of
 from weft.structure.surgery import become
 
 _ATTRIBUTE = "_weft_drops"

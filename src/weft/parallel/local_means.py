@@ -11,29 +11,31 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.comm import all_reduce
 from weft.errors import WeftWarning
 from weft.mesh import Mesh
+from weft.models.initialise import BATCH_NORMS
 from weft.parallel.context.hugging_face import is_hugging_face
 from weft.parallel.placement.gradients import is_attached
 
 _SHOWN = 3  # names of modules in a warning
+_OWN_LOSS = "_weft_own_loss"
 
 
 def watch_local_means(model: nn.Module, mesh: Mesh) -> None:
     """Warn of batch norm now, and of a loss that is a mean when a loop of the user's own goes back through it."""
     _warn_of_batch_norm(model, mesh)
     if mesh.rank == 0 and mesh.batch.size > 1 and any(is_hugging_face(module) for module in model.modules()):
-        model.register_forward_hook(_OwnLoss(mesh.batch.size))
+        hook = _OwnLoss(mesh.batch.size)
+        model.register_forward_hook(hook)
+        setattr(model, _OWN_LOSS, hook)
 
 
 def trust_loss(model: nn.Module) -> None:
     """Somebody sees to it that the model's loss is weighted right: nothing more is said of it."""
-    for hook in model._forward_hooks.values():
-        if isinstance(hook, _OwnLoss):
-            hook.is_trusted = True
+    if (hook := getattr(model, _OWN_LOSS, None)) is not None:
+        hook.is_trusted = True
 
 
 def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Mesh) -> torch.Tensor:
@@ -72,7 +74,7 @@ class TrainMode:
 
 
 def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
 
 
 def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+
+from weft.testing.private_torch import run_backward
 
 
 class Float64Throughout(TorchFunctionMode):
@@ -23,7 +24,7 @@ class Float64Throughout(TorchFunctionMode):
                 # A mode is off while it is asked; what is recomputed in backward must be as it was in forward. Through
                 # torch.autograd.backward it would be asked once more.
                 with self:
-                    return _engine_run_backward(*roots, False, False, (), allow_unreachable=True, accumulate_grad=True)
+                    return run_backward(*roots, False, False, (), allow_unreachable=True, accumulate_grad=True)
         elif func is torch.Tensor.float or _names_float32(args) or kwargs.get("dtype") is torch.float32:
             first = args[0] if args else None
             if isinstance(first, torch.Tensor) and first.dtype == torch.float64:

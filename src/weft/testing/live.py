@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {storage_key(tensor.untyped_storage()) for tensor in known}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                if storage_key(storage) not in self._known:
+                    self._made[storage_key(storage)] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.now)
         return outputs

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.comm import Ledger
 from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero.flat import flat_model
+from weft.private_torch import tree_leaves, tree_map
 from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
+from weft.private_torch import storage_key, tree_leaves
 from weft.testing.live import LiveBytes
+from weft.testing.private_torch import storage_behind
 from weft.train import TrainStep
 
 
@@ -29,7 +30,7 @@ class StepBytes(LiveBytes):
     @property
     def now(self) -> int:
         self._made = {key: value for key, value in self._made.items() if not value[0].expired()}
-        alive = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, _ in self._made.values())
+        alive = (storage_behind(ref.cdata) for ref, _ in self._made.values())
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,8 +42,8 @@ class StepBytes(LiveBytes):
     def _note(self, tensor: torch.Tensor) -> None:
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        if storage_key(storage) not in self._known:
+            self._made.setdefault(storage_key(storage), (StorageWeakRef(storage), storage.nbytes()))
 
 
 def peak_of_step(step: TrainStep, batch: dict[str, torch.Tensor]) -> int:

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from weft.errors import ConfigError, ModelError
 from weft.models import build_decoder
 from weft.models.code import call_function
+from weft.models.initialise import BATCH_NORMS
 from weft.optim import build_optimizer
 from weft.parallel.placement.batches import map_tensors
 from weft.spec.config import OptimizerSection
@@ -38,6 +39,9 @@ from weft.train.forward import call_model
 from weft.train.loss import model_forward, token_cross_entropy
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
+
+#: Modules that draw random numbers in training, at a rate `p`.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -208,12 +212,12 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
 def _quieten(model: nn.Module) -> list[str]:
     """Take out what draws random numbers, and say so; say what cannot be equal under any plan."""
     notes = []
-    dropouts = [module for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd) and module.p]
+    dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
     for module in dropouts:
         module.p = 0.0
     if dropouts:
         notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch would draw it from other numbers")
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
     return notes
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from weft.private_torch import graph_task, tree_leaves
 
 #: Of one module's call: which call of it, and which tensor of what it gives.
 Key = tuple[str, int, int]
@@ -66,7 +67,7 @@ def watching(model: nn.Module, eyes: Recorder | Watcher) -> Iterator[None]:
 
     def hook_of(path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            if not torch.is_grad_enabled() or graph_task() != -1:
                 return
             call = counts[path] = counts.get(path, -1) + 1
             for place, leaf in enumerate(tree_leaves(output)):

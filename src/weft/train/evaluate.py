@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from weft.comm import all_reduce
 from weft.mesh import Axis, Mesh
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.tensor.head import expect_labels
+from weft.private_torch import tree_map
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 from weft.train.loss_check import LossFn
 from weft.train.step import ForwardFn

@@ -19,6 +19,7 @@ from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.monitor import memory_bytes
 from weft.planner.tell.footprint import Usage, activation_bytes, remedies
+from weft.private_torch import storage_key
 from weft.spec.decoder import DecoderSpec
 from weft.spec.rules.rule import Facts
 from weft.units import format_bytes, parse_bytes
@@ -199,8 +200,8 @@ def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
         # A DTensor's storage here is that of its local shard.
         local = getattr(tensor, "_local_tensor", tensor)
         storage = local.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
+        if storage_key(storage) not in seen:
+            seen.add(storage_key(storage))
             total += storage.nbytes() if local.device.type != "meta" else 0
     return total
 

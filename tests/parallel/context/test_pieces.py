@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.parallel.context import kernel
 from weft.parallel.context.kernel import Scoring
-from weft.parallel.context.order import Order
+from weft.parallel.context.order import SequenceOrder
 from weft.parallel.context.pieces import BOTH_WAYS, CAUSAL, Piece, Sight, pieces
 
 MODES = ("gather", "ring", "ulysses")
@@ -26,13 +26,13 @@ def test_each_visible_pair_is_in_one_piece(data, mode, cp, length, rows, has_doc
     starts = st.sets(st.integers(1, max(1, seq_len - 1)).filter(lambda place: place < seq_len))
     borders = [(0, *sorted(data.draw(starts)), seq_len) for _ in range(rows)] if has_documents else None
     sight = data.draw(st.just(CAUSAL) | st.just(BOTH_WAYS) | SIGHTS)
-    order = Order(mode, cp, data.draw(st.integers(0, cp - 1)), seq_len)
+    order = SequenceOrder(mode, cp, data.draw(st.integers(0, cp - 1)), seq_len)
     places = order.places(torch.device("cpu")).numpy()
     ids = np.zeros((rows, seq_len), dtype=int)
     for row, row_borders in enumerate(borders or ()):
         ids[row] = np.searchsorted(row_borders, np.arange(seq_len), side="right")
     for source in range(cp):
-        theirs = Order(mode, cp, source, seq_len).places(torch.device("cpu")).numpy()
+        theirs = SequenceOrder(mode, cp, source, seq_len).places(torch.device("cpu")).numpy()
         seen = np.zeros((rows, len(places), len(theirs)), dtype=int)
         for piece in pieces(order.chunks(), order.chunks(source), length, borders, sight):
             seen[slice(*(piece.rows or (0, rows))), piece.q0 : piece.q1, piece.k0 : piece.k1] += mask_of(piece)
@@ -71,7 +71,7 @@ def test_ranks_have_nearly_the_same_work(mode):
     """Zigzag: with whole sequences, all ranks compute the same number of pairs."""
 
     def work(rank: int) -> float:
-        order = Order(mode, 8, rank, 16 * 64)
+        order = SequenceOrder(mode, 8, rank, 16 * 64)
         found = [piece for source in range(8) for piece in pieces(order.chunks(), order.chunks(source), 64)]
         return sum((p.q1 - p.q0) * (p.k1 - p.k0) * (0.5 if p.shape == "lower" else 1.0) for p in found)
 

@@ -8,7 +8,7 @@ import torch
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.parallel.context.kernel import Scoring
-from weft.parallel.context.order import Order
+from weft.parallel.context.order import SequenceOrder
 from weft.parallel.context.pieces import BOTH_WAYS, Sight
 from weft.parallel.context.ways import View, attend_cut
 from weft.spec.context import sent_bytes
@@ -76,7 +76,7 @@ def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders, scoring=PLAI
     ledger = Ledger()
     size = torch.distributed.get_world_size()
     axis = build_mesh(Plan(cp=size), record=ledger.record)["cp"]
-    order = Order(mode, size, axis.rank, seq_len)
+    order = SequenceOrder(mode, size, axis.rank, seq_len)
     *qkv, grad = (
         order.cut(x.transpose(1, 2)).transpose(1, 2) for x in inputs(heads, kv_heads, seq_len, dtype, value_width)
     )
@@ -96,7 +96,7 @@ def attend_on_ranks(mode, heads, kv_heads, seq_len, dtype, borders, scoring=PLAI
 
 
 def joined(results, mode, seq_len):
-    order = Order(mode, len(results), 0, seq_len)
+    order = SequenceOrder(mode, len(results), 0, seq_len)
     columns = zip(*(tensors for tensors, _, _ in results), strict=True)
     return [order.join([x.transpose(1, 2) for x in column]).transpose(1, 2) for column in columns]
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from weft.comm.private_torch import num_modes
 from weft.errors import CommError
+from weft.private_torch import without_modes
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +119,7 @@ def unobserved() -> AbstractContextManager[object]:
     What a wait carries on depends on time, so it differs between two runs of the same forward; selective recompute
     counts operations by such a mode, and would take the second run for another computation.
     """
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return without_modes() if num_modes() else nullcontext()
 
 
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:

@@ -18,7 +18,7 @@ from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.context.documents import find_borders
 from weft.parallel.context.kernel import Scoring
-from weft.parallel.context.order import Order, cut_batch, sequence_length
+from weft.parallel.context.order import SequenceOrder, cut_batch, sequence_length
 from weft.parallel.context.ways import View, attend_cut
 from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
 from weft.spec.plan import Plan
@@ -60,7 +60,7 @@ class Context:
         finally:
             self.in_use = before
 
-    def order(self, seq_len: int) -> Order:
+    def order(self, seq_len: int) -> SequenceOrder:
         """Where this rank's tokens are in sequences of that length; ModelError where they do not come out even."""
         cp, (heads, kv_heads) = self.axis.size, self._heads
         mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
@@ -74,7 +74,7 @@ class Context:
                 f"cp={cp}: cp_mode={mode} cuts a sequence into {num_chunks(mode, cp)} equal chunks, and {seq_len} "
                 f"tokens do not come out even. Pad the sequences to a multiple of {num_chunks(mode, cp)} tokens."
             )
-        return Order(mode, cp, self.axis.rank, seq_len)
+        return SequenceOrder(mode, cp, self.axis.rank, seq_len)
 
     def cut(self, batch: Any) -> Any:
         """This rank's part of a batch of whole sequences; see `cut_batch`."""

@@ -11,21 +11,21 @@ import torch
 from weft.comm import all_gather
 from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.context.order import Order
+from weft.parallel.context.order import SequenceOrder
 from weft.parallel.context.pieces import Borders
 
 #: The id of padding. Padded tokens see each other alone, and nothing that is trained sees them.
 PADDING = -1
 
 
-def whole_sequence(x_BT: torch.Tensor, axis: Axis, order: Order) -> torch.Tensor:
+def whole_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch.Tensor:
     """What all ranks have of a sequence, in its order; (B, S). A collective over the axis."""
     x_BT = x_BT.contiguous()
     parts = all_gather(x_BT, axis, out=x_BT.new_empty((axis.size, *x_BT.shape)))
     return order.join(list(parts.unbind(0)))
 
 
-def find_borders(ids_BT: torch.Tensor, axis: Axis, order: Order) -> tuple[Borders, ...] | None:
+def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tuple[Borders, ...] | None:
     """Borders of the documents in whole sequences, from the ids of each rank's own tokens; the same on all ranks.
 
     None where no sequence has a border inside. A collective over the axis. Raises ModelError where a document goes on

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft.parallel.context.pieces import BOTH_WAYS, CAUSAL, Sight
 from weft.parallel.placement.position_noise import keeps, lines_of
+from weft.parallel.private_torch import CPU_FLASH, CPU_FLASH_BACKWARD, CUDA_FLASH, CUDA_FLASH_BACKWARD
 
 #: Scores that plain arithmetic holds at a time, where no fused kernel gives the log-sum-exp.
 _SCORES = 2**24
@@ -93,12 +94,9 @@ def attend(
     """Output (B, H, T, C) and log-sum-exp (B, H, T), the latter in `sum_dtype`. causal: T = S, each up to itself."""
     kind = _kind(q_BHTC, scoring, noise)
     if kind == "cpu":
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return op(q_BHTC, k_BKSC, v_BKSC, 0.0, causal, scale=scoring.scale)
+        return CPU_FLASH(q_BHTC, k_BKSC, v_BKSC, 0.0, causal, scale=scoring.scale)
     if kind == "flash":
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
-            q_BHTC, k_BKSC, v_BKSC, 0.0, causal, False, scale=scoring.scale
-        )
+        found = CUDA_FLASH(q_BHTC, k_BKSC, v_BKSC, 0.0, causal, False, scale=scoring.scale)
         return found[0], found[1]
     return attend_plainly(q_BHTC, k_BKSC, v_BKSC, causal, scoring, noise)
 
@@ -110,11 +108,12 @@ def attend_backward(
     """Gradients of queries, keys and values. out, lse: of these queries over all keys, not those of this piece."""
     kind = _kind(q_BHTC, scoring, noise)
     if kind == "cpu":
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return op(grad_BHTC, q_BHTC, k_BKSC, v_BKSC, out_BHTC, lse_BHT, 0.0, causal, scale=scoring.scale)
+        return CPU_FLASH_BACKWARD(
+            grad_BHTC, q_BHTC, k_BKSC, v_BKSC, out_BHTC, lse_BHT, 0.0, causal, scale=scoring.scale
+        )
     if kind == "flash":
         nothing = torch.empty(0, dtype=torch.uint64, device=q_BHTC.device)  # no dropout, so no state of it
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        return CUDA_FLASH_BACKWARD(
             grad_BHTC, q_BHTC, k_BKSC, v_BKSC, out_BHTC, lse_BHT.contiguous(), None, None, q_BHTC.shape[2],
             k_BKSC.shape[2], 0.0, causal, nothing, nothing, scale=scoring.scale,
         )  # fmt: skip

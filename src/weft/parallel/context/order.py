@@ -17,7 +17,7 @@ from weft.spec.context import chunks_of, num_chunks
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SequenceOrder:
     """The place of one rank's tokens in the sequence. mode: "gather", "ring" or "ulysses"."""
 
     mode: str
@@ -65,7 +65,7 @@ def sequence_length(batch: Any) -> int | None:
     return next((length for part in parts if (length := sequence_length(part)) is not None), None)
 
 
-def cut_batch(batch: Any, order: Order) -> Any:
+def cut_batch(batch: Any, order: SequenceOrder) -> Any:
     """The same batch with each tensor whose dim 1 is the sequence cut to this rank's tokens.
 
     Raises ModelError for a mask over pairs of tokens, which has the sequence in two dims.
@@ -73,7 +73,7 @@ def cut_batch(batch: Any, order: Order) -> Any:
     return map_tensors(lambda tensor: _cut_tensor(tensor, order), batch)
 
 
-def _cut_tensor(tensor: torch.Tensor, order: Order) -> torch.Tensor:
+def _cut_tensor(tensor: torch.Tensor, order: SequenceOrder) -> torch.Tensor:
     if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
         raise ModelError(
             f"cp={order.cp}: the batch holds a mask of shape {tuple(tensor.shape)} over pairs of tokens, which cannot "

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import all_gather, reduce_scatter
 from weft.comm.autograd import exchange_dims
@@ -29,9 +28,10 @@ from weft.comm.peer import start_shift
 from weft.mesh import Axis
 from weft.models.attention import repeat_heads, takes_groups
 from weft.parallel.context.kernel import Scoring, sum_dtype
-from weft.parallel.context.order import Order
+from weft.parallel.context.order import SequenceOrder
 from weft.parallel.context.parts import Gradients, Seen
 from weft.parallel.context.pieces import CAUSAL, Borders, Piece, Sight, pieces
+from weft.private_torch import without_modes
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class View:
     """What this rank's tokens may see: their order, and the documents of each sequence (None: one each)."""
 
     axis: Axis
-    order: Order
+    order: SequenceOrder
     borders: tuple[Borders, ...] | None = None
     _pieces: dict[tuple[int | None, Sight], list[Piece]] = field(default_factory=dict)
     _places: dict[int, Tensor] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
-        with _disable_current_modes():
+        with without_modes():
             kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
             seen = Seen(q_BHTC, scoring, view.places(view.axis.rank, q_BHTC.device))
             for source, kv in enumerate(_gathered(kv_2BKTC, view.axis)):
@@ -114,7 +114,7 @@ class _Gather(torch.autograd.Function):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
-        with _disable_current_modes():
+        with without_modes():
             kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
             axis, device = view.axis, q_BHTC.device
             seen = Seen(q_BHTC, scoring, view.places(axis.rank, device))
@@ -156,7 +156,7 @@ class _Whole(torch.autograd.Function):
     def forward(
         ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, scoring: Scoring, found: list[Piece]
     ) -> Tensor:
-        with _disable_current_modes():
+        with without_modes():
             places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
             seen = Seen(q_BHSC, scoring, places_S)
             seen.meet((k_BKSC, v_BKSC), found, places_S)

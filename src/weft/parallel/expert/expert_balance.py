@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +14,36 @@ from weft.comm.collectives import start_all_reduce
 from weft.mesh import Axis, Mesh
 from weft.models.balance import Span, move_bias
 from weft.models.moe import Router, routers
-from weft.parallel.context import Context, context_of
 from weft.parallel.expert.foreign_router import ForeignRouter
+
+
+class TokenOrder(Protocol):
+    """Which tokens of whole sequences this rank has."""
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(B, T, ...) to this rank's (B, S, ...)."""
+        ...
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """(B, S, ...) of each rank to (B, T, ...)."""
+        ...
+
+
+class CutSequences(Protocol):
+    """Sequences that lie on several ranks of `axis`, while `in_use`."""
+
+    axis: Axis
+    in_use: bool
+
+    def order(self, seq_len: int) -> TokenOrder:
+        """Where this rank's tokens are in whole sequences of that length."""
+        ...
 
 
 class DividedSpan(Span):
     """Sequences divided over cp while they are cut, and under sequence parallelism each part over tp."""
 
-    def __init__(self, context: Context | None, tp: Axis):
+    def __init__(self, context: CutSequences | None, tp: Axis):
         self._context, self._tp = context, tp
 
     def __deepcopy__(self, memo: dict[int, object]) -> Span:
@@ -48,14 +71,16 @@ class DividedSpan(Span):
         return x_BSK.narrow(1, self._tp.rank * share, share)
 
     @property
-    def _cut(self) -> Context | None:
+    def _cut(self) -> CutSequences | None:
         return self._context if self._context is not None and self._context.in_use else None
 
 
-def divide_sequences(model: nn.Module, mesh: Mesh) -> None:
-    """Tell routers that sequences lie on several ranks, where cp or sp divides them. After these were applied."""
+def divide_sequences(model: nn.Module, mesh: Mesh, context: CutSequences | None) -> None:
+    """Tell routers that sequences lie on several ranks, where cp or sp divides them. After these were applied.
+
+    context: how cp cuts sequences; None where it does not.
+    """
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
-    context = context_of(model)
     if context is not None or tp.size > 1:
         for router in balanced_routers(model):
             router.span = DividedSpan(context, tp)

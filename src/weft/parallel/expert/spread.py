@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import all_gather
 from weft.comm.autograd import exchange, gather_slice, slice_to
@@ -30,8 +29,9 @@ from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
 from weft.models.grouped import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
 from weft.models.moe import Experts
-from weft.parallel.pipeline.absent import StandIn
 from weft.parallel.placement.placement import Placement
+from weft.parallel.placement.stand_in import StandIn
+from weft.private_torch import without_modes
 from weft.spec.layout import Layout
 from weft.structure.surgery import become
 
@@ -233,7 +233,7 @@ class SpreadExperts(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._weft_spread.hides:
             return super().__call__(*args, **kwargs)
-        with _disable_current_modes():
+        with without_modes():
             return super().__call__(*args, **kwargs)
 
 

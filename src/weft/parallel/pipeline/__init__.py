@@ -1,1 +1,5 @@
-"""Pipeline parallelism: stages of any model that is a chain of blocks, under any schedule."""
+"""Pipelines: a model cut into stages along its chain of blocks, and the loop that carries out a schedule."""
+
+from weft.parallel.pipeline.runtime import Drawing, Pipeline, Work, build_pipeline, pipeline_of
+
+__all__ = ["Drawing", "Pipeline", "Work", "build_pipeline", "pipeline_of"]

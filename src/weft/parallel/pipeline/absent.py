@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
+from weft.parallel.placement.stand_in import StandIn
+from weft.private_torch import tree_leaves
 
 
 class Flow:
@@ -61,34 +62,20 @@ class Left(BaseException):
         self.output = output
 
 
-class StandIn(nn.Module):
-    """Answers for another module: its attributes are that module's, its parameters are none."""
+class _OfStage(StandIn):
+    """Stands in the forward of a stage. flow: what enters that stage."""
 
     def __init__(self, module: nn.Module, path: str, flow: Flow):
-        super().__init__()
-        # In a tuple: a module set as an attribute would become a part of the model.
-        self.__dict__["_for"] = (module, path, flow)
-
-    @property
-    def stands_for(self) -> nn.Module:
-        """The module whose place this takes."""
-        return self.__dict__["_for"][0]
-
-    @property
-    def path(self) -> str:
-        """Its path in the whole model."""
-        return self.__dict__["_for"][1]
+        super().__init__(module, path)
+        self.__dict__["_flow"] = flow
 
     @property
     def flow(self) -> Flow:
         """What enters the stage."""
-        return self.__dict__["_for"][2]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_for"][0], name)
+        return self.__dict__["_flow"]
 
 
-class Absent(StandIn):
+class Absent(_OfStage):
     """A module of an earlier stage gives what that stage sent, whatever it is asked. One of a later stage is an error.
 
     Only what the stage's first block takes counts, and that takes the received activation itself.
@@ -108,7 +95,7 @@ class Absent(StandIn):
         return given if flow.mark is None else given + flow.mark
 
 
-class Entry(StandIn):
+class Entry(_OfStage):
     """The first block of a stage: takes what was received in place of its first input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +108,7 @@ class Entry(StandIn):
         return self.stands_for(**{**kwargs, _stream(self.path, kwargs): flow.incoming})
 
 
-class Exit(StandIn):
+class Exit(_OfStage):
     """The first block of the next stage: forward is left with what it would take."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -145,10 +132,8 @@ def _stream(path: str, kwargs: dict[str, Any]) -> str:
 def without_tensors(module: nn.Module) -> nn.Module:
     """Put the module's parameters and buffers on the meta device, in place, without touching the tensors themselves."""
     for part in module.modules():
-        for name, param in part._parameters.items():
-            if param is not None:
-                part._parameters[name] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = torch.empty_like(buffer, device="meta")
+        for name, param in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(part, name, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
+        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(part, name, torch.empty_like(buffer, device="meta"))
     return module

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.errors import ModelError
+from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.parallel.pipeline.boundary import Boundary
 from weft.parallel.pipeline.split import Split, split_model
@@ -83,7 +85,7 @@ class Pipeline:
         self._device = mesh.device
         self._boundary = Boundary(mesh["pp"], mesh.device)
         self._held = HeldGradients()
-        self._compiles = mesh.plan.compile
+        self._plan = mesh.plan
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._weights: dict[tuple[int, int], list[Any]] = {}
         #: What stays on this rank between two of its stages, and what waits to be sent.
@@ -93,13 +95,26 @@ class Pipeline:
         #: (action, start, end) of the last step's computing, in seconds from its begin, by the host's clock.
         self.events: list[tuple[Action, float, float]] = []
 
+    @property
+    def runs(self) -> list[tuple[str, ...]]:
+        """Paths of the blocks of each stage that is here."""
+        return [stage.blocks for stage in self.stages.values()]
+
     def hold_weight_gradients(self, model: nn.Module) -> None:
         """Let the linear layers of this rank hold back what the schedule does later, in place.
 
-        A compiled block makes all its gradients in one program, so there W has nothing left to do.
+        A compiled block makes all its gradients in one program, so there W has nothing left to do. Raises ModelError
+        where the plan recomputes or compiles blocks and the model has none.
         """
+        plan = self._plan
+        if not repeated_blocks(model) and (plan.recompute != "none" or plan.compile):
+            field = "compile=on" if plan.recompute == "none" else f"recompute={plan.recompute}"
+            raise ModelError(
+                f"{field}: under a pipeline it works on repeated blocks, and {type(model).__name__} has none. "
+                f"Put its layers into an nn.ModuleList or composite children of nn.Sequential, or leave it out."
+            )
         waits = any(action.kind == "W" for step in self.schedule.ranks[self._axis.rank] for action in parts(step))
-        if waits and not self._compiles:
+        if waits and not plan.compile:
             hold_weight_gradients(model, self._held)
 
     def step(self, work: Work, phases: Phases) -> None:

@@ -1,7 +1,8 @@
 """Lets the layers of a stage hold back their weights' gradients, and delivers these when the schedule says so.
 
-Linear layers get a subclass whose product may wait (parallel/placement/held.py); layers that tensor parallelism cut ask
-by themselves. Layers of other kinds give all their gradients at once, which is right and only less even.
+Linear layers get a subclass whose product may wait (parallel/placement/held.py); layers that ask by themselves, such as
+those that tensor parallelism cut, are told whom. Layers of other kinds give all their gradients at once, which is right
+and only less even.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from weft.parallel.placement.held import HeldGradients, HeldProduct, linear
-from weft.parallel.tensor.cut_modules import ColumnLinear, RowLinear
+from weft.parallel.placement.held import HeldGradients, HeldProduct, HoldingLayer, linear
 from weft.structure.surgery import become
 
 
@@ -43,7 +43,7 @@ def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:
     """
     count = 0
     for module in model.modules():
-        if isinstance(module, ColumnLinear | RowLinear):
+        if isinstance(module, HoldingLayer):
             module._weft_held = held
             count += 1
             continue
@@ -54,20 +54,16 @@ def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:
     return count
 
 
-class _HoldingLinear(nn.Module):
+class _HoldingLinear(HoldingLayer):
     """A linear layer whose weight's gradient may wait."""
-
-    _weft_held: HeldGradients
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., I) to (..., O)."""
         return linear(input, self.weight, self.bias, self._weft_held)  # pyright: ignore[reportArgumentType]
 
 
-class _HoldingConv1D(nn.Module):
+class _HoldingConv1D(HoldingLayer):
     """transformers' layer of GPT-2: a linear layer whose weight is (I, O)."""
-
-    _weft_held: HeldGradients
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) to (..., O)."""

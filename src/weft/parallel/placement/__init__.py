@@ -1,1 +1,10 @@
-"""What techniques did to parameters, and what all of them share."""
+"""What all techniques share: how parameters lie on ranks, in which formats, and who sums their gradients.
+
+The rooms of techniques know each other through this one alone.
+"""
+
+from weft.parallel.placement.gradients import DataParallel, data_parallel, is_attached
+from weft.parallel.placement.placement import Placement, merge_placements
+from weft.parallel.placement.precision import Precision
+
+__all__ = ["DataParallel", "Placement", "Precision", "data_parallel", "is_attached", "merge_placements"]

@@ -61,6 +61,12 @@ class HeldGradients:
         return self  # layers of a copy ask the same
 
 
+class HoldingLayer(nn.Module):
+    """A layer that asks `_weft_held`, where it is set, whether its weight's gradient shall wait."""
+
+    _weft_held: HeldGradients | None = None
+
+
 class _Linear(torch.autograd.Function):
     """x W^T + b, whose weight gradient may wait."""
 

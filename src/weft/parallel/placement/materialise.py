@@ -14,6 +14,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.models.initialise import initialise_parameter
 from weft.parallel.placement.axes import AxisMap
+from weft.parallel.private_torch import apply_to_tensors
 
 
 class Materialise:
@@ -54,4 +55,4 @@ class Materialise:
 
 def move(model: nn.Module, device: torch.device) -> None:
     """Bring a model to the device; what is on the meta device stays there."""
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    apply_to_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))

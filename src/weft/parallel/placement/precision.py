@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from weft.comm.wire import Wire, find_wire
 from weft.errors import PlanError
+from weft.models.initialise import BATCH_NORMS
+from weft.private_torch import tree_map
 from weft.spec.plan import Plan
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -77,7 +77,7 @@ def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.
     """The format of each parameter in forward and backward. Those that are not floating keep theirs."""
     chosen: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
-        wanted = precision.master if isinstance(module, _BatchNorm) else precision.compute
+        wanted = precision.master if isinstance(module, BATCH_NORMS) else precision.compute
         for param in module.parameters(recurse=False):
             chosen.setdefault(param, wanted if param.is_floating_point() else param.dtype)
     return chosen
@@ -97,7 +97,7 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
         return
     for module in model.modules():
         owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BATCH_NORMS):
             module.register_forward_pre_hook(functools.partial(_cast_inputs, precision.master), with_kwargs=True)
             module.register_forward_hook(functools.partial(_cast_output, precision.compute))
         elif module is model or (owns and not isinstance(module, nn.Embedding)):

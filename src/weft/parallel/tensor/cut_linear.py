@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from weft.comm import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.comm.autograd import scatter_sum, sum_over
 from weft.errors import PlanError
 from weft.mesh import Axis
 from weft.parallel.placement.held import HeldGradients, HeldProduct
+from weft.private_torch import current_mode
 
 #: Where the tokens are in activations: (batch, tokens, features).
 TOKENS = 1
@@ -182,7 +182,7 @@ class _RowSum(torch.autograd.Function):
         ctx.line = line
         if line.cuts_tokens:
             return line.start_sum(product_BTD).wait()
-        if not product_BTD.is_contiguous() or _get_current_dispatch_mode() is not None:
+        if not product_BTD.is_contiguous() or current_mode() is not None:
             # Selective recompute keeps this product and takes it again: the sum must not be made in its place.
             return line.start_sum(product_BTD.clone(memory_format=torch.contiguous_format)).wait()
         ctx.mark_dirty(product_BTD)

@@ -15,43 +15,9 @@ from torch.nn import functional as F
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
-from weft.mesh import Axis
-from weft.parallel.placement.held import HeldGradients, linear
+from weft.parallel.placement.cut_part import CutPart
+from weft.parallel.placement.held import HoldingLayer, linear
 from weft.parallel.tensor.cut_linear import TOKENS, Column, Line, columns, row_sum, token_share
-
-_PART = "_weft_cut_part"
-
-
-class CutPart:
-    """Where this rank is in the cut parts of one model: what draws random numbers there asks for it.
-
-    is_open: it is between a column-cut layer and the row-cut one after it, where it has its own heads or features.
-    """
-
-    def __init__(self, axis: Axis):
-        self.axis = axis
-        self.is_open = False
-        self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
-        return self  # a copy of the module runs on the same ranks
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-    def sees_cut_tokens(self, path: str) -> bool:
-        """Whether the module of that path is given this rank's part of the tokens."""
-        return any(path == place or path.startswith(f"{place}.") for place in self.token_paths)
-
-
-def keep_part(model: nn.Module, part: CutPart) -> None:
-    """Leave it on the model, for `cut_part_of`."""
-    setattr(model, _PART, part)
-
-
-def cut_part_of(model: nn.Module) -> CutPart | None:
-    """What tensor parallelism left on this model; None where nothing was cut."""
-    return getattr(model, _PART, None)
 
 
 class Entry:
@@ -150,7 +116,7 @@ class Enter:
             self._entry.part.is_open = False
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(HoldingLayer):
     """Makes this rank's share of the output features."""
 
     _weft_entry: Entry
@@ -162,12 +128,11 @@ class ColumnLinear(nn.Module):
         return entry.product(self, entry.enter(x) if self._weft_enters else x)
 
 
-class RowLinear(nn.Module):
+class RowLinear(HoldingLayer):
     """Reads this rank's share of the input features; its output is the sum over the ranks."""
 
     _weft_line: Line
     _weft_part: CutPart
-    _weft_held: HeldGradients | None = None
     _weft_is_compiled: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

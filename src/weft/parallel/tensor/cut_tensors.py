@@ -7,7 +7,7 @@ by rows of the vocabulary, padded where tp does not divide it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,24 +17,23 @@ from weft.comm.operators import prepare_operators
 from weft.errors import LayoutError, PlanError
 from weft.mesh import Axis, Mesh
 from weft.parallel.layout_find import find_layout, find_lm_head, scales_logits
-from weft.parallel.pipeline.absent import StandIn
+from weft.parallel.placement.cut_part import CutPart, keep_part
 from weft.parallel.placement.placement import Placement
+from weft.parallel.placement.stand_in import StandIn
 from weft.parallel.tensor.cut_linear import Line
 from weft.parallel.tensor.cut_modules import (
     ColumnLinear,
-    CutPart,
     Enter,
     Entry,
     RowLinear,
     VocabEmbedding,
     is_linear,
     is_transposed,
-    keep_part,
     weight_of,
 )
 from weft.parallel.tensor.head import fuse_head, make_head
 from weft.parallel.tensor.heads import Heads, localise
-from weft.parallel.tensor.sequence import Sequence, cut_sequence, plan_sequence
+from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence
 from weft.parallel.token_flow import check_tokens
 from weft.spec.layout import Layout, Style
 from weft.spec.rules.rule import alternatives
@@ -42,15 +41,20 @@ from weft.structure.surgery import become
 
 
 def cut_tensors(
-    model: nn.Module, mesh: Mesh, layout: Layout | None = None, taken: Collection[str] = ()
+    model: nn.Module,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    taken: Collection[str] = (),
+    runs: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, Placement]:
     """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
 
     layout: found from the model where it is None. taken: parameters that another technique has placed.
+    runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
     Returns the placements of what was changed. Raises LayoutError where the layout does not fit the model, PlanError
     where the model cannot be divided by tp.
     """
-    return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken).cut()
+    return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken, runs).cut()
 
 
 def fuse_whole_head(model: nn.Module) -> None:
@@ -60,17 +64,20 @@ def fuse_whole_head(model: nn.Module) -> None:
         fuse_head(model, head, scales_logits(model))
 
 
-def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
-    """What can be asked of a whole model only, before a pipeline takes its parts away.
+def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Layout:
+    """What can be asked of a whole model only, before a pipeline takes its parts away. Returns the layout.
 
-    Raises LayoutError where the layout names what is not there, or sp would cut tokens that meet.
+    layout: found from the model where it is None. Raises LayoutError where the layout names what is not there, or sp
+    would cut tokens that meet.
     """
+    layout = find_layout(model) if layout is None else layout
     modules = dict(model.named_modules())
     styles = _read_styles(layout, modules, mesh.plan.tp)
     if mesh.plan.sp:
         width = plan_sequence(model, layout, styles).width
         parents = {_parent(path) for path, style in styles.items() if style.name == "colwise"}
         check_tokens(model, styles, {parent for parent in parents if not is_wide(parent, modules, styles)}, width)
+    return layout
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
@@ -88,13 +95,20 @@ def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, 
 class _Cutter:
     """One call of `cut_tensors`."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, layout: Layout, taken: Collection[str]):
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        layout: Layout,
+        taken: Collection[str],
+        runs: Sequence[Sequence[str]] | None,
+    ):
         self.model, self.axis, self.layout = model, mesh["tp"], layout
         self.taken = taken
         self.modules = dict(model.named_modules())
         self.names = {id(module): path for path, module in self.modules.items()}
         self.styles = _read_styles(layout, self.modules, mesh.plan.tp)
-        self.sequence: Sequence | None = plan_sequence(model, layout, self.styles) if mesh.plan.sp else None
+        self.sequence: TokenCut | None = plan_sequence(model, layout, self.styles, runs) if mesh.plan.sp else None
         self.line = Line(self.axis, cuts_tokens=mesh.plan.sp)
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = Line(self.axis, cuts_tokens=ends_cut)
@@ -125,7 +139,7 @@ class _Cutter:
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
         if self.sequence is not None:
-            cut_sequence(self.model, self.sequence, self.line)
+            cut_tokens(self.model, self.sequence, self.line)
             self.part.token_paths = self.sequence.modules
         keep_part(self.model, self.part)
         return self._placements()
@@ -206,7 +220,7 @@ class _Cutter:
         whole = getattr(module, name, None)
         if whole is None:
             return
-        if name not in module._parameters:
+        if name not in dict(module.named_parameters(recurse=False, remove_duplicate=False)):
             raise LayoutError(
                 f"layout: {self.names[id(module)]}.{name} is computed from other parameters (a weight norm?), and a "
                 f"part of it cannot be kept. Name {self.names[id(module)]}=replicate in a layout, or use tp=1."
@@ -227,9 +241,9 @@ class _Cutter:
     def _follow_ties(self) -> None:
         """A weight or bias that is registered at several places is cut at all of them."""
         for module in self.model.modules():
-            for name, param in module._parameters.items():
-                if param is not None and id(param) in self.locals:
-                    module._parameters[name] = self.locals[id(param)]
+            for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(param) in self.locals:
+                    setattr(module, name, self.locals[id(param)])
 
     def _placements(self) -> dict[str, Placement]:
         named = dict(self.model.named_parameters())

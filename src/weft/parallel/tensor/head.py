@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import register_pytree_node
 
 from weft.comm.autograd import gather_slice
 from weft.errors import ModelError
@@ -25,6 +24,7 @@ from weft.mesh import Axis
 from weft.parallel.tensor.cut_linear import TOKENS, Line
 from weft.parallel.tensor.cut_modules import Entry, weight_of
 from weft.parallel.tensor.head_loss import token_loss
+from weft.private_torch import register_pytree_node
 from weft.structure.surgery import become
 
 #: Without a cut vocabulary the head gives the loss at once where logits would take more than this.

@@ -11,27 +11,26 @@ B sequences, T tokens, S = T / tp tokens of this rank, D features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.comm.autograd import gather_slice, slice_to
 from weft.errors import LayoutError
 from weft.memory import repeated_blocks
 from weft.models import Decoder
-from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.tensor.cut_linear import TOKENS, Line, token_share
 from weft.parallel.tensor.cut_modules import weight_of
+from weft.private_torch import tree_flatten, tree_unflatten
 from weft.spec.layout import Layout, Style
 from weft.structure.mixers import mixes_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class TokenCut:
     """What works on a part of the tokens. blocks: paths, in order. modules: those whose gradients are partial sums.
 
     runs: the first and the last block of each stage that is here. with_ends: embedding and head are cut along too, and
@@ -45,8 +44,12 @@ class Sequence:
     width: int
 
 
-def plan_sequence(model: nn.Module, layout: Layout, styles: Mapping[str, Style]) -> Sequence:
+def plan_sequence(
+    model: nn.Module, layout: Layout, styles: Mapping[str, Style], runs: Sequence[Sequence[str]] | None = None
+) -> TokenCut:
     """Find where the tokens are cut. styles: of the modules that are here, by path.
+
+    runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
 
     LayoutError where a block mixes tokens outside of cut layers.
     """
@@ -66,13 +69,8 @@ def plan_sequence(model: nn.Module, layout: Layout, styles: Mapping[str, Style])
     # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
     outside = ("norm", "pos_embed") if ends else ()
-    return Sequence(tuple(blocks), _runs(model, tuple(blocks)), (*blocks, *outside), ends, width)
-
-
-def _runs(model: nn.Module, blocks: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    pipeline = pipeline_of(model)
-    runs = [blocks] if pipeline is None else [stage.blocks for stage in pipeline.stages.values()]
-    return tuple((run[0], run[-1]) for run in runs)
+    here = [tuple(blocks)] if runs is None else runs
+    return TokenCut(tuple(blocks), tuple((run[0], run[-1]) for run in here), (*blocks, *outside), ends, width)
 
 
 def _is_vocab(style: Style | None) -> bool:
@@ -97,7 +95,7 @@ def _check_block(path: str, block: nn.Module, styles: Mapping[str, Style]) -> No
             )
 
 
-def cut_sequence(model: nn.Module, sequence: Sequence, line: Line) -> None:
+def cut_tokens(model: nn.Module, sequence: TokenCut, line: Line) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
     if sequence.with_ends:

@@ -1,1 +1,5 @@
-"""ZeRO 0, 1 and 2 over flat buckets."""
+"""zero=0, 1 and 2: parameters side by side in flat buckets."""
+
+from weft.parallel.zero.flat.flat_model import FlatModel
+
+__all__ = ["FlatModel"]

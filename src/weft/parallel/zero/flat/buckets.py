@@ -20,6 +20,7 @@ from weft.errors import ModelError
 from weft.memory.offload import HostPart
 from weft.mesh import Axis
 from weft.parallel.placement.axes import Axes
+from weft.private_torch import version_of
 from weft.units import format_bytes
 
 #: Large enough to amortise a collective's latency, small enough that several are under way at once.
@@ -186,7 +187,7 @@ def fill(bucket: Bucket, source: Callable[[Slot], torch.Tensor], settle: Callabl
         slot.param.data = view
         if slot.param.grad_dtype != full.dtype:
             slot.param.grad_dtype = full.dtype
-        slot.bucket, slot.address, slot.version = bucket, view.data_ptr(), slot.param._version
+        slot.bucket, slot.address, slot.version = bucket, view.data_ptr(), version_of(slot.param)
 
 
 def lay_out(

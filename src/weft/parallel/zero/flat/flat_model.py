@@ -34,12 +34,15 @@ from weft.parallel.placement.materialise import Materialise
 from weft.parallel.placement.placement import Placement
 from weft.parallel.placement.precision import Precision, cast_inputs, formats
 from weft.parallel.placement.state_guard import guard_optimizer
-from weft.parallel.zero.adopt import Adoption
+from weft.parallel.zero.across_stages import across_stages
+from weft.parallel.zero.adopt import refuse_closures
 from weft.parallel.zero.flat.buckets import BUCKET_BYTES, Bucket, Slot, fill, lay_out, put_in_order
+from weft.parallel.zero.flat.follow_loads import FollowLoads
+from weft.parallel.zero.flat.own_loop import OwnLoop
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
-from weft.parallel.zero.own_loop import OwnLoop
-from weft.parallel.zero.stages import across_stages
-from weft.parallel.zero.states import gather_states, load_states
+from weft.parallel.zero.flat.slot_adoption import SlotAdoption
+from weft.parallel.zero.flat.slot_states import gather_states, load_states
+from weft.private_torch import version_of
 
 
 class FlatModel:
@@ -66,7 +69,7 @@ class FlatModel:
         self.axes.check_names(model)
         self.precision = Precision.of(mesh.plan)
         self.in_step = False  # between begin_step and publish: TrainStep drives
-        self.adoptions: list[Adoption] = []
+        self.adoptions: list[SlotAdoption] = []
         self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         materialise = Materialise(model, self.axes, seed, mesh.device)
         check_same_model(model, self.axes, mesh.device)
@@ -92,7 +95,7 @@ class FlatModel:
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
         if self.precision.is_mixed or self._on_host:
-            follow = _FollowLoads(self)
+            follow = FollowLoads(self.take_masters)
             model.register_load_state_dict_pre_hook(follow.before)
             model.register_load_state_dict_post_hook(follow.after)
 
@@ -130,6 +133,11 @@ class FlatModel:
         """Multiply all gradients."""
         self.reducer.scale(factor)
 
+    def settle(self) -> None:
+        """At the step of a user's own loop: gradients are where the optimizer looks for them."""
+        self.check_parameters()
+        self.own_loop.settle()
+
     def clip_own(self, max_norm: float) -> torch.Tensor:
         """Clip in a user's own loop; the whole gradient's norm before."""
         return self.own_loop.clip(max_norm)
@@ -163,9 +171,8 @@ class FlatModel:
         """Put this rank's pieces in place of the parameters in `optimizer.param_groups`."""
         if self.has_adopted(optimizer):
             return
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
-        adoption = Adoption(optimizer, self._slots)
+        refuse_closures(optimizer)
+        adoption = SlotAdoption(optimizer, self._slots)
         names = adoption.must_see_whole()
         if any(not _bucket(slot).whole and _bucket(slot).num_shards > 1 for slot in self._slots if slot.name in names):
             self._lay_out_anew(names)
@@ -238,7 +245,7 @@ class FlatModel:
         here = self._states_here(self._adoption(optimizer))
         return across_stages(self.axes.named_states(here, self._shapes), self.axes.stages, self.device)
 
-    def _states_here(self, adoption: Adoption) -> Iterator[tuple[str, torch.Tensor]]:
+    def _states_here(self, adoption: SlotAdoption) -> Iterator[tuple[str, torch.Tensor]]:
         for axes in dict.fromkeys(self._kinds.values()):
             alike = [bucket for bucket in self.reducer.buckets if bucket.over is axes]
             yield from gather_states(adoption, alike, axes.shard)
@@ -267,7 +274,7 @@ class FlatModel:
                 raise ModelError(
                     f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize."
                 )
-            if param._version != slot.version:
+            if version_of(param) != slot.version:
                 self._take_master(slot, param.detach())
         if any(param.requires_grad for param in self._frozen.values()):
             raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
@@ -280,7 +287,7 @@ class FlatModel:
     def _shapes(self) -> dict[str, torch.Size]:
         return {slot.name: slot.shape for slot in self._slots}
 
-    def _adoption(self, optimizer: torch.optim.Optimizer) -> Adoption:
+    def _adoption(self, optimizer: torch.optim.Optimizer) -> SlotAdoption:
         self.adopt(optimizer)
         return next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
 
@@ -345,7 +352,7 @@ class FlatModel:
             self._put(adoption)
             load_states(adoption, saved)
 
-    def _put(self, adoption: Adoption) -> None:
+    def _put(self, adoption: SlotAdoption) -> None:
         """Give an optimizer its pieces, and what it needs to know of those that are cut."""
         adoption.put()
         names = adoption.must_see_whole()
@@ -361,7 +368,7 @@ class FlatModel:
 
     def _take_master(self, slot: Slot, whole: torch.Tensor) -> None:
         """The master follows a parameter that somebody wrote to."""
-        slot.version = slot.param._version
+        slot.version = version_of(slot.param)
         bucket = _bucket(slot)
         piece = slot.piece(bucket.master, bucket.own)
         if bucket.is_mixed and piece is not None:
@@ -369,30 +376,6 @@ class FlatModel:
                 bucket.host.arrive()
             with torch.no_grad():
                 piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
-
-
-class _FollowLoads:
-    """`load_state_dict`: masters take the weights as they were before they were rounded into the parameters.
-
-    The module keeps this as hooks, and a copy of the module gets one without an engine.
-    """
-
-    def __init__(self, engine: FlatModel | None = None):
-        self._engine = engine
-        self._loaded: Mapping[str, Any] = {}
-
-    def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        del module, rest
-        self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-
-    def after(self, module: nn.Module, incompatible: Any) -> None:
-        del module, incompatible
-        loaded, self._loaded = self._loaded, {}
-        if self._engine is not None:
-            self._engine.take_masters(loaded)
-
-    def __reduce__(self) -> tuple[type[_FollowLoads], tuple[()]]:
-        return _FollowLoads, ()
 
 
 def _bucket(slot: Slot) -> Any:

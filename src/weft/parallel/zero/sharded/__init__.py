@@ -1,1 +1,5 @@
-"""ZeRO 3 on torch's fully_shard."""
+"""zero=3: parameters sharded by PyTorch's fully_shard."""
+
+from weft.parallel.zero.sharded.sharded_model import FullyShardedModel
+
+__all__ = ["FullyShardedModel"]

@@ -1,6 +1,7 @@
 """zero=3: parameters, gradients and optimizer states sharded, on PyTorch's fully_shard (FSDP2).
 
-Weft's own: units, collectives (`unit_traffic.py`), gradients that are sums, also over replicas (`passes.py`).
+Weft's own: units (`fsdp_units.py`), collectives (`unit_collectives.py`), gradients that are sums, also over replicas
+(`fsdp_hooks.py`), whole tensors by name (`param_shards.py`).
 
 `reshard` says when gathered parameters are let go. In a step of A microbatches:
 
@@ -40,24 +41,19 @@ from weft.parallel.placement.materialise import Materialise
 from weft.parallel.placement.placement import Placement
 from weft.parallel.placement.precision import Precision, cast_inputs, formats
 from weft.parallel.placement.state_guard import guard_optimizer
-from weft.parallel.zero.sharded.adoption import ShardAdoption
+from weft.parallel.zero.across_stages import across_stages
+from weft.parallel.zero.adopt import refuse_closures
+from weft.parallel.zero.sharded.fsdp_hooks import Calls, ReplicaSum, StagePasses, drop_partial_gradients, hide_hooks
+from weft.parallel.zero.sharded.fsdp_units import Unit, find_units
 from weft.parallel.zero.sharded.gather_order import Act, Order
-from weft.parallel.zero.sharded.hosted import HostedShards, choose_hosted
-from weft.parallel.zero.sharded.passes import (
-    Calls,
-    ReplicaSum,
-    StagePasses,
-    drop_partial_gradients,
-    find_optimizers,
-    hide_hooks,
-    watch_steps,
-)
-from weft.parallel.zero.sharded.pieces_of import find_shards
-from weft.parallel.zero.sharded.placed import PartialSums, kinds_of, settle, with_experts
-from weft.parallel.zero.sharded.unit_traffic import UnitGather, UnitReduce
-from weft.parallel.zero.sharded.units import Unit, find_units
-from weft.parallel.zero.sharded.wrap import check_torch, shard_units
-from weft.parallel.zero.stages import across_stages
+from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
+from weft.parallel.zero.sharded.param_shards import find_shards
+from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
+from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
+from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
+from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
+from weft.parallel.zero.watch import find_optimizers, watch_steps
+from weft.private_torch import graph_task
 
 
 class FullyShardedModel:
@@ -261,16 +257,16 @@ class FullyShardedModel:
         self.in_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer this rank's shards, or whole parameters of which it updates its share: `zero3_adopt`."""
+        """Give the optimizer this rank's shards, or whole parameters of which it updates its share."""
         if self.has_adopted(optimizer):
             return
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ModelError("optimizer LBFGS: it calls the model inside of its step. Use another optimizer.")
+        refuse_closures(optimizer)
         self._adoption.put(optimizer)
         join_cut(optimizer, self._adoption.whole(optimizer), self.axes, self._device)
         if self._has_host:
             step_on_host(optimizer)
-        watch_steps(optimizer, weakref.ref(self), self._adoption)
+        before, after = self._adoption.before_step, self._adoption.after_step
+        watch_steps(optimizer, weakref.ref(self), clear=FullyShardedModel.clear, before=before, after=after)
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -386,7 +382,7 @@ class FullyShardedModel:
 
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
         """A forward pass that no train step drives may be one of a user's own loop."""
-        if not self._in_microbatch and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if not self._in_microbatch and torch.is_grad_enabled() and graph_task() == -1:
             self.in_step = False
             self._is_partial = True
             self._synchronise(True)

@@ -12,8 +12,8 @@ from weft.memory.offload import choose, shard_offload
 from weft.mesh import Axis, Mesh
 from weft.parallel.placement.materialise import Materialise
 from weft.parallel.placement.precision import Precision
-from weft.parallel.zero.sharded.placed import group_of, own_params
-from weft.parallel.zero.sharded.units import Unit
+from weft.parallel.zero.sharded.fsdp_units import Unit
+from weft.parallel.zero.sharded.placed_units import group_of, own_params
 
 #: What fully_shard must be able to do; torch 2.11 has all of it.
 NEEDED = (

@@ -15,7 +15,7 @@ from weft.mesh import Axis, join_group
 from weft.optim import global_norm
 from weft.parallel.placement.axes import Axes, AxisMap
 from weft.parallel.placement.precision import Precision
-from weft.parallel.zero.sharded.units import Unit
+from weft.parallel.zero.sharded.fsdp_units import Unit
 
 _MIXED = (
     "module {0}: it holds parameters that are cut over ep and others, and zero=3 divides them over different ranks. "

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from weft.memory.offload import Host, HostPart, choose
-from weft.parallel.zero.sharded.pieces_of import Shard, local_part
+from weft.parallel.zero.sharded.param_shards import Shard, local_part
+from weft.private_torch import version_of
 from weft.spec.plan import Plan
 
 
@@ -114,7 +115,7 @@ class HostedShards:
         for name in chosen:
             shard, part = self._shards[name], self._parts[name]
             part.arrive()
-            if shard.local._version != self._versions[name]:
+            if version_of(shard.local) != self._versions[name]:
                 part.master.copy_(shard.local.reshape(-1))
             has_grad = shard.local.grad is not None
             self.params[name].grad = part.grad.view(shard.local.shape) if has_grad else None
@@ -127,7 +128,7 @@ class HostedShards:
         for name, copy in zip(chosen, pending, strict=True):
             copy.wait()
             self._parts[name].forget()
-            self._versions[name] = self._shards[name].local._version
+            self._versions[name] = version_of(self._shards[name].local)
 
 
 def _reduced(hosted: Callable[[], HostedShards | None], name: str, param: nn.Parameter) -> None:

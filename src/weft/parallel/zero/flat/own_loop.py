@@ -12,32 +12,48 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
-from torch.autograd.variable import Variable
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from weft.comm import all_reduce
 from weft.comm.collectives import start_all_reduce
 from weft.errors import ModelError
 from weft.optim import clip_factor, global_norm
-from weft.parallel.placement.axes import Axes
-from weft.parallel.zero.adopt import Adoption
+from weft.parallel.placement.axes import Axes, AxisMap
+from weft.parallel.placement.precision import Precision
+from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.zero.flat.buckets import Bucket, Slot
-
-if TYPE_CHECKING:
-    from weft.parallel.zero.flat.flat_model import FlatModel
-
+from weft.parallel.zero.flat.reducer import Reducer
+from weft.parallel.zero.flat.slot_adoption import SlotAdoption
+from weft.parallel.zero.watch import WatchedEngine, find_optimizers, watch_steps
+from weft.private_torch import graph_task
 
 #: By how much, of itself, the factor that one number scaled gradients by may differ between ranks: rounding, no more.
 _ALIKE = 1e-6
 
 
+class LoopedEngine(WatchedEngine, Protocol):
+    """What a user's own loop asks of the engine that holds its module in flat buckets."""
+
+    axes: AxisMap
+    device: torch.device
+    precision: Precision
+    reducer: Reducer
+
+    def leave_step(self) -> None:
+        """TrainStep drives no longer."""
+        ...
+
+    def show_gradients(self) -> None:
+        """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
+        ...
+
+
 class OwnLoop:
     """The part of an engine that serves loops that it does not drive."""
 
-    def __init__(self, engine: FlatModel):
+    def __init__(self, engine: LoopedEngine):
         self._engine = weakref.ref(engine)
         self._backward: int | None = None  # the graph task whose end will reduce
         self._touched: set[int] = set()
@@ -47,10 +63,10 @@ class OwnLoop:
     def note(self, bucket: Bucket) -> None:
         """A gradient came into a bucket, outside of microbatches."""
         self._touched.add(bucket.index)
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if self._backward != task:
             self._backward = task
-            Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
         """Let each bucket's mean over its own ranks be the mean over all ranks that read samples."""
@@ -60,20 +76,16 @@ class OwnLoop:
             if factor != 1.0:
                 slot.param.register_hook(functools.partial(_scale_outside, self._engine, factor))
 
-    def watch(self, adoption: Adoption) -> None:
+    def watch(self, adoption: SlotAdoption) -> None:
         """From here the optimizer's own step does what TrainStep would do around it."""
-        optimizer, engine = adoption.optimizer, self._engine
-        optimizer.register_step_pre_hook(functools.partial(_before_step, engine))
-        optimizer.register_step_post_hook(functools.partial(_after_step, engine))
-        zero_grad = optimizer.zero_grad
+        engine = self._engine
 
-        @functools.wraps(zero_grad)
-        def zero_all(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
+        def before(optimizer: torch.optim.Optimizer) -> None:
+            del optimizer
             if (found := engine()) is not None:
-                found.reducer.clear(adoption.slots)
+                found.reducer.arrive()
 
-        optimizer.zero_grad = zero_all
+        watch_steps(adoption.optimizer, engine, clear=lambda found: found.reducer.clear(adoption.slots), before=before)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -137,7 +149,7 @@ class OwnLoop:
         norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])
         return norm.to(engine.device, torch.float64)
 
-    def _held(self) -> FlatModel:
+    def _held(self) -> LoopedEngine:
         engine = self._engine()
         assert engine is not None
         return engine
@@ -184,58 +196,6 @@ class OwnLoop:
             self._norm = self._norm_alike()
 
 
-def _scale_outside(engine: Callable[[], FlatModel | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:
+def _scale_outside(engine: Callable[[], LoopedEngine | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:
     found = engine()
     return None if found is None or found.reducer.in_pass else grad * factor
-
-
-def _before_step(
-    engine: Callable[[], FlatModel | None], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-) -> None:
-    found = engine()
-    if found is None or found.in_step:
-        if found is not None:
-            found.reducer.arrive()
-        return
-    if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
-        raise ModelError(
-            f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks cannot "
-            f"meet. Call backward() first, then step()."
-        )
-    found.check_parameters()
-    found.own_loop.settle()
-
-
-def _after_step(
-    engine: Callable[[], FlatModel | None], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-) -> None:
-    del optimizer, args, kwargs
-    found = engine()
-    if found is not None and not found.in_step:
-        found.publish()
-
-
-class _Watcher:
-    """Adopts, at its first step, an optimizer of the module's parameters that nobody handed over.
-
-    Without it the weights of each rank would go their own way, without a word.
-    """
-
-    def __init__(self, engine: weakref.ref[FlatModel]):
-        self.engine = engine
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        found = self.engine()
-        if found is not None and not found.has_adopted(optimizer) and found.owns_some(optimizer):
-            found.adopt(optimizer)
-
-
-def find_optimizers(engine: weakref.ref[FlatModel]) -> None:
-    """Watch all optimizers, and take away the watchers of engines that are gone: they must not go while one steps."""
-    gone = [
-        key for key, hook in _global_optimizer_pre_hooks.items() if isinstance(hook, _Watcher) and hook.engine() is None
-    ]
-    for key in gone:
-        del _global_optimizer_pre_hooks[key]
-    register_optimizer_step_pre_hook(_Watcher(engine))

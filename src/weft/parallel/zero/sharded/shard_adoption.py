@@ -17,12 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm import broadcast
-from weft.errors import CheckpointError, ModelError
 from weft.mesh import Axis
-from weft.parallel.zero.adopt import ELEMENTWISE
-from weft.parallel.zero.sharded.hosted import HostedShards
-from weft.parallel.zero.sharded.pieces_of import Shard, local_part
-from weft.parallel.zero.states import DTYPES, exchange, untrained
+from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
+from weft.parallel.zero.sharded.hosted_shards import HostedShards
+from weft.parallel.zero.sharded.param_shards import Shard, local_part
+from weft.parallel.zero.states import DTYPES, exchange, not_joinable, untrained
 
 
 @dataclass(slots=True)
@@ -67,32 +66,24 @@ class ShardAdoption:
 
     def put(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the parameters of all groups. States that the optimizer has already are cut to fit."""
-        usual = getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE)
         held, load = Held(), [0] * self._axis.size
-        groups: list[dict[str, Any]] = []
+        groups: list[list[nn.Parameter | None]] = []
         for group in optimizer.param_groups:
-            elementwise = group.get("elementwise", usual)
+            elementwise = is_elementwise(optimizer, group)
             kept = [self._place(param, elementwise, held, load) for param in group["params"]]
-            changed = {"params": [param for param in kept if param is not None]}
-            if (names := group.get("param_names")) is not None:
-                pairs = zip(names, kept, strict=True)
-                changed["param_names"] = [name for name, param in pairs if param is not None]
-            groups.append(changed)
+            groups.append(kept)
             for old, new in zip(group["params"], kept, strict=True):
                 if old is not new:
                     self._move_state(optimizer, old, new)
-        for group, changed in zip(optimizer.param_groups, groups, strict=True):
-            group.update(changed)
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            fill_group(group, kept, group.get("param_names"))
         self._held[optimizer] = held
 
     def _place(self, param: nn.Parameter, elementwise: bool, held: Held, load: list[int]) -> nn.Parameter | None:
         """What this rank's optimizer has in the place of `param`; None where another rank updates it."""
         name = self.name_of(param)
         if name is None and param.requires_grad:
-            raise ModelError(
-                f"optimizer: it holds a parameter of shape {tuple(param.shape)} that the parallelized model does not "
-                f"have, so each rank would train its own. Make it a parameter of the model, before parallelize."
-            )
+            raise not_of_model(param)
         if name not in self._shards:
             return param  # not sharded: every rank has it whole
         shard = self._shards[name]
@@ -227,10 +218,7 @@ def _join(shard: Shard, key: str, value: torch.Tensor) -> torch.Tensor:
     if value.ndim == 0:
         return value
     if value.shape != shard.local.shape:
-        raise CheckpointError(
-            f"optimizer state '{shard.name}/{key}': its shape {tuple(value.shape)} is not the parameter's, so it "
-            f"cannot be joined. Say elementwise=False on the optimizer."
-        )
+        raise not_joinable(f"{shard.name}/{key}", value.shape)
     return shard.whole(value)
 
 

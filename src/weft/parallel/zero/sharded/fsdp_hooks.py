@@ -1,38 +1,27 @@
-"""What Weft adds to fully_shard's own hooks: sums over replicas, calls of units, and the steps of users' own loops."""
+"""What Weft adds to fully_shard's own hooks: sums over replicas, calls of units, and the passes of a pipeline."""
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.collectives import Pending, start_all_reduce
 from weft.comm.wire import Coders
-from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.zero.own_loop import find_optimizers
+from weft.parallel.private_torch import (
+    drop_unreduced_gradients,
+    end_backward,
+    forget_forward,
+    fsdp_state,
+    wrap_forward_hooks,
+)
 from weft.parallel.zero.sharded.gather_order import Act, Order
-
-if TYPE_CHECKING:
-    from weft.parallel.zero.sharded.adoption import ShardAdoption
-    from weft.parallel.zero.sharded.sharded_model import FullyShardedModel
-
-__all__ = [
-    "Calls",
-    "ReplicaSum",
-    "StagePasses",
-    "drop_partial_gradients",
-    "find_optimizers",
-    "hide_hooks",
-    "watch_steps",
-]
+from weft.private_torch import graph_task, without_modes
 
 
 class ReplicaSum:
@@ -114,7 +103,7 @@ class Calls:
             if is_root:
                 self._counts.clear()
             # Inside a backward pass it is called to recompute, which is no new use.
-            if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            if not torch.is_grad_enabled() or graph_task() != -1:
                 return
             calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
             if calls <= 2:
@@ -128,25 +117,19 @@ def hide_hooks(module: nn.Module) -> None:
 
     Such a region counts operations, and gathering takes other ones in the replay, where the unit may be whole already.
     """
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in hooks.items():
-            hooks[key] = functools.partial(_outside_of_modes, hook)
+    wrap_forward_hooks(module, lambda hook: functools.partial(_outside_of_modes, hook))
 
 
 @torch.compiler.disable
 def _outside_of_modes(hook: Any, *args: Any) -> Any:
-    with _disable_current_modes():
+    with without_modes():
         return hook(*args)
 
 
 def drop_partial_gradients(modules: Sequence[FSDPModule]) -> None:
-    """Forget unreduced gradients of a step that broke off. fully_shard has no door for it, so its inside is asked."""
+    """Forget unreduced gradients of a step that broke off."""
     for module in modules:
-        for group in _groups(module):
-            for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
+        drop_unreduced_gradients(module)
 
 
 class StagePasses:
@@ -159,63 +142,15 @@ class StagePasses:
 
     def __init__(self, modules: Sequence[FSDPModule]):
         self._modules = modules
-        self._root = modules[-1]._get_fsdp_state()
         # Now, while all modules are in their places: each stage's forward stands in for those of the others.
-        self._root._lazy_init()
+        self._root = fsdp_state(modules[-1])
 
     def begin(self) -> None:
         """Forget a forward that a stage left in the middle."""
-        self._root._training_state = TrainingState.IDLE
-        self._root._state_ctx.iter_forward_root = None
+        forget_forward(self._root)
         self._modules[-1].set_is_last_backward(False)
 
     def end(self) -> None:
         """Reduce what all backwards added up, and let the parameters go."""
         self._modules[-1].set_is_last_backward(True)
-        for module in reversed(self._modules):
-            for group in _groups(module):
-                group.post_backward()
-        self._root._root_post_backward_final_callback()
-
-
-def _groups(module: FSDPModule) -> Sequence[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch below 2.13
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return groups
-
-
-def watch_steps(
-    optimizer: torch.optim.Optimizer, engine: weakref.ref[FullyShardedModel], adoption: ShardAdoption
-) -> None:
-    """From here the optimizer's own step does what TrainStep would do around it, where TrainStep does not drive."""
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = engine()
-        if found is not None and not found.in_step:
-            if any(arg is not None for arg in (*args[1:], kwargs.get("closure"))):
-                raise ModelError(
-                    f"optimizer {type(optimizer).__name__}: a closure computes gradients inside of step(), where ranks "
-                    f"cannot meet. Call backward() first, then step()."
-                )
-            found.settle()
-        adoption.before_step(optimizer)
-
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = engine()
-        adoption.after_step(optimizer)
-        if found is not None and not found.in_step:
-            found.publish()
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    zero_grad = optimizer.zero_grad
-
-    @functools.wraps(zero_grad)
-    def zero_all(set_to_none: bool = True) -> None:
-        zero_grad(set_to_none)
-        if (found := engine()) is not None:
-            found.clear()
-
-    optimizer.zero_grad = zero_all
+        end_backward(self._modules[::-1], self._root)

@@ -1,0 +1,31 @@
+"""Private names of torch in memory/, each with what it is for. Read in torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import _VersionWrapper
+
+__all__ = ["StoredValue", "compiled_call", "recompute_word", "set_compiled_call"]
+
+#: What selective checkpoints store of an operation's output: `val`, and `version` when it was stored. There is no hook
+#: by which a policy could say how a value is kept, and kept values must be saved tensors that offload hooks see.
+StoredValue = _VersionWrapper
+
+
+def recompute_word() -> Any:
+    """What, stored in the place of a value, tells a selective checkpoint to compute it again; None in some releases."""
+    return getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` left to be called in the place of the module's hooks and forward; else None."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Lay something around the compiled module. Hooks of a module are compiled with it, so they cannot."""
+    module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,21 @@
+"""Private names of torch in models/, each with what it is for. Read in torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: Operators that the tracer counts; both are what public functions (reshape, grouped products) come down to.
+UNSAFE_VIEW = torch.ops.aten._unsafe_view
+GROUPED_MM = torch.ops.aten._grouped_mm
+
+#: The number that autograd gives to the next node: where a part of forward begins.
+next_node_number = torch._C._autograd._get_sequence_nr
+#: The node of autograd whose backward runs; None outside of a backward pass.
+node_in_backward = torch._C._current_autograd_node
+
+
+def number_of(node: Any) -> int:
+    """The number of a node of autograd, which tells the part of forward that made it."""
+    return node._sequence_nr()

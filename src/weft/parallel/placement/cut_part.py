@@ -1,0 +1,43 @@
+"""Where a rank is in the parts of a model that tensor parallelism cut, for what draws random numbers there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from weft.mesh import Axis
+
+_PART = "_weft_cut_part"
+
+
+class CutPart:
+    """Where this rank is in the cut parts of one model: what draws random numbers there asks for it.
+
+    is_open: it is between a column-cut layer and the row-cut one after it, where it has its own heads or features.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.is_open = False
+        self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
+        return self  # a copy of the module runs on the same ranks
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def sees_cut_tokens(self, path: str) -> bool:
+        """Whether the module of that path is given this rank's part of the tokens."""
+        return any(path == place or path.startswith(f"{place}.") for place in self.token_paths)
+
+
+def keep_part(model: nn.Module, part: CutPart) -> None:
+    """Leave it on the model, for `cut_part_of`."""
+    setattr(model, _PART, part)
+
+
+def cut_part_of(model: nn.Module) -> CutPart | None:
+    """What tensor parallelism left on this model; None where nothing was cut."""
+    return getattr(model, _PART, None)

@@ -1,0 +1,95 @@
+"""Private names of torch in parallel/, each with what it is for. Read in torch 2.11 and 2.13.
+
+Of these, fully_shard's inside and the order of its hooks are the most likely to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.variable import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+#: Attention's kernels with their log-sum-exp, by which parts of a sequence are joined. F.scaled_dot_product_attention
+#: keeps that to itself.
+CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+CUDA_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
+CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+#: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.
+_NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
+
+def leave_side_effects_to_forward() -> None:
+    """Let torch.compile leave out of replays what a recomputed forward notes beside its results."""
+    if hasattr(torch._dynamo.config, _NOTES_ONCE):
+        setattr(torch._dynamo.config, _NOTES_ONCE, True)
+
+
+def apply_to_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change parameters, their gradients and buffers in place. `Module.to` cannot leave those on meta alone."""
+    model._apply(change)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Called inside of a backward pass: what to do when all of it is done. fully_shard does so too."""
+    Variable._execution_engine.queue_callback(call)
+
+
+def optimizer_step_hooks() -> MutableMapping[int, Callable[..., Any]]:
+    """Hooks of all optimizers' steps by their keys, to take those of engines away that are gone.
+
+    A handle's `remove` would do, but nobody is left to call it when an engine goes, and a step may be under way then.
+    """
+    return _global_optimizer_pre_hooks
+
+
+def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put something around each hook of a module's forward that is there already; they keep their order."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = wrap(hook)
+
+
+def fsdp_state(module: FSDPModule) -> Any:
+    """What fully_shard knows of a unit, made ready for its first forward."""
+    state = module._get_fsdp_state()
+    state._lazy_init()
+    return state
+
+
+def forget_forward(root: Any) -> None:
+    """Bring the root's state back to before a forward that was left in the middle."""
+    root._training_state = TrainingState.IDLE
+    root._state_ctx.iter_forward_root = None
+
+
+def end_backward(modules: Sequence[FSDPModule], root: Any) -> None:
+    """What fully_shard does at the end of a backward, as torch.distributed.pipelining calls it by hand."""
+    for module in modules:
+        for group in _groups(module):
+            group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def drop_unreduced_gradients(module: FSDPModule) -> None:
+    """Forget what backward has left in a unit's gathered parameters. `zero_grad` sees the shards alone."""
+    for group in _groups(module):
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+
+def _groups(module: FSDPModule) -> Sequence[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch below 2.13
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups

@@ -1,0 +1,32 @@
+"""Which engine serves which stage of ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from weft.memory.offload import Host
+from weft.mesh import Mesh
+from weft.parallel.placement.gradients import DataParallel
+from weft.parallel.placement.placement import Placement
+from weft.parallel.zero.flat import FlatModel
+from weft.parallel.zero.sharded import FullyShardedModel
+
+
+def build_engine(
+    model: nn.Module,
+    mesh: Mesh,
+    placements: Mapping[str, Placement],
+    *,
+    host: Host | None = None,
+    seed: int | None = None,
+) -> DataParallel:
+    """The stage that the plan asks for: divides the model's parameters, in place, and makes those on the meta device.
+
+    placements: what techniques did to parameters, by name. host: where the plan's share of states goes. seed: of
+    parameters on the meta device. Raises ModelError for parameters that the stage cannot hold, CommError where ranks
+    built different models.
+    """
+    kind = FullyShardedModel if mesh.plan.zero == 3 else FlatModel
+    return kind(model, mesh, placements, host=host, seed=seed)
