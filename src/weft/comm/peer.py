@@ -17,6 +17,7 @@ from weft.comm.collectives import all_reduce
 from weft.comm.links.link import Operation, failed
 from weft.comm.meet import link_of
 from weft.comm.pending import Pending
+from weft.comm.private_torch import backend_of
 from weft.errors import CommError
 from weft.mesh import Axis
 
@@ -180,7 +181,7 @@ def _needs_host(axis: Axis, tensor: torch.Tensor) -> bool:
     """Whether the group's backend cannot reach the tensor's device: gloo sends from host memory alone."""
     if tensor.device.type == "cpu":
         return False
-    return cast(dist.ProcessGroup, axis.group)._get_backend(tensor.device).name() == "gloo"
+    return backend_of(cast(dist.ProcessGroup, axis.group), tensor.device).name() == "gloo"
 
 
 def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:
