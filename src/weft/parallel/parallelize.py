@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError, WeftWarning
-from weft.memory import apply_recompute, repeated_blocks
+from weft.memory import apply_recompute
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.memory.pool import MOST_OF_HOST
@@ -20,7 +20,6 @@ from weft.parallel.context import apply_context
 from weft.parallel.dropout import FunctionalDropout, follow_positions
 from weft.parallel.expert.expert_balance import divide_sequences
 from weft.parallel.expert.spread import SpreadExperts, expect_experts, spread_experts
-from weft.parallel.layout_find import find_layout
 from weft.parallel.local_means import watch_local_means
 from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
 from weft.parallel.placement.gradients import DataParallel, attach, is_attached
@@ -33,6 +32,7 @@ from weft.parallel.tensor.cut_tensors import check_whole_model, cut_tensors, fus
 from weft.parallel.zero.flat.flat_model import FlatModel
 from weft.parallel.zero.sharded.sharded_model import FullyShardedModel
 from weft.spec.layout import Layout
+from weft.structure import find_layout, repeated_blocks
 
 #: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.
 _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"

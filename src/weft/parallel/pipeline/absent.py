@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import ModelError
+from weft.structure import Site
 
 
 class Flow:
@@ -152,3 +153,8 @@ def without_tensors(module: nn.Module) -> nn.Module:
             if buffer is not None:
                 part._buffers[name] = torch.empty_like(buffer, device="meta")
     return module
+
+
+def put(site: Site, module: nn.Module) -> None:
+    """Place a module at a site of its model."""
+    site.parent._modules[site.key] = module

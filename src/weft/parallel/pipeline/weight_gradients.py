@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.parallel.placement.held import HeldGradients, HeldProduct, linear
 from weft.parallel.tensor.cut_modules import ColumnLinear, RowLinear
-from weft.structure.surgery import become
+from weft.structure import become
 
 
 @torch.no_grad()

@@ -30,7 +30,6 @@ from torch import nn
 
 from weft.comm import all_reduce, broadcast
 from weft.errors import ModelError
-from weft.memory import repeated_blocks
 from weft.memory.offload import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import clip_factor
@@ -59,6 +58,7 @@ from weft.parallel.zero.sharded.unit_traffic import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.units import Unit, find_units
 from weft.parallel.zero.sharded.wrap import check_torch, shard_units
 from weft.parallel.zero.stages import across_stages
+from weft.structure import repeated_blocks
 
 
 class FullyShardedModel:

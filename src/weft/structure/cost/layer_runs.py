@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from weft.models.trace_parts import PartOfRun
-from weft.models.trace_record import Recorder
+from weft.structure.cost.part_bytes import PartOfRun
+from weft.structure.cost.record import Recorder
 
 
 class Layers:

@@ -35,6 +35,15 @@ _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm
 _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
+def is_worth_keeping(op: Any, made: float, read: float) -> bool:
+    """Whether a product is rather kept than made again: batched ones only where they are not the larger side.
+
+    Those are attention scores where they are larger than what they are made of: dear to keep, cheap to make again.
+    op: its name without the overload, or what has it. made, read: sizes in the same unit.
+    """
+    return str(op) not in ("aten.bmm", "aten.baddbmm") or made <= read
+
+
 @dataclass(slots=True)
 class Row:
     """One kernel. part: which layer it belongs to. dims: m, n, k and batch of a product; queries and keys of attention.
@@ -55,10 +64,10 @@ class Row:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether selective recompute keeps what it makes: as `memory.policy.is_heavy` says."""
+        """Whether selective recompute keeps what it makes."""
         if self.kind == "pass" or self.backward:
             return False
-        return self.op not in ("aten.bmm", "aten.baddbmm") or sum(self.writes.values()) <= sum(self.reads.values())
+        return is_worth_keeping(self.op, sum(self.writes.values()), sum(self.reads.values()))
 
 
 @dataclass(slots=True)
