@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from weft.spec.plan import Plan
-from weft.testing.foreign_config import model_of
+from weft.structure.hugging_face import model_of_config
 from weft.testing.spawn import RankPool
 from weft.testing.subject import Settings, find_subject
 from weft.testing.verify import Verifier
@@ -118,7 +118,7 @@ def row_of(kind: str, class_name: str, folder: Path, pool: RankPool) -> dict[str
         json.dumps({**config.to_dict(), "model_type": kind, "architectures": [class_name]})
     )
     with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in model_of(config).parameters())
+        num_parameters = sum(p.numel() for p in model_of_config(config).parameters())
     if num_parameters > MOST_PARAMETERS:
         raise ValueError(f"{num_parameters:,} parameters: its sizes have other names")
     subject = find_subject(str(folder), Settings(num_steps=2, seq_len=16, global_batch=4))

@@ -19,10 +19,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from weft.memory import Recompute, apply_recompute, repeated_blocks
+from weft.memory import Recompute, apply_recompute
 from weft.models import build_decoder
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
+from weft.structure import repeated_blocks
 from weft.testing.live import LiveBytes
 from weft.train.loss import model_forward, token_cross_entropy
 from weft.units import format_bytes

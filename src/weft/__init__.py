@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from weft.errors import WeftError, WeftWarning
     from weft.mesh import Mesh, build_mesh
     from weft.models import describe
-    from weft.parallel.traced import trace
+    from weft.parallel.description import trace
     from weft.planner.search.best_plans import search
     from weft.spec.cluster import ClusterSpec
     from weft.spec.config import RunConfig
@@ -56,7 +56,7 @@ __getattr__ = loads(
         "WeftWarning": ".errors",
         "describe": ".models",
         "search": ".planner.search.best_plans",
-        "trace": ".parallel.traced",
+        "trace": ".parallel.description",
         "build_mesh": ".mesh",
         "Mesh": ".mesh",
         "Microbatches": ".train",

@@ -231,7 +231,7 @@ def _chosen(
     place: env.RankEnv | None,
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
-    from weft.parallel.traced import trace
+    from weft.parallel.description import trace
     from weft.planner.search.model_source import CODE, read_model
     from weft.train.auto_plan import choose_plan, chosen_line, this_cluster
 

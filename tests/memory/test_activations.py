@@ -13,12 +13,13 @@ from tests.memory.links import LateLink
 from tests.memory.models import MODELS
 from tests.memory.residency import TwoMemories
 from weft.errors import ModelError
-from weft.memory import apply_recompute, repeated_blocks
+from weft.memory import apply_recompute
 from weft.memory.activations import Activations, offload_activations
 from weft.memory.link import PlainLink
 from weft.memory.offload import Host
 from weft.memory.pool import HostPool
 from weft.spec.plan import Plan
+from weft.structure import repeated_blocks
 
 
 class Block(nn.Module):

@@ -10,9 +10,10 @@ from torch._dynamo.utils import counters
 from tests.choice import product
 from tests.memory.models import HAVE_ATTENTION, MODELS
 from tests.memory.test_recompute import two_steps
-from weft.memory import apply_recompute, repeated_blocks
+from weft.memory import apply_recompute
 from weft.parallel.parallelize import compile_blocks
 from weft.spec.plan import Plan
+from weft.structure import repeated_blocks
 
 
 def compiled(name: str, setting: str, backend: str):

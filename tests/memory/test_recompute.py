@@ -11,9 +11,10 @@ from torch import nn
 
 from tests.memory.models import GPT2, HAVE_ATTENTION, LLAMA, MODELS, token_ids
 from weft.errors import ModelError, PlanError
-from weft.memory import apply_recompute, recompute_of, repeated_blocks
+from weft.memory import apply_recompute, recompute_of
 from weft.models import build_decoder
 from weft.spec.plan import Plan
+from weft.structure import repeated_blocks
 from weft.testing.live import LiveBytes
 
 POLICIES = ["full", "selective", "attention", "70%"]

@@ -54,11 +54,12 @@ def test_some_blocks_of_each_rank_of_a_pipeline(schedule, ranks2):
 
 def recomputed(plan_text: str, case: DecoderCase) -> list[str]:
     """The policy of each of this rank's blocks after a step."""
-    from weft.memory import recompute_of, repeated_blocks
+    from weft.memory import recompute_of
     from weft.mesh import build_mesh
     from weft.models import build_decoder
     from weft.parallel import parallelize
     from weft.spec.plan import Plan
+    from weft.structure import repeated_blocks
 
     model = parallelize(build_decoder(case.spec, seed=0), build_mesh(Plan.parse(plan_text)))
     found = recompute_of(model)

@@ -23,9 +23,9 @@ def layout(
     `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
     from weft.cli.console import say
-    from weft.parallel.layout_find import explain_layout
     from weft.parallel.tensor.cut_tensors import check_layout
     from weft.spec.model import size_hides
+    from weft.structure import explain_layout
 
     if note := size_hides(model):
         say(note)
@@ -51,6 +51,7 @@ def build_model(name: str) -> tuple[Any, Any]:
     import torch
 
     from weft.spec.model import model_names
+    from weft.structure import hugging_face
 
     with torch.device("meta"):
         if ":" in name:
@@ -59,7 +60,7 @@ def build_model(name: str) -> tuple[Any, Any]:
         if name in model_names():
             return _from_size(name), None
         if (folder / "config.json").exists() or folder.name == "config.json":
-            return _from_hugging_face(folder), None
+            return hugging_face.model_of_config(hugging_face.load_model_config(folder)), None
         return _from_size(name), None
 
 
@@ -76,21 +77,7 @@ def _from_size(name: str) -> Any:
 
 
 def _from_function(name: str) -> tuple[Any, Any]:
-    from weft.models.code import call_function
+    from weft.structure import call_function
 
     built, rest = call_function(name)
     return built, rest[0] if rest and not callable(rest[0]) else None
-
-
-def _from_hugging_face(folder: Path) -> Any:
-    from weft.errors import MissingExtra
-
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", "hf", f"model={folder}, a Hugging Face config,") from error
-    config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else folder.parent)
-    for name in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)(config)
-    return transformers.AutoModelForCausalLM.from_config(config)

@@ -30,6 +30,7 @@ from weft.comm.links.link import unobserved
 from weft.errors import ModelError
 from weft.memory.private_torch import StoredValue, recompute_word
 from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
+from weft.structure.cost import is_worth_keeping
 
 Forward = Callable[..., Any]
 
@@ -100,17 +101,13 @@ def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequen
 
 
 def is_heavy(op: Any, args: Sequence[Any], outputs: Any) -> bool:
-    """Whether an operation is worth keeping: torch counts FLOPs for it, and its result is not the larger side.
-
-    Batched products are attention scores where they are larger than what they are made of: dear to keep, cheap to
-    make again.
-    """
+    """Whether an operation is worth keeping: torch counts FLOPs for it, and its result is not the larger side."""
     packet = getattr(op, "overloadpacket", None)
     if packet not in flop_registry and "scaled_dot_product" not in str(packet):
         return False
-    if packet in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
-        return outputs.numel() <= sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
-    return True
+    if not isinstance(outputs, torch.Tensor):
+        return True
+    return is_worth_keeping(packet, outputs.numel(), sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor)))
 
 
 def without_cache(value: Any) -> Any:

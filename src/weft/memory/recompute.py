@@ -31,8 +31,7 @@ from weft.memory.trace import BlockTrace, Option, Storages, num_bytes, storages_
 from weft.mesh import Axis
 from weft.private_torch import tree_leaves
 from weft.spec.plan import RECOMPUTES, Plan
-from weft.structure.blocks import repeated_blocks
-from weft.structure.surgery import become, revert
+from weft.structure import become, repeated_blocks, revert
 from weft.units import format_bytes, parse_bytes
 
 #: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.

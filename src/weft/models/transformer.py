@@ -24,6 +24,7 @@ from weft.models.cache import Cache, LayerCache
 from weft.models.moe import MoE
 from weft.models.rotary import Rotation, rotation
 from weft.spec.decoder import DecoderSpec
+from weft.spec.layout import Layout
 
 #: Standard deviation of initial matrices; `initialise` reads a module's own `init_std` where it has one.
 INIT_STD = 0.02
@@ -126,6 +127,27 @@ class Decoder(nn.Module):
         for index, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, visible, turn, cache.layers[index] if cache is not None else None)
         return self.head(self.norm(x_BTD))
+
+    @property
+    def family(self) -> str:
+        """Of its layers: "llama" or "gpt2"."""
+        return self.spec.family
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether some layers have experts, of which each token meets a few."""
+        return self.spec.num_experts > 0
+
+    def tensor_layout(self) -> Layout:
+        """How tensor parallelism cuts it."""
+        if not self.has_routers:
+            return Layout.named(self.family)
+        # Which layers have experts, and whether some are shared, differs from model to model.
+        return Layout.named("moe").fitted(dict(self.named_modules()))
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The layer that makes the logits, under the name that transformers asks for it."""
+        return self.head
 
     def _check_length(self, input_ids_BT: Tensor, document_ids_BT: Tensor | None, cache: Cache | None) -> None:
         num_tokens = input_ids_BT.shape[1]

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.models.moe import MoE
 from weft.parallel.dropout import FunctionalDropout
 from weft.parallel.expert import SpreadExperts
 from weft.parallel.private_torch import leave_side_effects_to_forward
+from weft.structure import repeated_blocks
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:

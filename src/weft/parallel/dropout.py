@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context, context_of, dropped_attention
 from weft.parallel.placement.cut_part import CutPart, cut_part_of
 from weft.parallel.placement.position_noise import kept_at, key_of
-from weft.structure.surgery import become
+from weft.structure import become, repeated_blocks
 
 _ATTRIBUTE = "_weft_drops"
 #: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.

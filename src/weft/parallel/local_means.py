@@ -16,8 +16,8 @@ from weft.comm import all_reduce
 from weft.errors import WeftWarning
 from weft.mesh import Mesh
 from weft.models.initialise import BATCH_NORMS
-from weft.parallel.context.hugging_face import is_hugging_face
 from weft.parallel.placement.gradients import is_attached
+from weft.structure import hugging_face
 
 _SHOWN = 3  # names of modules in a warning
 _OWN_LOSS = "_weft_own_loss"
@@ -26,7 +26,8 @@ _OWN_LOSS = "_weft_own_loss"
 def watch_local_means(model: nn.Module, mesh: Mesh) -> None:
     """Warn of batch norm now, and of a loss that is a mean when a loop of the user's own goes back through it."""
     _warn_of_batch_norm(model, mesh)
-    if mesh.rank == 0 and mesh.batch.size > 1 and any(is_hugging_face(module) for module in model.modules()):
+    foreign = any(hugging_face.is_hugging_face(module) for module in model.modules())
+    if mesh.rank == 0 and mesh.batch.size > 1 and foreign:
         hook = _OwnLoss(mesh.batch.size)
         model.register_forward_hook(hook)
         setattr(model, _OWN_LOSS, hook)

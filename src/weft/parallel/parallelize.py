@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from weft.errors import ModelError, WeftWarning
-from weft.memory import apply_recompute, repeated_blocks
+from weft.memory import apply_recompute
 from weft.memory.activations import offload_activations
 from weft.memory.offload import Host, offload_lines, open_host
 from weft.memory.pool import MOST_OF_HOST
@@ -27,6 +27,7 @@ from weft.parallel.placement.state_guard import guard_model
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero import build_engine
 from weft.spec.layout import Layout
+from weft.structure import repeated_blocks
 
 
 def parallelize(

@@ -1,7 +1,8 @@
 """What tracing found of a model: work, memory and parameters of each unique layer, by batch, sequence and layout.
 
 Letters: B samples in a pass on a rank, S tokens of a sequence on it (1 for a model that reads no sequence), t
-tensor-parallel ranks, c context-parallel ranks. `weft.models.trace` makes these; the planner reads them without torch.
+tensor-parallel ranks, c context-parallel ranks. `weft.structure.cost` makes these, and the planner
+reads them without torch.
 """
 
 from __future__ import annotations

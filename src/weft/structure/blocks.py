@@ -23,18 +23,18 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def _in_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        if isinstance(module, nn.ModuleList) and _has_parameters(child):
-            yield _join(path, name), child
+        if isinstance(module, nn.ModuleList) and has_params(child):
+            yield join_path(path, name), child
         else:
-            yield from _in_lists(child, _join(path, name))
+            yield from _in_lists(child, join_path(path, name))
 
 
 def _in_sequentials(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         if isinstance(module, nn.Sequential) and _is_composite(child) and not _holds_blocks(child):
-            yield _join(path, name), child
+            yield join_path(path, name), child
         else:
-            yield from _in_sequentials(child, _join(path, name))
+            yield from _in_sequentials(child, join_path(path, name))
 
 
 def _holds_blocks(module: nn.Module) -> bool:
@@ -44,12 +44,14 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    return any(_has_parameters(child) for child in module.children())
+    return any(has_params(child) for child in module.children())
 
 
-def _has_parameters(module: nn.Module) -> bool:
+def has_params(module: nn.Module) -> bool:
+    """Whether there is any parameter in it."""
     return next(module.parameters(), None) is not None
 
 
-def _join(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
+    """The path of what is called `name` in the module of that path."""
     return f"{path}.{name}" if path else name

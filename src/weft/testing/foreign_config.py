@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft import env
-from weft.errors import MissingExtra, ModelError
-from weft.spec.decoder import DecoderSpec
+from weft.errors import ModelError
+from weft.spec.hugging_face_config import image_shape, number
+from weft.structure import hugging_face
 from weft.train.loss import IGNORE
 
 #: Where configs keep a number of layers beside num_hidden_layers.
@@ -29,19 +29,7 @@ def read_config(path: Path, num_layers: int | None, dim: int | None, vocab_size:
 
     Raises ModelError where transformers cannot read it, MissingExtra without transformers.
     """
-    env.set_for_children(HF_HUB_OFFLINE="1")
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what it raises depends on what the file holds
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(
-            f"model={path}: transformers cannot read its config.json ({first}). "
-            f"Check the file, or use package.module:function."
-        ) from None
+    config = hugging_face.load_model_config(path)
     for part in (config, *(found for name in _PARTS if (found := getattr(config, name, None)) is not None)):
         for name in vars(part):
             if "dropout" in name or "jitter" in name or name.endswith("pdrop"):
@@ -79,36 +67,6 @@ def _reduce_width(config: Any, dim: int) -> None:
         if getattr(config, name, None):
             setattr(config, name, max(8, round(getattr(config, name) * share / 8) * 8))
     config.hidden_size = dim
-
-
-def model_of(config: Any) -> nn.Module:
-    """The model that the config names, or the causal one of its family, with random weights."""
-    import transformers
-
-    names = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, names[0], None) if names else None
-    return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
-
-
-def shape_of(config: Any) -> DecoderSpec | None:
-    """What the rules may ask of it; None for a model that has no layers and heads by these names."""
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    if any(getattr(config, name, None) is None for name in names):
-        return None
-    heads = config.num_attention_heads
-    ffn_dim = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
-    experts = ("num_local_experts", "num_experts", "n_routed_experts")
-    return DecoderSpec(
-        vocab_size=getattr(config, "vocab_size", None) or 1,
-        dim=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        ffn_dim=ffn_dim,
-        max_seq_len=getattr(config, "max_position_embeddings", None) or 10**9,
-        num_experts=next((number for name in experts if (number := getattr(config, name, None))), 0),
-        expert_ffn_dim=getattr(config, "moe_intermediate_size", None) or ffn_dim,
-    )
 
 
 def has_inputs(model: nn.Module) -> bool:
@@ -151,7 +109,7 @@ def _kinds(model: nn.Module, config: Any) -> list[str]:
     """Names of the inputs that the model cannot do without, tokens last."""
     takes = inspect.signature(model.forward).parameters
     known = {
-        "pixel_values": _image_part(config) is not None,
+        "pixel_values": image_shape(config) is not None,
         "input_features": getattr(config, "num_mel_bins", None) is not None,
         "input_values": getattr(config, "conv_stride", None) is not None,
         "input_ids": _vocab_size(config) is not None,
@@ -161,19 +119,12 @@ def _kinds(model: nn.Module, config: Any) -> list[str]:
 
 
 def _vocab_size(config: Any) -> int | None:
-    return getattr(config, "vocab_size", None) or getattr(getattr(config, "text_config", None), "vocab_size", None)
-
-
-def _image_part(config: Any) -> Any:
-    parts = (config, getattr(config, "vision_config", None))
-    return next((part for part in parts if getattr(part, "image_size", None)), None)
+    return number(config, "vocab") or number(getattr(config, "text_config", None), "vocab")
 
 
 def _sample_shape(name: str, config: Any, seq_len: int) -> tuple[int, ...]:
     if name == "pixel_values":
-        part = _image_part(config)
-        side = part.image_size
-        return (part.num_channels, *(side if isinstance(side, list | tuple) else (side, side)))
+        return image_shape(config) or ()
     if name == "input_features":
         positions = getattr(config, "max_source_positions", None)
         return config.num_mel_bins, 2 * positions if positions else 4 * seq_len

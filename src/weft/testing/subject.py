@@ -24,17 +24,18 @@ from torch.nn import functional as F
 
 from weft.errors import ConfigError, ModelError
 from weft.models import build_decoder
-from weft.models.code import call_function
 from weft.models.initialise import BATCH_NORMS
 from weft.optim import build_optimizer
 from weft.parallel.placement.batches import map_tensors
 from weft.spec.config import OptimizerSection
 from weft.spec.decoder import DecoderSpec
 from weft.spec.files.config_file import load_config
+from weft.spec.hugging_face_config import decoder_shape
 from weft.spec.layout import Layout
 from weft.spec.model import decoder_spec, model_names, resolve_decoder
 from weft.spec.shape_rules import shape_problems
-from weft.testing.foreign_config import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
+from weft.structure import call_function, hugging_face
+from weft.testing.foreign_config import has_inputs, inputs_of, read_config, token_labels
 from weft.train.forward import call_model
 from weft.train.loss import model_forward, token_cross_entropy
 
@@ -80,7 +81,7 @@ class Subject:
             model = build_decoder(self.shape, dtype=dtype, seed=self.settings.seed)
             return BuiltCase(self, model, forward=model_forward, vocab_size=self.shape.vocab_size)
         if self.kind == "hf":
-            return BuiltCase(self, model_of(_config(self.source, self.settings)).to(dtype))
+            return BuiltCase(self, hugging_face.model_of_config(_config(self.source, self.settings)).to(dtype))
         model, rest = call_function(self.source)
         batch_fn, loss_fn = (*rest, None, None)[:2]
         vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
@@ -165,7 +166,7 @@ def find_subject(source: str, settings: Settings) -> Subject:
     if path.is_dir() and source not in model_names():
         if not (path / "config.json").is_file():
             raise ModelError(f"model={source}: the folder has no config.json. Give the folder of a Hugging Face model.")
-        return Subject(source, "hf", settings, shape_of(_config(source, settings)))
+        return Subject(source, "hf", settings, decoder_shape(_config(source, settings)))
     if ":" in source:
         _refuse_reduction(source, settings)
         return Subject(source, "function", settings)

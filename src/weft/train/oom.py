@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from weft.errors import OutOfMemory
-from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.monitor import memory_bytes
 from weft.planner.tell.footprint import Usage, activation_bytes, remedies
 from weft.private_torch import storage_key
 from weft.spec.decoder import DecoderSpec
 from weft.spec.rules.rule import Facts
+from weft.structure import repeated_blocks
 from weft.units import format_bytes, parse_bytes
 
 _P = ParamSpec("_P")

@@ -17,8 +17,8 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder, generate
 from weft.parallel import parallelize
 from weft.parallel.context import apply_context, context_of, cut_sequence, sequence_in_use
+from weft.parallel.context.attention_functions import PREFIX, refuse_chunks, replace_attention
 from weft.parallel.context.context import Context
-from weft.parallel.context.hugging_face import PREFIX, refuse_chunks, replace_attention
 from weft.spec.context import choose_cp_mode, sent_bytes
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case

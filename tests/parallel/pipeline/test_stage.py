@@ -13,10 +13,10 @@ from tests.parity.pipeline_cases import GPT2, TIED, FamilyCase, FrozenCase, Sequ
 from weft.errors import ModelError
 from weft.models import build_decoder
 from weft.parallel.pipeline.absent import Absent, Flow, without_tensors
-from weft.parallel.pipeline.chain import find_chain
 from weft.parallel.pipeline.split import _cost, stage_counts
 from weft.parallel.pipeline.stage import Stage
 from weft.spec.plan import Plan
+from weft.structure import find_chain
 from weft.testing import DecoderCase
 
 CASES = {

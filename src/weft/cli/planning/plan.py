@@ -91,7 +91,7 @@ def _described(model: str, save: Path | None) -> str | TracedModel:
             rule = "only what is traced is saved, and this model is read from a config"
             raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
         return model
-    from weft.parallel.traced import trace
+    from weft.parallel.description import trace
 
     found = trace(model)
     if save is not None:

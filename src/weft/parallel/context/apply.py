@@ -11,10 +11,11 @@ from torch import nn
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.models.transformer import Decoder
+from weft.parallel.context.attention_functions import replace_attention
 from weft.parallel.context.context import Context
 from weft.parallel.context.decoder import replace_cores
-from weft.parallel.context.hugging_face import heads_of, is_hugging_face, replace_attention
 from weft.parallel.placement.placement import Placement
+from weft.structure import hugging_face
 
 _ATTRIBUTE = "_weft_context"
 
@@ -27,8 +28,13 @@ def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """
     if mesh["cp"].size == 1:
         return {}
-    if is_hugging_face(model):
-        context = Context(mesh.plan, mesh["cp"], *heads_of(model))
+    if hugging_face.is_hugging_face(model):
+        if (heads := hugging_face.attention_heads(model)) is None:
+            raise ModelError(
+                f"cp: {type(model).__name__} has no one number of attention heads, and what else mixes its tokens "
+                f"cannot be cut. Use cp=1 for this model."
+            )
+        context = Context(mesh.plan, mesh["cp"], *heads)
         replace_attention(model, context)
     elif isinstance(model, Decoder):
         context = Context(mesh.plan, mesh["cp"], model.spec.num_heads, model.spec.num_kv_heads)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.models.balance import Load, Span, attach, count_tokens, sequence_loss
 from weft.parallel.expert.spread import find_experts
-from weft.structure.surgery import become
+from weft.structure import become
 
 
 class ForeignRouter(nn.Module):

@@ -33,7 +33,7 @@ from weft.parallel.placement.placement import Placement
 from weft.parallel.placement.stand_in import StandIn
 from weft.private_torch import without_modes
 from weft.spec.layout import Layout
-from weft.structure.surgery import become
+from weft.structure import become
 
 #: What an expert of this rank gives for rows in order of the experts: (rows (N, D), number of rows up to each).
 Run = Callable[[Tensor, Tensor], Tensor]

@@ -15,6 +15,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.parallel.placement.stand_in import StandIn
 from weft.private_torch import tree_leaves
+from weft.structure import Site
 
 
 class Flow:
@@ -137,3 +138,8 @@ def without_tensors(module: nn.Module) -> nn.Module:
         for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(part, name, torch.empty_like(buffer, device="meta"))
     return module
+
+
+def put(site: Site, module: nn.Module) -> None:
+    """Place a module at a site of its model."""
+    site.parent._modules[site.key] = module

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.parallel.pipeline.boundary import Boundary
 from weft.parallel.pipeline.split import Split, split_model
@@ -26,6 +25,7 @@ from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradien
 from weft.parallel.placement.held import HeldGradients
 from weft.parallel.placement.placement import Placement
 from weft.spec.schedule import Action, Key, Transfer, arrived_by, parts, receiving_early, schedule_of, with_transfers
+from weft.structure import repeated_blocks
 
 #: (output, batch) -> (sum of losses, number of tokens).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]

@@ -9,13 +9,13 @@ from torch import nn
 
 from weft.errors import ModelError, PlanError
 from weft.mesh import ENDS, Mesh
-from weft.parallel.pipeline.absent import Absent, Flow, without_tensors
-from weft.parallel.pipeline.chain import Chain, Site, find_chain
+from weft.parallel.pipeline.absent import Absent, Flow, put, without_tensors
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
 from weft.spec.schedule import stage_owner, stages_of
 from weft.spec.shares import divide_layers
+from weft.structure import Chain, Site, find_chain, layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
     flow = Flow()
     for site in chain.sites:
         if id(site) not in kept:
-            site.put(Absent(without_tensors(site.module), site.path, flow))
+            put(site, Absent(without_tensors(site.module), site.path, flow))
     return Split(own, _placements(model, shared), counts)
 
 
@@ -74,15 +74,9 @@ def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
 
 def _cost(sites: tuple[Site, ...]) -> float:
     """Elements of matrices that are multiplied: a forward takes two operations for each, and each token."""
-    tables = {
-        id(param)
-        for site in sites
-        for part in site.module.modules()
-        if isinstance(part, nn.Embedding)
-        for param in part.parameters(recurse=False)
-    }
-    params = {id(param): param for site in sites for param in site.module.parameters()}
-    return float(sum(p.numel() for key, p in params.items() if p.ndim >= 2 and key not in tables)) or 1e-9
+    tables = {param for site in sites for param in layers.table_params(site.module)}
+    params = {param for site in sites for param in site.module.parameters()}
+    return float(sum(param.numel() for param in params - tables if param.ndim >= 2)) or 1e-9
 
 
 def _stage(model: nn.Module, chain: Chain, index: int, stops: list[int]) -> Stage:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.parallel.pipeline.absent import Absent, Entry, Exit, Flow, Left
-from weft.parallel.pipeline.chain import Chain, Site
+from weft.parallel.pipeline.absent import Absent, Entry, Exit, Flow, Left, put
 from weft.parallel.placement.batches import map_tensors
+from weft.structure import Chain, Site
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
@@ -96,12 +96,12 @@ class Stage:
         swaps = self._swaps = self._swaps or self._stand_ins()
         was = [site.module for site, _ in swaps]
         for site, stand_in in swaps:
-            site.put(stand_in)
+            put(site, stand_in)
         try:
             yield
         finally:
             for (site, _), module in zip(swaps, was, strict=True):
-                site.put(module)
+                put(site, module)
 
     def _stand_ins(self) -> list[tuple[Site, nn.Module]]:
         own, blocks = set(map(id, self.sites())), self._chain.blocks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.parallel.placement.held import HeldGradients, HeldProduct, HoldingLayer, linear
-from weft.structure.surgery import become
+from weft.structure import become
 
 
 @torch.no_grad()

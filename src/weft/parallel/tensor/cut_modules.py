@@ -7,6 +7,7 @@ brought together in front of the module and not of the layer, since modules shap
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from weft.errors import ModelError
 from weft.parallel.placement.cut_part import CutPart
 from weft.parallel.placement.held import HoldingLayer, linear
 from weft.parallel.tensor.cut_linear import TOKENS, Column, Line, columns, row_sum, token_share
+from weft.spec.hugging_face_config import number
+from weft.structure import Heads, layers
 
 
 class Entry:
@@ -50,7 +53,7 @@ class Entry:
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The member's product with x. Members that read the same tensor are one product with one collective."""
-        weight, bias = weight_of(member), member.bias
+        weight, bias = layers.weight_of(member), member.bias
         if self.is_compiled:
             if not self.line.cuts_tokens and x is not self._inner:
                 self._begin(x, copy_to(x, self.line.axis))
@@ -76,7 +79,7 @@ class Entry:
             self.part.is_open = True
 
     def _multiply(self, members: list[nn.Module], inner: torch.Tensor, outer: torch.Tensor) -> dict[int, torch.Tensor]:
-        read = [Column(one.weight, one.bias, is_transposed(one)) for one in members]  # pyright: ignore
+        read = [Column(one.weight, one.bias, layers.is_transposed(one)) for one in members]  # pyright: ignore
         made = columns(outer, inner, self.line, read, getattr(members[0], "_weft_held", None))
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
@@ -140,9 +143,9 @@ class RowLinear(HoldingLayer):
         self._weft_part.is_open = False
         weight, held = self.weight, self._weft_held
         if held is not None and weight.dtype == x.dtype:  # pyright: ignore
-            product = linear(x, weight, None, held, transposed=is_transposed(self))  # pyright: ignore
+            product = linear(x, weight, None, held, transposed=layers.is_transposed(self))  # pyright: ignore
         else:
-            product = F.linear(x, weight_of(self).to(x.dtype))
+            product = F.linear(x, layers.weight_of(self).to(x.dtype))
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
         return out if self.bias is None else out + self.bias  # pyright: ignore[reportOperatorIssue]
 
@@ -168,33 +171,22 @@ class VocabEmbedding(nn.Module):
         return scatter_sum(x_BTD, line.axis, TOKENS) if line.cuts_tokens else sum_over(x_BTD, line.axis)
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the layer keeps its weight as (inputs, outputs), as the linear layer of GPT-2 in transformers does."""
-    return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf")
+def localise(module: nn.Module, heads: Heads, tp: int) -> None:
+    """Set a module's numbers of heads to this rank's: cutting its projections leaves it with some."""
+    if not heads.count:
+        return
+    numbers = heads.numbers(tp)
+    _set(module, numbers)
+    config = getattr(module, "config", None)
+    if number(config, "heads") == heads.count:
+        # Its own copy: some modules read the number of heads from the config in each forward.
+        local = copy.copy(config)
+        _set(local, numbers[:2])
+        object.__setattr__(module, "config", local)
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a product with a matrix and a bias, and nothing else."""
-    own = type(module).forward
-    return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
-
-
-def asked(model: nn.Module, name: str) -> nn.Module | None:
-    """What a Hugging Face model answers to `get_input_embeddings` and its like; None where it has no answer."""
-    get = getattr(model, name, None)
-    try:
-        found = get() if callable(get) else None
-    except (AttributeError, NotImplementedError):
-        return None
-    return found if isinstance(found, nn.Module) else None
-
-
-def input_embeddings(model: nn.Module) -> nn.Embedding | None:
-    """The table that reads a model's token ids; None where the model does not say which it is."""
-    table = asked(model, "get_input_embeddings")
-    return table if isinstance(table, nn.Embedding) else None
-
-
-def weight_of(module: nn.Module) -> torch.Tensor:
-    """The weight as (outputs, inputs)."""
-    return module.weight.t() if is_transposed(module) else module.weight  # pyright: ignore
+def _set(owner: Any, numbers: list[tuple[tuple[str, ...], int, int]]) -> None:
+    for names, whole, here in numbers:
+        for name in names:
+            if getattr(owner, name, None) == whole:
+                setattr(owner, name, here)

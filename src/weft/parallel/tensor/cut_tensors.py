@@ -16,7 +16,6 @@ from weft.comm import broadcast
 from weft.comm.operators import prepare_operators
 from weft.errors import LayoutError, PlanError
 from weft.mesh import Axis, Mesh
-from weft.parallel.layout_find import find_layout, find_lm_head, scales_logits
 from weft.parallel.placement.cut_part import CutPart, keep_part
 from weft.parallel.placement.placement import Placement
 from weft.parallel.placement.stand_in import StandIn
@@ -27,17 +26,13 @@ from weft.parallel.tensor.cut_modules import (
     Entry,
     RowLinear,
     VocabEmbedding,
-    is_linear,
-    is_transposed,
-    weight_of,
+    localise,
 )
 from weft.parallel.tensor.head import fuse_head, make_head
-from weft.parallel.tensor.heads import Heads, localise
 from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence
-from weft.parallel.token_flow import check_tokens
 from weft.spec.layout import Layout, Style
 from weft.spec.rules.rule import alternatives
-from weft.structure.surgery import become
+from weft.structure import Heads, become, find_layout, hugging_face, layers, token_flow
 
 
 def cut_tensors(
@@ -59,9 +54,9 @@ def cut_tensors(
 
 def fuse_whole_head(model: nn.Module) -> None:
     """Let the head of a model whose vocabulary is not cut give the loss at once, where its logits would be large."""
-    head = find_lm_head(model)
-    if head is not None and is_linear(head):
-        fuse_head(model, head, scales_logits(model))
+    head = layers.find_lm_head(model)
+    if head is not None and layers.is_linear(head):
+        fuse_head(model, head, hugging_face.scales_logits(model))
 
 
 def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Layout:
@@ -76,7 +71,8 @@ def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> La
     if mesh.plan.sp:
         width = plan_sequence(model, layout, styles).width
         parents = {_parent(path) for path, style in styles.items() if style.name == "colwise"}
-        check_tokens(model, styles, {parent for parent in parents if not is_wide(parent, modules, styles)}, width)
+        gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
+        token_flow.check_tokens(model, styles, gathering, width)
     return layout
 
 
@@ -165,7 +161,7 @@ class _Cutter:
         alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
         place = path if alone else parent
         if place not in self.entries:
-            entry = Entry(self.line, weight_of(module).shape[1], self.part, is_compiled=self.is_compiled)
+            entry = Entry(self.line, layers.weight_of(module).shape[1], self.part, is_compiled=self.is_compiled)
             self.entries[place] = entry
             if not alone:
                 hooks = Enter(entry)
@@ -176,7 +172,7 @@ class _Cutter:
 
     def _column(self, path: str, module: nn.Module, style: Style, heads: Heads) -> None:
         entry = self._entry(path, module)
-        weight = weight_of(module)
+        weight = layers.weight_of(module)
         parts = style.sizes(weight.shape[0])
         placement = Placement(cut=("tp",), parts=parts)
         pieces = heads.pieces(style, weight.shape[0])
@@ -185,21 +181,21 @@ class _Cutter:
             first = self.axis.rank * count // self.axis.size * unit
             rows = tuple(range(first, first + unit))
             placement = Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set below
-        self._replace(module, "weight", placement, dim=1 if is_transposed(module) else 0)
+        self._replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
         self._replace(module, "bias", placement, dim=0)
         _set_sizes(module)
         become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
         entry.members.append(module)
 
     def _row(self, path: str, module: nn.Module) -> None:
-        self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if is_transposed(module) else 1)
+        self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if layers.is_transposed(module) else 1)
         _set_sizes(module)
         become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
 
     def _vocab(self, path: str, module: nn.Module) -> None:
-        vocab = weight_of(module).shape[0]
+        vocab = layers.weight_of(module).shape[0]
         pad = -vocab % self.axis.size
-        dim = 1 if is_transposed(module) else 0
+        dim = 1 if layers.is_transposed(module) else 0
         self._replace(module, "weight", Placement(cut=("tp",), pad=pad), dim)
         self._replace(module, "bias", Placement(cut=("tp",), pad=pad), 0)
         if isinstance(module, nn.Embedding):
@@ -211,9 +207,9 @@ class _Cutter:
             become(module, VocabEmbedding, line=self.ends, vocab=vocab)
             return
         _set_sizes(module)
-        entry = Entry(self.ends, weight_of(module).shape[1], None)
+        entry = Entry(self.ends, layers.weight_of(module).shape[1], None)
         entry.members.append(module)
-        make_head(module, self.ends, vocab, entry, scales_logits(self.model))
+        make_head(module, self.ends, vocab, entry, hugging_face.scales_logits(self.model))
 
     def _replace(self, module: nn.Module, name: str, placement: Placement, dim: int) -> None:
         """Put this rank's part in the place of a parameter."""
@@ -267,12 +263,12 @@ def _read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> d
     styles = {path: style for path in here if (style := layout.style(path)) is not None}
     for path, style in styles.items():
         module = modules[path]
-        if style.name in ("colwise", "rowwise") and not is_linear(module):
+        if style.name in ("colwise", "rowwise") and not layers.is_linear(module):
             raise LayoutError(
                 f"{path}={style.name}: a linear layer is needed, and this is a {type(module).__name__}. "
                 f"Use {path}=replicate."
             )
-        if style.name == "vocab" and not (isinstance(module, nn.Embedding) or is_linear(module)):
+        if style.name == "vocab" and not (isinstance(module, nn.Embedding) or layers.is_linear(module)):
             raise LayoutError(
                 f"{path}=vocab: an embedding or a linear layer is needed, and this is a {type(module).__name__}. "
                 f"Use {path}=replicate."
@@ -313,7 +309,7 @@ def _check_sizes(
     for path, style in styles.items():
         if style.name not in ("colwise", "rowwise"):
             continue
-        weight = weight_of(modules[path])
+        weight = layers.weight_of(modules[path])
         found = heads.get(_parent(path), Heads())
         pieces = found.pieces(style, weight.shape[0]) if style.name == "colwise" else [(weight.shape[1], 1, False)]
         for size, unit, repeats in pieces:
@@ -338,8 +334,8 @@ def _parent(path: str) -> str:
 
 def _set_sizes(module: nn.Module) -> None:
     """What the layer says of its own size."""
-    names = ("nf", "nx") if is_transposed(module) else ("out_features", "in_features")
-    for name, size in zip(names, weight_of(module).shape, strict=True):
+    names = ("nf", "nx") if layers.is_transposed(module) else ("out_features", "in_features")
+    for name, size in zip(names, layers.weight_of(module).shape, strict=True):
         setattr(module, name, size)
 
 

@@ -22,10 +22,10 @@ from weft.comm.autograd import gather_slice
 from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.tensor.cut_linear import TOKENS, Line
-from weft.parallel.tensor.cut_modules import Entry, weight_of
+from weft.parallel.tensor.cut_modules import Entry
 from weft.parallel.tensor.head_loss import token_loss
 from weft.private_torch import register_pytree_node
-from weft.structure.surgery import become
+from weft.structure import become, layers
 
 #: Without a cut vocabulary the head gives the loss at once where logits would take more than this.
 LARGE_LOGITS_BYTES = 2**28
@@ -108,7 +108,7 @@ class LossHead(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         """(B, T, D) to whole logits, or to a HeadLoss."""
         head: Head = getattr(self, _ATTRIBUTE)
-        weight, bias = weight_of(self), self.bias
+        weight, bias = layers.weight_of(self), self.bias
         if head.gives_loss(x, weight):
             labels = head.labels
             assert labels is not None
@@ -128,7 +128,7 @@ def make_head(module: nn.Module, line: Line, vocab: int, entry: Entry | None, sc
 def fuse_head(model: nn.Module, module: nn.Module, scales: bool) -> None:
     """`make_head` of a model whose vocabulary is not cut."""
     nobody = Axis("tp", 1, 0, (0,))
-    make_head(module, Line(nobody), weight_of(module).shape[0], None, scales)
+    make_head(module, Line(nobody), layers.weight_of(module).shape[0], None, scales)
     del model
 
 

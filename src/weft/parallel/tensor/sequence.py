@@ -20,13 +20,11 @@ from torch import nn
 
 from weft.comm.autograd import gather_slice, slice_to
 from weft.errors import LayoutError
-from weft.memory import repeated_blocks
 from weft.models import Decoder
 from weft.parallel.tensor.cut_linear import TOKENS, Line, token_share
-from weft.parallel.tensor.cut_modules import weight_of
 from weft.private_torch import tree_flatten, tree_unflatten
 from weft.spec.layout import Layout, Style
-from weft.structure.mixers import mixes_tokens
+from weft.structure import layers, repeated_blocks, token_flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ def plan_sequence(
     first = next((path for path in styles if path.startswith(begin) and _is(styles, path, "colwise")), None)
     if first is None:
         raise LayoutError(f"sp=on: the layout cuts no layer of {begin[:-1]} by columns. Use sp=off.")
-    width = weight_of(dict(model.named_modules())[first]).shape[1]
+    width = layers.weight_of(dict(model.named_modules())[first]).shape[1]
     # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
     outside = ("norm", "pos_embed") if ends else ()
@@ -85,7 +83,7 @@ def _check_block(path: str, block: nn.Module, styles: Mapping[str, Style]) -> No
     cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
     for name, module in block.named_modules():
         place = f"{path}.{name}" if name else path
-        if not name or not mixes_tokens(module):
+        if not name or not token_flow.mixing(module):
             continue
         near = any(one.startswith(f"{place}.") or place.startswith(f"{one.rpartition('.')[0]}.") for one in cut)
         if not near and place not in cut:

@@ -13,6 +13,7 @@ from weft.errors import ModelError, did_you_mean
 from weft.planner.cost.traced_cost import TracedShape, as_rules_see_it
 from weft.planner.space.shape import Shape
 from weft.spec.decoder import DecoderSpec
+from weft.spec.hugging_face_config import read_numbers
 from weft.spec.model import ModelSpec, decoder_spec, model_names
 from weft.spec.traced import FORMAT, Limit, TracedModel
 
@@ -27,26 +28,6 @@ _FAMILIES = {
     "deepseek_v2": True,
     "deepseek_v3": True,
 }  # fmt: skip
-#: Numbers of a shape, under the names that configs have for them.
-_NAMES = {
-    "vocab": ("vocab_size",),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("qk_nope_head_dim", "head_dim"),
-    "q_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
-    "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token"),
-    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
-    "shared_ffn": ("shared_expert_intermediate_size",),
-    "dense_layers": ("first_k_dense_replace",),
-    "window": ("sliding_window",),
-}
 #: How a model is named by its code.
 CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -153,31 +134,9 @@ def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:
             f"Known: {known}. Let it be traced: weft plan package.module:function, a function that "
             f"returns the model."
         )
-    found = _numbers(name, table)
+    found = read_numbers(name, table)
     shape = _shape(str(family), table, found)
     return PlannedModel(name=name, shape=shape, spec=_as_decoder(shape, found.get("positions", 2**20)))
-
-
-def _numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for field, keys in _NAMES.items():
-        key = next((key for key in keys if table.get(key) is not None), None)
-        if key is None:
-            continue
-        value = table[key]
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**9:
-            raise ModelError(f"model={name}: {key}={value!r} in its config.json: a whole number is needed. Correct it.")
-        found[field] = value
-    missing = [keys[0] for field, keys in _NAMES.items() if field in ("vocab", "hidden", "layers", "heads")
-               and not found.get(field)]  # fmt: skip
-    if found.get("num_experts", 0) > 1 and not found.get("top_k"):
-        missing.append("num_experts_per_tok")
-    if missing:
-        raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Give a whole config.json.")
-    if found["hidden"] % found["heads"] and "head_dim" not in found:
-        rule = f"heads share hidden_size={found['hidden']} evenly. Correct its config.json, or give head_dim"
-        raise ModelError(f"model={name}: num_attention_heads={found['heads']}: {rule}.")
-    return found
 
 
 def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> Shape:

@@ -30,7 +30,6 @@ from torch import nn
 
 from weft.comm import all_reduce, broadcast
 from weft.errors import ModelError
-from weft.memory import repeated_blocks
 from weft.memory.offload import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import clip_factor
@@ -54,6 +53,7 @@ from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watch import find_optimizers, watch_steps
 from weft.private_torch import graph_task
+from weft.structure import repeated_blocks
 
 
 class FullyShardedModel:

@@ -8,7 +8,8 @@ outputs as that has entries, are cut by vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,19 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import LayoutError, ModelError
-from weft.parallel.found import FoundLayout
-from weft.parallel.numberless import call_without_numbers, example_of, in_some_format, without_numbers
-from weft.parallel.tensor.cut_modules import input_embeddings, is_linear, weight_of
 from weft.spec.layout import Layout
+from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark
+from weft.structure.layers import input_embeddings, is_linear, weight_of
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayout:
+    """A layout, and for a person where it comes from; reasons by pattern."""
+
+    layout: Layout
+    source: str
+    reasons: Mapping[str, str]
 
 
 def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:

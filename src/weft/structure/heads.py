@@ -1,25 +1,25 @@
-"""Attention heads of any module: read from the attributes that model code keeps, and set to what a rank has.
+"""Attention heads of any module, read from the attributes that model code keeps.
 
 Attention modules hold numbers of heads and widths under a handful of names, and shape their activations by them.
-Cutting their projections leaves a rank with some of the heads, so these numbers become the rank's own.
 """
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from weft.spec.hugging_face_config import number
 from weft.spec.layout import Style
 
+#: The names under which modules keep them.
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
-_HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_kv", "dim_head", "key_value_proj_dim")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups")
 #: Widths that follow the heads. `embed_dim` and `hidden_size` are not here: they are the model's as often.
 _WIDTHS = ("split_size", "all_head_size", "inner_dim")
+_HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_kv", "dim_head", "key_value_proj_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Heads:
         if width is None:
             return cls()
         config = getattr(module, "config", None)
-        count = _number(module, _HEADS) or _number(config, _HEADS) or _count_by_width(module, width)
-        kv_count = _number(module, _KV_HEADS) or _number(config, _KV_HEADS) or count
+        count = _number(module, _HEADS) or number(config, "heads") or _count_by_width(module, width)
+        kv_count = _number(module, _KV_HEADS) or number(config, "kv_heads") or count
         return cls(count, kv_count, width)
 
     def pieces(self, style: Style, rows: int) -> list[tuple[int, int, bool]]:
@@ -55,23 +55,15 @@ class Heads:
             return [(rows, rows // self.count, False)]  # query, key and value of one head after another
         return [(rows, self.width, rows < whole)]
 
-
-def localise(module: nn.Module, heads: Heads, tp: int) -> None:
-    """Set the module's numbers of heads to this rank's."""
-    if not heads.count:
-        return
-    count, kv_count = heads.count // tp, max(1, heads.kv_count // tp)
-    _set(module, _HEADS, heads.count, count)
-    _set(module, _KV_HEADS, heads.kv_count, kv_count)
-    _set(module, _GROUPS, heads.count // heads.kv_count, count // kv_count)
-    _set(module, _WIDTHS, heads.count * heads.width, count * heads.width)
-    config = getattr(module, "config", None)
-    if _number(config, _HEADS) == heads.count:
-        # Its own copy: some modules read the number of heads from the config in each forward.
-        local = copy.copy(config)
-        _set(local, _HEADS, heads.count, count)
-        _set(local, _KV_HEADS, heads.kv_count, kv_count)
-        object.__setattr__(module, "config", local)
+    def numbers(self, tp: int) -> list[tuple[tuple[str, ...], int, int]]:
+        """What modules count: under which names, how many in the whole model, and how many on one of tp ranks."""
+        count, kv_count = self.count // tp, max(1, self.kv_count // tp)
+        return [
+            (_HEADS, self.count, count),
+            (_KV_HEADS, self.kv_count, kv_count),
+            (_GROUPS, self.count // self.kv_count, count // kv_count),
+            (_WIDTHS, self.count * self.width, count * self.width),
+        ]
 
 
 def _number(owner: Any, names: tuple[str, ...]) -> int | None:
@@ -80,12 +72,6 @@ def _number(owner: Any, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
-
-
-def _set(owner: Any, names: tuple[str, ...], before: int, now: int) -> None:
-    for name in names:
-        if getattr(owner, name, None) == before:
-            setattr(owner, name, now)
 
 
 def _count_by_width(module: nn.Module, width: int) -> int:

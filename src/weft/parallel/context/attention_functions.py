@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.memory import repeated_blocks
 from weft.parallel.context.context import Context
 from weft.parallel.context.documents import PADDING
 from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.pieces import Sight
 from weft.parallel.context.positions import positions_of
-from weft.structure.mixers import mixes_beside_attention
+from weft.structure import hugging_face, repeated_blocks, token_flow
 
 #: Our attention functions are registered under this and the name of the one whose place they take.
 PREFIX = "weft_context_parallel_"
@@ -33,24 +31,6 @@ _ATTRIBUTE, _OWN = "_weft_context", "_weft_own_attention"
 _SITE = "_weft_site"  # where dropout by position put what it knows of a module
 #: What some models ask of attention and a cut sequence does not have yet.
 _UNKNOWN = ("s_aux", "position_bias", "head_mask", "indices")
-
-
-def is_hugging_face(model: nn.Module) -> bool:
-    """Whether this is a model of transformers; without importing it."""
-    library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(model, library.PreTrainedModel)
-
-
-def heads_of(model: Any) -> tuple[int, int]:
-    """Numbers of query heads and key-value heads, from the model's config."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or not heads:
-        raise ModelError(
-            f"cp: {type(model).__name__} has no one number of attention heads, and what else mixes its tokens cannot "
-            f"be cut. Use cp=1 for this model."
-        )
-    return heads, getattr(config, "num_key_value_heads", None) or heads
 
 
 def replace_attention(model: Any, context: Context) -> None:
@@ -97,7 +77,7 @@ def _refuse_mixers(model: nn.Module, context: Context) -> None:
         )
     for path, block in repeated_blocks(model).items():
         for name, module in block.named_modules():
-            if mixes_beside_attention(module):
+            if token_flow.mixing(module) == "other":
                 place = f"{path}.{name}" if name else path
                 raise ModelError(
                     f"cp={context.axis.size}: {place} ({type(module).__name__}) mixes tokens, and not by attention, "
@@ -119,7 +99,7 @@ def attend_by_name(
     """An attention function in the manner of transformers: (B, H, T, C) in, (B, T, H, C) out."""
     context: Context | None = getattr(module, _ATTRIBUTE, None)
     if context is None or not context.in_use:
-        own = _own_attention(module)
+        own = hugging_face.attention_function(module, getattr(module, _OWN, "sdpa"))
         return own(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -160,17 +140,6 @@ def _attend_cut(
     return context.attend(query, key, value, scoring, ids_BT).transpose(1, 2)
 
 
-def _own_attention(module: nn.Module) -> Any:
-    """What the module would have called without us."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    own = getattr(module, _OWN, "sdpa")
-    if own in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[own]
-    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
-
-
 def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str, Any]) -> None:
     """ModelError for what attention over a cut sequence does not do."""
     where = f"cp={context.axis.size}: {type(module).__name__}"
@@ -188,11 +157,7 @@ def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str
 
 def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:
     """ModelError for attention within chunks (Llama 4), which only a mask would tell."""
-    config = getattr(module, "config", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    is_chunked = kinds is None or index is None or kinds[index] == "chunked_attention"
-    if chunk and chunk < seq_len and is_chunked:
+    if 0 < (chunk := hugging_face.attention_chunk(module)) < seq_len:
         raise ModelError(
             f"cp={context.axis.size}: {type(module).__name__} attends within chunks of {chunk} tokens, which a cut "
             f"sequence of {seq_len} does not support. Use cp=1, or sequences of at most {chunk} tokens."
@@ -216,7 +181,7 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             f"sequence cannot be put in its place. Use cp=1 for this model."
         )
     places_T = context.places(tokens.shape[1], tokens.device)
-    looks = _is_causal(model) and not _fills_cache(model, signature, given)
+    looks = hugging_face.looks_at_positions(model, signature, given)
     positions = given.get("position_ids") if looks else None
     ids_BT = _document_ids(context, given.get("attention_mask"), positions, places_T, tokens.shape[0])
     if given.get("position_ids") is None:
@@ -227,20 +192,6 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if "use_cache" in signature.parameters:
         given["use_cache"] = False  # it would hold keys and values that nobody asks for
     return (), {**given, **extra}
-
-
-def _is_causal(model: nn.Module) -> bool:
-    """Whether some layer sees only what came before: transformers looks for documents in positions only there."""
-    layers = [module for module in model.modules() if hasattr(module, "is_causal")]
-    return not layers or any(layer.is_causal for layer in layers)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _fills_cache(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> bool:
-    """Whether the model would make a cache here: then transformers does not look for documents in the positions."""
-    if "use_cache" not in signature.parameters:
-        return False
-    wanted = given.get("use_cache")
-    return bool(getattr(model.config.get_text_config(decoder=True), "use_cache", True) if wanted is None else wanted)
 
 
 def _document_ids(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from weft.models.trace_record import Recorder, Row
+from weft.structure.cost.record import Recorder, Row
 
 #: What of a part's bytes is cut by tp, what a column-cut layer reads whole, and the rest.
 Bytes = tuple[float, float, float]

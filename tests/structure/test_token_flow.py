@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.errors import LayoutError
-from weft.parallel.numberless import example_of
-from weft.parallel.token_flow import check_tokens
 from weft.spec.layout import Layout
+from weft.structure.dry_run import example_of
+from weft.structure.token_flow import check_tokens
 
 LAYOUT = Layout.parse("blocks.*.up=colwise blocks.*.down=rowwise")
 DIM = 8

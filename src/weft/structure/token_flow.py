@@ -1,4 +1,6 @@
-"""Whether blocks mix tokens where sequence parallelism leaves each rank its own: found by one forward without numbers.
+"""Where tokens of a sequence meet: as the class of a module says, and as one forward without numbers shows.
+
+Sequence parallelism leaves each rank its own tokens, so blocks must not mix them outside of cut parts.
 
 The hidden states that enter the blocks are marked with the dim of their tokens, and marks follow operations as those
 of features do (`feature_flow.py`). Inside of cut parts tokens are whole, and may meet. An operation elsewhere that lets
@@ -17,11 +19,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import LayoutError, ModelError
-from weft.memory import repeated_blocks
-from weft.models import Decoder
-from weft.parallel.numberless import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.spec.layout import Style
+from weft.structure.blocks import has_params, repeated_blocks
+from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark, Step, plain_name
+from weft.structure.layers import KnownModel
 
 _TOKENS = frozenset(("tokens",))
 #: Operations along one dim: the place of `dim` among their arguments, and its default.
@@ -38,10 +40,33 @@ _MIXING = frozenset((
     "bmm", "pad", "conv1d", "split", "chunk", "getitem", "cat", "concat", "scaled_dot_product_attention",
     "multi_head_attention_forward",
 ))  # fmt: skip
-
+#: What the names of classes say of tokens: attention lets them meet, and beside it states that go from token to token,
+#: convolutions, and what reads several tokens at once.
+_ATTENTION = ("attention", "attn")
+_OTHERS = (
+    "mamba", "ssm", "rnn", "lstm", "gru", "mixer", "shortconv", "deltanet", "recurrent", "rglru", "rwkv", "lightning",
+    "fourier", "compressor",
+)  # fmt: skip
+#: Families carry such a word in the names of all their modules.
+_NEVER = ("norm", "mlp", "embedding", "embeddings")
 
 #: Blocks that are followed from the last new kind on: what passes from one to the next is seen, too.
 _MORE = 3
+
+
+def mixing(module: nn.Module) -> str:
+    """By what a module with weights mixes the tokens of a sequence, as its class says: "attention", "convolution" over
+    two dims or of a causal kernel, "other", or "" where it is none of those."""
+    if isinstance(module, nn.Conv1d | nn.RNNBase):
+        return "other"
+    if not has_params(module):
+        return ""
+    kind = type(module).__name__.lower()
+    if not kind.endswith(_NEVER):
+        for what, words in (("other", _OTHERS), ("attention", _ATTENTION), ("convolution", ("conv1d",))):
+            if any(word in kind for word in words):
+                return what
+    return "convolution" if isinstance(module, nn.Conv2d) else ""
 
 
 def check_tokens(model: nn.Module, styles: Mapping[str, Style], gathering: Collection[str], width: int) -> None:
@@ -50,7 +75,7 @@ def check_tokens(model: nn.Module, styles: Mapping[str, Style], gathering: Colle
     gathering: modules whose inputs are brought together, and whose outputs are cut again: the parts around cut layers.
     width: features of the hidden states.
     """
-    if isinstance(model, Decoder):
+    if isinstance(model, KnownModel):
         return
     try:
         example = example_of(model, batch=1)

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.models.trace_layers import Layers
-from weft.models.trace_parts import Measured, PartOfRun, PartReader
-from weft.models.trace_record import Recorder, Row
 from weft.private_torch import storage_key, tree_leaves
 from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer, TracedModel
+from weft.structure.cost.layer_runs import Layers
+from weft.structure.cost.part_bytes import Measured, PartOfRun, PartReader
+from weft.structure.cost.record import Recorder, Row
 
 #: Batches and sequences of the runs: with a sequence (in units of its step), and without one. The last is the trial.
 _POINTS = ((2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
@@ -31,7 +31,7 @@ _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Structure:
+class Outline:
     """What is known of a model's modules before it is traced.
 
     blocks: its repeated layers by path; none: the model is one layer. styles: "columns", "rows" or "vocab" of modules
@@ -55,7 +55,7 @@ class _Run:
 
 def trace_model(
     model: nn.Module,
-    structure: Structure,
+    outline: Outline,
     call: Callable[[nn.Module, int, int], Any],
     *,
     seq_step: int = 0,
@@ -68,13 +68,13 @@ def trace_model(
     """
     points = [(batch, seq * seq_step) for batch, seq in _POINTS] if seq_step else list(_BATCHES)
     weights = _weights(model)
-    runs = [_run(model, structure, weights, lambda b=b, s=s: call(model, b, s)) for b, s in points]
+    runs = [_run(model, outline, weights, lambda b=b, s=s: call(model, b, s)) for b, s in points]
     fit = _Fit([(b, s if seq_step else 1) for b, s in points], bool(seq_step))
     layers = {number: _layer(fit, [(run.parts[number], run.measured[number]) for run in runs])
               for number in _same_parts(runs)}  # fmt: skip
     repeated = tuple(layer for number, layer in layers.items() if number >= 0)
     width = fit.growth([next(part for number, part in run.parts.items() if number >= 0).output_values for run in runs])
-    head, table = (_weight_of(each) for each in (structure.head, structure.table))
+    head, table = (_weight_of(each) for each in (outline.head, outline.table))
     hidden = width.tokens if seq_step else width.batch
     return TracedModel(
         name=type(model).__name__,
@@ -100,17 +100,17 @@ def _weight_of(module: nn.Module | None) -> torch.Tensor | None:
     return None if module is None else module.weight  # pyright: ignore[reportReturnType]
 
 
-def _run(model: nn.Module, structure: Structure, weights: set[int], call: Callable[[], Any]) -> _Run:
+def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[], Any]) -> _Run:
     """One forward and backward."""
     modules = dict(model.named_modules())
     styles = {
         storage_key(param.untyped_storage()): style
-        for path, style in structure.styles.items()
+        for path, style in outline.styles.items()
         for param in modules[path].parameters(recurse=False)
     }
     recorder = Recorder(styles)
-    ends = [each for each in (structure.head,) if each is not None]
-    layers = Layers(recorder, structure.blocks or {"": model}, ends, BEFORE, AFTER)
+    ends = [each for each in (outline.head,) if each is not None]
+    layers = Layers(recorder, outline.blocks or {"": model}, ends, BEFORE, AFTER)
     try:
         with torch.enable_grad(), layers.watched(), recorder.recording():
             recorder.enter(BEFORE)
@@ -126,7 +126,7 @@ def _run(model: nn.Module, structure: Structure, weights: set[int], call: Callab
             f"it cannot be run without numbers: {recorder.last_op}{where} fails ({type(error).__name__}: {first}). "
             f"What runs must not depend on values: give a folder with its config.json, or another example"
         ) from error
-    _count_params(model, structure, recorder, layers.parts)
+    _count_params(model, outline, recorder, layers.parts)
     measured = {
         number: PartReader(recorder, number, part, weights).measure()
         for number, part in layers.parts.items()
@@ -143,9 +143,9 @@ def _backward(output: Any) -> None:
     torch.autograd.backward(found, [torch.empty_like(leaf) for leaf in found])
 
 
-def _count_params(model: nn.Module, structure: Structure, recorder: Recorder, parts: dict[int, PartOfRun]) -> None:
+def _count_params(model: nn.Module, outline: Outline, recorder: Recorder, parts: dict[int, PartOfRun]) -> None:
     """Each parameter to the part that reads it first; those of the vocabulary are counted by its size."""
-    vocabulary = {id(weight) for each in (structure.head, structure.table) if structure.head is not None
+    vocabulary = {id(weight) for each in (outline.head, outline.table) if outline.head is not None
                   and (weight := _weight_of(each)) is not None}  # fmt: skip
     readers: dict[int, int] = {}
     for row in recorder.rows:
@@ -155,7 +155,7 @@ def _count_params(model: nn.Module, structure: Structure, recorder: Recorder, pa
         id(param): style
         for path, module in model.named_modules()
         for param in module.parameters(recurse=False)
-        if (style := structure.styles.get(path, ""))
+        if (style := outline.styles.get(path, ""))
     }
     for name, param in model.named_parameters():
         number = readers.get(storage_key(param.untyped_storage()))

@@ -8,7 +8,7 @@ import weakref
 
 from torch import nn
 
-from weft.structure.surgery import become, revert
+from weft.structure import become, revert
 
 
 class Loud(nn.Module):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.models.trace_parts import PartOfRun
-from weft.models.trace_record import Recorder
 from weft.private_torch import tree_flatten, tree_leaves, tree_unflatten
+from weft.structure.cost.part_bytes import PartOfRun
+from weft.structure.cost.record import Recorder
 
 
 class Layers:

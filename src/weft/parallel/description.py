@@ -5,9 +5,7 @@ weft.search(weft.trace("package.module:function"), "8xh100")
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +14,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import LayoutError, ModelError
-from weft.memory import repeated_blocks
-from weft.models import Decoder
-from weft.models.code import call_function
-from weft.models.trace import Structure, trace_model
-from weft.parallel.context.hugging_face import is_hugging_face
-from weft.parallel.layout_find import explain_layout, find_lm_head
-from weft.parallel.numberless import example_of
-from weft.parallel.pipeline.chain import find_chain
 from weft.parallel.placement.precision import Precision, cast_inputs, formats
 from weft.parallel.tensor.cut_tensors import check_layout
 from weft.spec.layout import Layout
 from weft.spec.plan import Plan
 from weft.spec.traced import Limit, TracedModel
+from weft.structure import call_function, dry_run, explain_layout, find_chain, hugging_face, layers, repeated_blocks
+from weft.structure.cost import Outline, trace_model
 
 #: Tokens of the shortest sequence that is traced; the longest has three times as many.
 _STEP = 8
@@ -58,19 +50,19 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     """
     inputs = _Inputs(model, example)
     model.to("meta").train()
-    if isinstance(model, Decoder) and model.spec.num_experts:
+    if isinstance(model, layers.KnownModel) and model.has_routers:
         raise ModelError("its experts take as many tokens as values say. Give its size, or a config of Weft")
     cut, styles, why_not = _tensor_parallel(model, inputs.example)
-    head = find_lm_head(model) or _vocabulary_head(model, styles)
-    structure = Structure(
+    head = layers.find_lm_head(model) or _vocabulary_head(model, styles)
+    outline = Outline(
         blocks=repeated_blocks(model), styles=styles, head=head, table=_input_table(model, styles) if head else None
     )
     _halve(model)
     step = inputs.sequence_step(model)
-    with _one_document():
-        found = trace_model(model, structure, inputs.call, seq_step=step)
+    with hugging_face.one_document():
+        found = trace_model(model, outline, inputs.call, seq_step=step)
     limits = dict(_limits(model, found, cut, why_not))
-    longest = _longest(model) if step else 1
+    longest = (hugging_face.longest_sequence(model) or 2**20) if step else 1
     usual = inputs.seq_len if step and inputs.given else 0
     return replace(
         found, limits=tuple(limits.items()), max_seq_len=longest, default_seq_len=usual or (0 if step else 1)
@@ -82,7 +74,7 @@ class _Inputs:
 
     def __init__(self, model: nn.Module, example: Any):
         self.given = example is not None
-        made = example_of(model) if example is None else example(0, 2) if callable(example) else example
+        made = dry_run.example_of(model) if example is None else example(0, 2) if callable(example) else example
         if callable(example):  # as the training step calls a model with its batch
             made = made[0] if isinstance(made, tuple) else made
             made = {name: each for name, each in made.items() if name != "labels"} if isinstance(made, dict) else made
@@ -100,7 +92,7 @@ class _Inputs:
         """Run the model on so many samples of so many tokens."""
         with torch.device("meta"):
             made = tree_map(lambda leaf: self._sized(leaf, batch, seq), self.example)
-            args, kwargs = ((), made) if isinstance(made, dict) else (made if isinstance(made, tuple) else (made,), {})
+            args, kwargs = dry_run.as_arguments(made)
             return model(*args, **kwargs)
 
     def _sized(self, leaf: Any, batch: int, seq: int) -> Any:
@@ -122,21 +114,6 @@ class _Inputs:
         except (RuntimeError, ValueError, IndexError, AssertionError):
             return 0
         return _STEP
-
-
-@contextlib.contextmanager
-def _one_document() -> Iterator[None]:
-    """Models of transformers look at the values of positions for where documents begin: here each sample is one."""
-    masks = sys.modules.get("transformers.masking_utils")
-    look = getattr(masks, "find_packed_sequence_indices", None)
-    if masks is None or look is None:
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda *args, **kwargs: None  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = look  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _to_meta(leaf: Any) -> Any:
@@ -190,7 +167,7 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     if not found.reads_sequence:
         limits += [(name, Limit((value,), "the model reads no sequence that could be cut"))
                    for name, value in (("cp", 1), ("sp", 0))]  # fmt: skip
-    elif not isinstance(model, Decoder) and not is_hugging_face(model):
+    elif not isinstance(model, layers.KnownModel) and not hugging_face.is_hugging_face(model):
         rule = f"{kind} is neither one of Weft's decoders nor one of transformers, so its attention cannot be replaced"
         limits.append(("cp", Limit((1,), rule)))
     elif attention is None or not attention.causal:
@@ -204,13 +181,3 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
         rule = str(error).partition(". ")[0].partition(": ")[2] or str(error)
         limits.append(("pp", Limit((1,), rule.rstrip("."))))
     return limits
-
-
-def _longest(model: nn.Module) -> int:
-    """Tokens that the model reads at most, where it says so."""
-    config = getattr(model, "config", None) or getattr(model, "spec", None)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 2**20

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from weft.errors import ModelError
-from weft.models.private_torch import GROUPED_MM, UNSAFE_VIEW, next_node_number, node_in_backward, number_of
 from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves
+from weft.structure.private_torch import GROUPED_MM, UNSAFE_VIEW, next_node_number, node_in_backward, number_of
 
 aten = torch.ops.aten
 
@@ -33,6 +33,15 @@ _FREE = {
 _PICKING = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.embedding_dense_backward}
 _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
+
+
+def is_worth_keeping(op: Any, made: float, read: float) -> bool:
+    """Whether a product is rather kept than made again: batched ones only where they are not the larger side.
+
+    Those are attention scores where they are larger than what they are made of: dear to keep, cheap to make again.
+    op: its name without the overload, or what has it. made, read: sizes in the same unit.
+    """
+    return str(op) not in ("aten.bmm", "aten.baddbmm") or made <= read
 
 
 @dataclass(slots=True)
@@ -55,10 +64,10 @@ class Row:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether selective recompute keeps what it makes: as `memory.policy.is_heavy` says."""
+        """Whether selective recompute keeps what it makes."""
         if self.kind == "pass" or self.backward:
             return False
-        return self.op not in ("aten.bmm", "aten.baddbmm") or sum(self.writes.values()) <= sum(self.reads.values())
+        return is_worth_keeping(self.op, sum(self.writes.values()), sum(self.reads.values()))
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from weft.errors import LayoutError, ModelError
-from weft.parallel.tensor.cut_modules import is_linear, weight_of
+from weft.spec.hugging_face_config import image_shape
+from weft.structure.layers import is_linear, weight_of
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def call_without_numbers(
     """
     named = (*model.named_parameters(), *model.named_buffers())
     meta = {name: _on_meta(tensor.detach(), dtype or tensor.dtype) for name, tensor in named}
-    args, kwargs = ((), moved) if isinstance(moved, dict) else (moved if isinstance(moved, tuple) else (moved,), {})
+    args, kwargs = as_arguments(moved)
     try:
         with _unchanged(model), torch.no_grad(), torch.device("meta"), _layer_by_layer(), mode:
             model.eval()
@@ -89,12 +90,19 @@ def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to("meta", dtype) if tensor.is_floating_point() else tensor.to("meta")
 
 
+def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example (a tensor, a tuple, or a dict) as what a forward is called with."""
+    if isinstance(example, dict):
+        return (), example
+    return example if isinstance(example, tuple) else (example,), {}
+
+
 def example_of(model: nn.Module, batch: int = 2) -> Any:
     """Arguments that fit what the model begins with: token ids, an image or features."""
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
-    if name == "pixel_values" and isinstance(size := getattr(config, "image_size", None), int):
-        return {name: torch.zeros(1, getattr(config, "num_channels", 3), size, size)}
+    if name == "pixel_values" and (shape := image_shape(config)) is not None:
+        return {name: torch.zeros(1, *shape)}
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name == "input_ids":
         return {"input_ids": ids}

@@ -15,10 +15,9 @@ import weft
 from tests.parallel import traced_models
 from weft.cli.main import run
 from weft.errors import ModelError
-from weft.memory import repeated_blocks
 from weft.memory.trace import trace_block
 from weft.models import build_decoder
-from weft.parallel.traced import describe_by_tracing, trace
+from weft.parallel.description import describe_by_tracing, trace
 from weft.planner.cost.memory_cost import layer_bytes
 from weft.planner.cost.traced_cost import TracedShape
 from weft.planner.estimate import estimate
@@ -33,6 +32,7 @@ from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
 from weft.spec.traced import TracedModel
+from weft.structure import repeated_blocks
 
 HERE = "tests.parallel.traced_models:"
 SEQ = 512

@@ -1,4 +1,4 @@
-"""Private names of torch in models/, each with what it is for. Read in torch 2.11 and 2.13."""
+"""Private names of torch in structure/, each with what it is for. Read in torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from tests.parallel.tensor_cases import LLAMA, build
 from weft.errors import LayoutError, PlanError
 from weft.models import build_decoder
-from weft.parallel.layout_find import explain_layout, find_layout
-from weft.parallel.layout_trace import trace_layout
 from weft.parallel.tensor.cut_tensors import check_layout
 from weft.spec.layout import Layout
+from weft.structure import explain_layout, find_layout
 from weft.structure.feature_flow import follow_reshape
+from weft.structure.layout_trace import trace_layout
 
 FOUND = {
     "gpt2": "transformer.wte=vocab transformer.h.*.attn.c_attn=colwise:3 transformer.h.*.attn.c_proj=rowwise "

@@ -7,11 +7,9 @@ from typing import Any
 from torch import nn
 
 from weft.errors import LayoutError
-from weft.models import Decoder
-from weft.parallel.found import FoundLayout
-from weft.parallel.layout_trace import trace_layout
-from weft.parallel.tensor.cut_modules import asked, input_embeddings
 from weft.spec.layout import Layout
+from weft.structure.layers import KnownModel, find_lm_head, input_embeddings
+from weft.structure.layout_trace import FoundLayout, trace_layout
 
 #: How the styles of a `base_model_tp_plan` of transformers are called here.
 _HF_STYLES = {
@@ -23,45 +21,18 @@ _HF_STYLES = {
 
 def find_layout(model: nn.Module) -> Layout:
     """The layout of any model. LayoutError where nothing is found that can be cut."""
-    return _own_layout(model) if isinstance(model, Decoder) else explain_layout(model).layout
+    return model.tensor_layout() if isinstance(model, KnownModel) else explain_layout(model).layout
 
 
 def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     """The layout with its reasons. example: arguments of a forward, for a model that takes neither ids nor images."""
-    if isinstance(model, Decoder):
-        reasons = {} if model.spec.num_experts else trace_layout(model).reasons
-        return FoundLayout(_own_layout(model), f"the project's own layout of {model.spec.family}", reasons)
+    if isinstance(model, KnownModel):
+        reasons = {} if model.has_routers else trace_layout(model).reasons
+        return FoundLayout(model.tensor_layout(), f"the project's own layout of {model.family}", reasons)
     found = _from_tp_plan(model)
     if found is not None:
         return found
     return trace_layout(model, example)
-
-
-def _own_layout(model: Decoder) -> Layout:
-    if not model.spec.num_experts:
-        return Layout.named(model.spec.family)
-    # Which layers have experts, and whether some are shared, differs from model to model.
-    return Layout.named("moe").fitted(dict(model.named_modules()))
-
-
-def find_lm_head(model: nn.Module) -> nn.Module | None:
-    """The linear layer that makes a language model's logits; None where the model does not say which it is."""
-    if isinstance(model, Decoder):
-        return model.head
-    return asked(model, "get_output_embeddings")
-
-
-def scales_logits(model: nn.Module) -> bool:
-    """Whether a Hugging Face model changes its logits after the head."""
-    config = getattr(model, "config", None)
-    names = (
-        "final_logit_softcapping",
-        "logit_scale",
-        "logits_scaling",
-        "output_multiplier_scale",
-        "lm_head_multiplier",
-    )
-    return any(isinstance(getattr(config, name, None), int | float) for name in names)
 
 
 def _from_tp_plan(model: nn.Module) -> FoundLayout | None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from weft.errors import ModelError
-from weft.memory import repeated_blocks
-from weft.parallel.layout_find import find_lm_head
+from weft.structure.blocks import has_params, join_path, repeated_blocks
+from weft.structure.layers import find_lm_head, table_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,6 @@ class Site:
         found = self.parent._modules[self.key]
         assert found is not None
         return found
-
-    def put(self, module: nn.Module) -> None:
-        """Place a module there."""
-        self.parent._modules[self.key] = module
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ def find_chain(model: nn.Module) -> Chain:
     """The chain of a model. ModelError where there is none, several, or a parameter that belongs to no part of it."""
     path = _chain_path(model)
     holder = model.get_submodule(path) if path else model
-    blocks = tuple(Site(holder, key, _join(path, key)) for key in holder._modules)
+    blocks = tuple(Site(holder, key, join_path(path, key)) for key in holder._modules)
     before: list[Site] = []
     after: list[Site] = []
     passed = False
@@ -65,7 +61,7 @@ def find_chain(model: nn.Module) -> Chain:
     for site in _beside(model, path):
         if site is None:
             passed = True
-        elif (passed and not _is_embedding(site.module)) or head in site.module.modules():
+        elif (passed and not _is_table(site.module)) or head in site.module.modules():
             after.append(site)
         else:
             before.append(site)
@@ -99,27 +95,22 @@ def _children(module: nn.Module, path: str, inner: str, rest: str) -> Iterator[S
     own = [name for name, _ in module.named_parameters(recurse=False)]
     if own:
         raise ModelError(
-            f"parameter {_join(path, own[0])!r}: it lies beside the chain of blocks, in no module of its own, so no "
-            f"stage owns it. Put it into a module that runs before or after the blocks, or use pp=1."
+            f"parameter {join_path(path, own[0])!r}: it lies beside the chain of blocks, in no module of its own, so "
+            f"no stage owns it. Put it into a module that runs before or after the blocks, or use pp=1."
         )
     for key, child in module._modules.items():
         if child is None:
             continue
         if key != inner:
-            if next(child.parameters(), None) is not None:
-                yield Site(module, key, _join(path, key))
+            if has_params(child):
+                yield Site(module, key, join_path(path, key))
         elif rest:
             deeper, _, remaining = rest.partition(".")
-            yield from _children(child, _join(path, key), deeper, remaining)
+            yield from _children(child, join_path(path, key), deeper, remaining)
         else:
             yield None
 
 
-def _is_embedding(module: nn.Module) -> bool:
+def _is_table(module: nn.Module) -> bool:
     """Whether all its parameters are tables that are looked up."""
-    held = {id(param) for part in module.modules() if isinstance(part, nn.Embedding) for param in part.parameters()}
-    return all(id(param) in held for param in module.parameters())
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return table_params(module).issuperset(module.parameters())

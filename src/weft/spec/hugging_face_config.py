@@ -1,0 +1,99 @@
+"""Numbers of a Hugging Face config, whatever its family calls them: of config.json, or of an object of transformers.
+
+All that Weft knows of those names stands here; nothing of it needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import ModelError
+from weft.spec.decoder import DecoderSpec
+
+#: Numbers of a model's shape, under the names that configs have for them. The first name that is there counts.
+_NAMES = {
+    "vocab": ("vocab_size",),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "num_heads", "n_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head"),
+    "head_dim": ("qk_nope_head_dim", "head_dim"),
+    "q_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rope_dim": ("qk_rope_head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "positions": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token"),
+    "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
+    "window": ("sliding_window",),
+}
+
+
+def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
+    """All numbers of a shape that a config.json holds, by what they are; `name` is said in errors.
+
+    Raises ModelError where one is no whole number, or what every model has is missing.
+    """
+    found: dict[str, int] = {}
+    for field, keys in _NAMES.items():
+        key = next((key for key in keys if table.get(key) is not None), None)
+        if key is None:
+            continue
+        value = table[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**9:
+            raise ModelError(f"model={name}: {key}={value!r} in its config.json: a whole number is needed. Correct it.")
+        found[field] = value
+    missing = [_NAMES[field][0] for field in ("vocab", "hidden", "layers", "heads") if not found.get(field)]
+    if found.get("num_experts", 0) > 1 and not found.get("top_k"):
+        missing.append("num_experts_per_tok")
+    if missing:
+        raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Give a whole config.json.")
+    if found["hidden"] % found["heads"] and "head_dim" not in found:
+        rule = f"heads share hidden_size={found['hidden']} evenly. Correct its config.json, or give head_dim"
+        raise ModelError(f"model={name}: num_attention_heads={found['heads']}: {rule}.")
+    return found
+
+
+def number(config: object, field: str) -> int | None:
+    """One number of a config's shape: "vocab", "hidden", "layers", "heads", "positions" and so on.
+
+    config: an object of transformers, or any that has its names. None where it has no whole number above 0 there.
+    """
+    for key in _NAMES[field]:
+        value = getattr(config, key, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def decoder_shape(config: object) -> DecoderSpec | None:
+    """What rules ask of a model of transformers; None where its config has no width, layers and heads."""
+    hidden, layers, heads = (number(config, field) for field in ("hidden", "layers", "heads"))
+    if hidden is None or layers is None or heads is None:
+        return None
+    ffn = number(config, "ffn") or 4 * hidden
+    return DecoderSpec(
+        vocab_size=number(config, "vocab") or 1,
+        dim=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=number(config, "kv_heads") or heads,
+        ffn_dim=ffn,
+        max_seq_len=number(config, "positions") or 10**9,
+        num_experts=number(config, "num_experts") or 0,
+        expert_ffn_dim=number(config, "expert_ffn") or ffn,
+    )
+
+
+def image_shape(config: object) -> tuple[int, int, int] | None:
+    """Channels, height and width of the images that a model reads; None where it reads none."""
+    for part in (config, getattr(config, "vision_config", None)):
+        size: Any = getattr(part, "image_size", None)
+        if size:
+            height, width = (size, size) if isinstance(size, int) else size
+            return getattr(part, "num_channels", 3), height, width
+    return None

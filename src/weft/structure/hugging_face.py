@@ -1,0 +1,129 @@
+"""What only models of transformers are asked: their config, attention, documents; transformers is imported late.
+
+The numbers of a config have their names in `weft.spec.hugging_face_config`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weft import env
+from weft.errors import MissingExtra, ModelError
+from weft.spec.hugging_face_config import number
+
+#: Numbers by which models change their logits after the head.
+_SCALES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier_scale",
+    "lm_head_multiplier",
+)
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether this is a model of transformers; without importing it."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def load_model_config(path: Path) -> Any:
+    """The config of a folder, or of its config.json; nothing is downloaded, and no code of the folder is run.
+
+    Raises ModelError where transformers cannot read it, MissingExtra without transformers.
+    """
+    env.set_for_children(HF_HUB_OFFLINE="1")
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
+    folder = path.parent if path.is_file() else path
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what it raises depends on what the file holds
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(
+            f"model={path}: transformers cannot read its config.json ({first}). "
+            f"Check the file, or use package.module:function."
+        ) from None
+
+
+def model_of_config(config: Any) -> nn.Module:
+    """The model that the config names, or the causal one of its family, with random weights."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or ()
+    kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
+    return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+
+
+def attention_heads(model: Any) -> tuple[int, int] | None:
+    """Numbers of query heads and key-value heads, from the config; None where there is no one number."""
+    config = model.config.get_text_config(decoder=True)
+    heads = number(config, "heads")
+    return None if heads is None else (heads, number(config, "kv_heads") or heads)
+
+
+def attention_function(module: nn.Module, name: str) -> Any:
+    """The function that a module calls for its attention when its config says `name` (sdpa, eager, ...)."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[name]
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+
+
+def looks_at_positions(model: Any, signature: inspect.Signature, given: dict[str, Any]) -> bool:
+    """Whether a call finds documents by the values of its positions: of causal layers that fill no cache.
+
+    signature, given: of the model's forward, and its arguments by name.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "is_causal")]
+    if layers and not any(layer.is_causal for layer in layers):
+        return False
+    if "use_cache" not in signature.parameters:
+        return True
+    wanted = given.get("use_cache")
+    return not (getattr(model.config.get_text_config(decoder=True), "use_cache", True) if wanted is None else wanted)
+
+
+def attention_chunk(module: nn.Module) -> int:
+    """Tokens of the chunks that a module attends within (Llama 4); 0 where it attends to all."""
+    config = getattr(module, "config", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    is_chunked = kinds is None or index is None or kinds[index] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) or 0 if is_chunked else 0
+
+
+def scales_logits(model: nn.Module) -> bool:
+    """Whether the model changes its logits after the head."""
+    config = getattr(model, "config", None)
+    return any(isinstance(getattr(config, name, None), int | float) for name in _SCALES)
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """Tokens that the model reads at most; None where it does not say."""
+    return number(getattr(model, "config", None) or getattr(model, "spec", None), "positions")
+
+
+@contextlib.contextmanager
+def one_document() -> Iterator[None]:
+    """Inside, each sample is one document: models of transformers look at the values of positions for more."""
+    masks = sys.modules.get("transformers.masking_utils")
+    look = getattr(masks, "find_packed_sequence_indices", None)
+    if masks is None or look is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda *args, **kwargs: None  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = look  # pyright: ignore[reportAttributeAccessIssue]

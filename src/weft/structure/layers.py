@@ -1,0 +1,75 @@
+"""Single layers, and what a model says of its own: which are linear, which table reads the ids, which makes logits."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from weft.spec.layout import Layout
+
+
+@runtime_checkable
+class KnownModel(Protocol):
+    """A model that says of itself what is else found by looking: the project's own decoders do.
+
+    Its layout keeps tokens apart outside of cut layers, and its attention can be replaced.
+    """
+
+    @property
+    def family(self) -> str:
+        """What people call its kind, such as "llama"."""
+        ...
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether values decide which of its weights a token meets: then no forward without numbers shows its work."""
+        ...
+
+    def tensor_layout(self) -> Layout:
+        """How tensor parallelism cuts it."""
+        ...
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether the layer keeps its weight as (inputs, outputs), as the linear layer of GPT-2 in transformers does."""
+    return type(module).__name__.endswith("Conv1D") and hasattr(module, "nf")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a product with a matrix and a bias, and nothing else."""
+    own = type(module).forward
+    return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """The weight as (outputs, inputs)."""
+    return module.weight.t() if is_transposed(module) else module.weight  # pyright: ignore
+
+
+def find_lm_head(model: nn.Module) -> nn.Module | None:
+    """The linear layer that makes a language model's logits; None where the model does not say which it is."""
+    return _asked(model, "get_output_embeddings")
+
+
+def input_embeddings(model: nn.Module) -> nn.Embedding | None:
+    """The table that reads a model's token ids; None where the model does not say which it is."""
+    table = _asked(model, "get_input_embeddings")
+    return table if isinstance(table, nn.Embedding) else None
+
+
+def table_params(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters in a module that are looked up by id, and multiplied with nothing."""
+    tables = (part for part in module.modules() if isinstance(part, nn.Embedding))
+    return {param for table in tables for param in table.parameters(recurse=False)}
+
+
+def _asked(model: nn.Module, name: str) -> nn.Module | None:
+    """What a model answers to a question of transformers'; None where it has no answer."""
+    get = getattr(model, name, None)
+    try:
+        found = get() if callable(get) else None
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None
