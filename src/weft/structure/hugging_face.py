@@ -114,6 +114,19 @@ def longest_sequence(model: nn.Module) -> int | None:
     return number(getattr(model, "config", None) or getattr(model, "spec", None), "positions")
 
 
+def has_gated_experts(experts: nn.Module) -> bool:
+    """Whether a module of transformers says: experts are down(gate(x)), (outputs, inputs) in each matrix, no biases."""
+    said = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+    return callable(getattr(experts, "_apply_gate", None)) and all(
+        getattr(experts, name, None) is value for name, value in said.items()
+    )
+
+
+def is_router(module: Any) -> bool:
+    """Whether this chooses experts in the manner of transformers 5."""
+    return isinstance(module, nn.Module) and hasattr(module, "top_k") and isinstance(module.weight, nn.Parameter)
+
+
 @contextlib.contextmanager
 def one_document() -> Iterator[None]:
     """Inside, each sample is one document: models of transformers look at the values of positions for more."""

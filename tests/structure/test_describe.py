@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from weft.errors import ModelError
-from weft.models import build_decoder, describe
+from weft.models import build_decoder
 from weft.models.moe import Experts
 from weft.spec.model import DecoderSpec, LayerSpec, ModelSpec
+from weft.structure.cost import describe
 
 
 def count(module):
