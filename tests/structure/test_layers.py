@@ -13,7 +13,7 @@ from weft.models import build_decoder
 from weft.spec.hugging_face_config import decoder_shape, image_shape, number, read_numbers
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec
-from weft.structure import Heads, call_function, explain_layout, find_layout, hugging_face, layers, token_flow
+from weft.structure import Heads, call_function, dry_run, explain_layout, find_layout, hugging_face, layers, token_flow
 
 SPEC = DecoderSpec(vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=64)
 
@@ -108,3 +108,19 @@ def test_images_of_a_config():
 def test_a_function_that_gives_no_model_is_refused():
     with pytest.raises(ModelError, match=r"it returned dict, not an nn\.Module"):
         call_function("builtins:dict")
+
+
+def test_a_config_that_cannot_be_read_is_one_sentence(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text("{")
+    for source in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ModelError, match=r"transformers cannot read its config\.json .* Check the file"):
+            hugging_face.load_model_config(source)
+
+
+def test_inputs_take_any_batch_and_sequence():
+    inputs = dry_run.Inputs(Says(), {"input_ids": torch.zeros(3, 5, dtype=torch.int64), "rate": torch.tensor(1.0)})
+    seen = []
+    inputs.call(lambda **given: seen.append({name: tuple(each.shape) for name, each in given.items()}), 7, 9)
+    assert seen == [{"input_ids": (7, 9), "rate": ()}]
+    assert inputs.sequence_step(Says()) == dry_run.SHORTEST

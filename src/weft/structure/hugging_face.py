@@ -71,6 +71,14 @@ def attention_heads(model: Any) -> tuple[int, int] | None:
     return None if heads is None else (heads, number(config, "kv_heads") or heads)
 
 
+def attention_name(module: nn.Module) -> str | None:
+    """What a module's config calls its attention ("sdpa", "eager", ...); None for a module that looks none up."""
+    config = getattr(module, "config", None)
+    return (
+        (config._attn_implementation_internal or "eager") if hasattr(config, "_attn_implementation_internal") else None
+    )
+
+
 def attention_function(module: nn.Module, name: str) -> Any:
     """The function that a module calls for its attention when its config says `name` (sdpa, eager, ...)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
