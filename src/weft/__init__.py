@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from weft.api import Run, init
     from weft.errors import WeftError, WeftWarning
     from weft.mesh import Mesh, build_mesh
-    from weft.models import describe
     from weft.parallel.description import trace
     from weft.planner.search.best_plans import search
     from weft.spec.cluster import ClusterSpec
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from weft.spec.layout import Layout
     from weft.spec.model import ModelSpec
     from weft.spec.plan import Plan
+    from weft.structure.cost import describe
     from weft.train import Microbatches, TrainStep
 
 __getattr__ = loads(
@@ -54,7 +54,7 @@ __getattr__ = loads(
         "RunConfig": ".spec.config",
         "WeftError": ".errors",
         "WeftWarning": ".errors",
-        "describe": ".models",
+        "describe": ".structure.cost",
         "search": ".planner.search.best_plans",
         "trace": ".parallel.description",
         "build_mesh": ".mesh",

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from weft.errors import ModelError
-from weft.models import build_decoder, describe
+from weft.models import build_decoder
 from weft.spec.model import ModelSpec, decoder_spec, model_names
+from weft.structure.cost import describe
 
 
 @pytest.mark.parametrize("name", model_names())

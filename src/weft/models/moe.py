@@ -93,6 +93,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """SwiGLU layers with stacked weights: gate_up (E, 2F, D) and down (E, D, F), as Hugging Face stacks them."""
 
+    stacks_experts = True
+
     def __init__(self, spec: DecoderSpec):
         super().__init__()
         self.drops = spec.capacity_factor > 0

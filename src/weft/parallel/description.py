@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import LayoutError, ModelError
 from weft.parallel.placement.precision import Precision, cast_inputs, formats
@@ -22,8 +21,6 @@ from weft.spec.traced import Limit, TracedModel
 from weft.structure import call_function, dry_run, explain_layout, find_chain, hugging_face, layers, repeated_blocks
 from weft.structure.cost import Outline, trace_model
 
-#: Tokens of the shortest sequence that is traced; the longest has three times as many.
-_STEP = 8
 _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 
 
@@ -48,7 +45,7 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
 
     example: arguments of a forward, or batch_fn(step, size); None: ids, an image or features, by how it begins.
     """
-    inputs = _Inputs(model, example)
+    inputs = dry_run.Inputs(model, example)
     model.to("meta").train()
     if isinstance(model, layers.KnownModel) and model.has_routers:
         raise ModelError("its experts take as many tokens as values say. Give its size, or a config of Weft")
@@ -67,57 +64,6 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     return replace(
         found, limits=tuple(limits.items()), max_seq_len=longest, default_seq_len=usual or (0 if step else 1)
     )
-
-
-class _Inputs:
-    """What the model is called with, for any batch and sequence."""
-
-    def __init__(self, model: nn.Module, example: Any):
-        self.given = example is not None
-        made = dry_run.example_of(model) if example is None else example(0, 2) if callable(example) else example
-        if callable(example):  # as the training step calls a model with its batch
-            made = made[0] if isinstance(made, tuple) else made
-            made = {name: each for name, each in made.items() if name != "labels"} if isinstance(made, dict) else made
-        self.example = tree_map(_to_meta, made)
-        tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        if not tensors:
-            raise ModelError("its example holds no tensor. Return (model, example), with the arguments of a forward")
-        self._batch = tensors[0].shape[0]
-        ids = [each for each in tensors if not each.is_floating_point() and each.dim() == 2]
-        features = [each for each in tensors if each.is_floating_point() and each.dim() == 3]
-        self.seq_len = (ids or features)[0].shape[1] if ids or features else 0
-        self._sure = bool(ids)
-
-    def call(self, model: nn.Module, batch: int, seq: int) -> Any:
-        """Run the model on so many samples of so many tokens."""
-        with torch.device("meta"):
-            made = tree_map(lambda leaf: self._sized(leaf, batch, seq), self.example)
-            args, kwargs = dry_run.as_arguments(made)
-            return model(*args, **kwargs)
-
-    def _sized(self, leaf: Any, batch: int, seq: int) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-            return leaf
-        shape = list(leaf.shape)
-        shape[0] = batch if shape[0] == self._batch else shape[0]
-        if seq and len(shape) > 1 and shape[1] == self.seq_len:
-            shape[1] = seq
-        return torch.zeros(shape, dtype=leaf.dtype, device="meta")
-
-    def sequence_step(self, model: nn.Module) -> int:
-        """Tokens of the shortest sequence to trace; 0 where the model reads none."""
-        if not self.seq_len or self._sure:
-            return _STEP if self.seq_len else 0
-        try:  # three dims of features may be a sequence; a model that has a fixed second dim takes no other
-            with torch.no_grad():
-                self.call(model, 2, self.seq_len + 1)
-        except (RuntimeError, ValueError, IndexError, AssertionError):
-            return 0
-        return _STEP
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _halve(model: nn.Module) -> None:

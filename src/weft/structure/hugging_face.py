@@ -71,6 +71,14 @@ def attention_heads(model: Any) -> tuple[int, int] | None:
     return None if heads is None else (heads, number(config, "kv_heads") or heads)
 
 
+def attention_name(module: nn.Module) -> str | None:
+    """What a module's config calls its attention ("sdpa", "eager", ...); None for a module that looks none up."""
+    config = getattr(module, "config", None)
+    return (
+        (config._attn_implementation_internal or "eager") if hasattr(config, "_attn_implementation_internal") else None
+    )
+
+
 def attention_function(module: nn.Module, name: str) -> Any:
     """The function that a module calls for its attention when its config says `name` (sdpa, eager, ...)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -112,6 +120,19 @@ def scales_logits(model: nn.Module) -> bool:
 def longest_sequence(model: nn.Module) -> int | None:
     """Tokens that the model reads at most; None where it does not say."""
     return number(getattr(model, "config", None) or getattr(model, "spec", None), "positions")
+
+
+def has_gated_experts(experts: nn.Module) -> bool:
+    """Whether a module of transformers says: experts are down(gate(x)), (outputs, inputs) in each matrix, no biases."""
+    said = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+    return callable(getattr(experts, "_apply_gate", None)) and all(
+        getattr(experts, name, None) is value for name, value in said.items()
+    )
+
+
+def is_router(module: Any) -> bool:
+    """Whether this chooses experts in the manner of transformers 5."""
+    return isinstance(module, nn.Module) and hasattr(module, "top_k") and isinstance(module.weight, nn.Parameter)
 
 
 @contextlib.contextmanager

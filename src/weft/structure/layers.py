@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from weft.errors import ModelError
 from weft.spec.layout import Layout
 
 
@@ -63,6 +66,30 @@ def table_params(module: nn.Module) -> set[nn.Parameter]:
     """The parameters in a module that are looked up by id, and multiplied with nothing."""
     tables = (part for part in module.modules() if isinstance(part, nn.Embedding))
     return {param for table in tables for param in table.parameters(recurse=False)}
+
+
+def find_experts(model: nn.Module, layout: Layout | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of stacked experts, by path: those that say so (`stacks_experts`), those that the plan of a model of
+    transformers names, and those that a layout calls `expert`."""
+    plan = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
+    patterns = [key for key, style in plan.items() if style == "ep_dispatch_experts"]
+    known = [re.compile(r"(?:.*\.)?" + re.escape(key).replace(r"\*", r"[^.]+")) for key in patterns]
+    for path, module in model.named_modules():
+        by_layout = layout is not None and layout.match(path) == "expert"
+        if getattr(module, "stacks_experts", False) or by_layout or any(pattern.fullmatch(path) for pattern in known):
+            yield path, module
+
+
+def num_experts(path: str, experts: nn.Module) -> int:
+    """How many experts are stacked in a module here; ModelError where its parameters do not say."""
+    sizes = {parameter.shape[0] if parameter.ndim >= 2 else 0 for parameter in experts.parameters()}
+    if len(sizes) != 1 or 0 in sizes:
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in experts.named_parameters()) or "none"
+        raise ModelError(
+            f"module {path!r}: experts are divided where each parameter holds all of them in dim 0, and its "
+            f"parameters are {shapes}. Stack the experts, or leave the module out of the layout."
+        )
+    return sizes.pop()
 
 
 def _asked(model: nn.Module, name: str) -> nn.Module | None:

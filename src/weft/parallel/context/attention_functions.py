@@ -50,10 +50,9 @@ def replace_attention(model: Any, context: Context) -> None:
     context.positions = positions_of(model)
     copies: dict[int, Any] = {}
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if not hasattr(config, "_attn_implementation_internal"):
+        own, config = hugging_face.attention_name(module), getattr(module, "config", None)
+        if own is None:
             continue
-        own = config._attn_implementation_internal or "eager"
         if id(config) not in copies:
             # Pure functions under a name of our own: what other models look up is not touched.
             ALL_ATTENTION_FUNCTIONS.register(PREFIX + own, attend_by_name)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.models.balance import Load, Span, attach, count_tokens, sequence_loss
-from weft.parallel.expert.spread import find_experts
-from weft.structure import become
+from weft.structure import become, hugging_face, layers
 
 
 class ForeignRouter(nn.Module):
@@ -62,9 +61,14 @@ def balance_routers(model: nn.Module, rate: float) -> int:
     rate: what their config calls router_aux_loss_coef; the loss is the mean over layers of K times the sequence-wise
     one. Returns the number of routers. Raises ModelError for a model without such routers.
     """
-    paths = [path.rpartition(".")[0] for path, _ in find_experts(model)]
-    layers = [model.get_submodule(path) for path in paths]
-    found = [(layer, name) for layer in layers for name in ("gate", "router") if _chooses(getattr(layer, name, None))]
+    paths = [path.rpartition(".")[0] for path, _ in layers.find_experts(model)]
+    around = [model.get_submodule(path) for path in paths]
+    found = [
+        (layer, name)
+        for layer in around
+        for name in ("gate", "router")
+        if hugging_face.is_router(getattr(layer, name, None))
+    ]
     if not found:
         raise ModelError(
             f"balance_rate={rate}: {type(model).__name__} has no routers beside its experts that give (logits, "
@@ -76,8 +80,3 @@ def balance_routers(model: nn.Module, rate: float) -> int:
         router.load, router.span, router.aux_scale = Load(router.weight.shape[0]), Span(), None
         layer.register_forward_pre_hook(_Rows(name), with_kwargs=True)
     return len(found)
-
-
-def _chooses(module: Any) -> bool:
-    """Whether this is a router in the manner of transformers 5."""
-    return isinstance(module, nn.Module) and hasattr(module, "top_k") and isinstance(module.weight, nn.Parameter)

@@ -15,8 +15,7 @@ of it), N rows that arrive, D model width. Exchange as in Lepikhin et al. 2020, 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +32,7 @@ from weft.parallel.placement.placement import Placement
 from weft.parallel.placement.stand_in import StandIn
 from weft.private_torch import without_modes
 from weft.spec.layout import Layout
-from weft.structure import become
+from weft.structure import become, hugging_face, layers
 
 #: What an expert of this rank gives for rows in order of the experts: (rows (N, D), number of rows up to each).
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -46,7 +45,7 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
     Raises ModelError where the plan asks for experts and the model has none, or they cannot be divided.
     """
     ep, tp = mesh["ep"], mesh["tp"]
-    found = dict(find_experts(model, layout))
+    found = dict(layers.find_experts(model, layout))
     if not found:
         if not any(isinstance(module, StandIn) for module in model.modules()):
             expect_experts(model, layout, ep.size)
@@ -57,7 +56,7 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
     placements: dict[str, Placement] = {}
     for path, experts in found.items():
         placements.update(_keep_own(path, experts, ep))
-        spread = Spread(ep, whole_tokens, num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
+        spread = Spread(ep, whole_tokens, layers.num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
         _refuse_spread(experts)
         become(experts, SpreadExperts, _members, spread=spread)
     return placements
@@ -65,39 +64,16 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
 
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
     """ModelError where ep divides experts and the model has none. model: the whole; a stage may well have none."""
-    if ep > 1 and next(find_experts(model, layout), None) is None:
+    if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
             f"ep={ep}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of stacked "
             f"experts in a layout, such as blocks.*.mlp.experts=expert."
         )
 
 
-def find_experts(model: nn.Module, layout: Layout | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of stacked experts, by path."""
-    plan = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
-    patterns = [key for key, style in plan.items() if style == "ep_dispatch_experts"]
-    known = [re.compile(r"(?:.*\.)?" + re.escape(key).replace(r"\*", r"[^.]+")) for key in patterns]
-    for path, module in model.named_modules():
-        by_layout = layout is not None and layout.match(path) == "expert"
-        if isinstance(module, Experts) or by_layout or any(pattern.fullmatch(path) for pattern in known):
-            yield path, module
-
-
-def num_experts(path: str, experts: nn.Module) -> int:
-    """How many experts are stacked in a module here; ModelError where its parameters do not say."""
-    sizes = {parameter.shape[0] if parameter.ndim >= 2 else 0 for parameter in experts.parameters()}
-    if len(sizes) != 1 or 0 in sizes:
-        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in experts.named_parameters()) or "none"
-        raise ModelError(
-            f"module {path!r}: experts are divided where each parameter holds all of them in dim 0, and its "
-            f"parameters are {shapes}. Stack the experts, or leave the module out of the layout."
-        )
-    return sizes.pop()
-
-
 def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
     """Replace parameters by this rank's experts of them."""
-    count = num_experts(path, experts)
+    count = layers.num_experts(path, experts)
     if count % ep.size:
         legal = [str(size) for size in range(1, count + 1) if count % size == 0]
         raise ModelError(
@@ -202,14 +178,6 @@ class StackedGated(Protocol):
     def _apply_gate(self, gate_up_out: Tensor) -> Tensor: ...
 
 
-def _is_gated(experts: nn.Module) -> bool:
-    """Whether Hugging Face says that experts are down(gate(x)), (outputs, inputs) in each matrix, without biases."""
-    said = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
-    return callable(getattr(experts, "_apply_gate", None)) and all(
-        getattr(experts, name, None) is value for name, value in said.items()
-    )
-
-
 def _run_gated(experts: StackedGated, rows_ND: Tensor, ends_L: Tensor) -> Tensor:
     hidden_NF = experts._apply_gate(grouped_linear(rows_ND, experts.gate_up_proj, ends_L))
     return grouped_linear(hidden_NF, experts.down_proj, ends_L)
@@ -254,7 +222,9 @@ def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(rows_ND: Tensor, ends_L: Tensor) -> Tensor:
             if isinstance(self, Experts):
                 return self.run(rows_ND, ends_L)
-            return _run_gated(self, rows_ND, ends_L) if _is_gated(self) else _run_plain(self, plain, rows_ND, ends_L)
+            if hugging_face.has_gated_experts(self):
+                return _run_gated(self, rows_ND, ends_L)
+            return _run_plain(self, plain, rows_ND, ends_L)
 
         drops = isinstance(self, Experts) and self.drops
         return self._weft_spread(run, x_MD, ids_MK, weights_MK, drops)

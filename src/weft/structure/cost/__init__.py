@@ -1,6 +1,7 @@
-"""What a model's forward and backward cost, kernel by kernel, found without numbers."""
+"""What a model costs: its parameters, and its forward and backward kernel by kernel, found without numbers."""
 
+from weft.structure.cost.describe import describe
 from weft.structure.cost.growth import Outline, trace_model
 from weft.structure.cost.record import is_worth_keeping
 
-__all__ = ["Outline", "is_worth_keeping", "trace_model"]
+__all__ = ["Outline", "describe", "is_worth_keeping", "trace_model"]

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from weft.errors import ModelError
 from weft.spec.decoder import DecoderSpec
 from weft.spec.model import LayerSpec, ModelSpec
+from weft.structure.blocks import join_path
 
 #: What makes two blocks the same: class, and name, shape and dtype of each parameter.
 Kind = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]
@@ -37,14 +38,14 @@ def describe(module: nn.Module) -> ModelSpec:
 
 def _layers(module: nn.Module, path: str, seen: set[Tensor]) -> Iterator[LayerSpec]:
     for name, parameter in module.named_parameters(recurse=False):
-        num_params = _count_new([(_join(path, name), parameter)], seen)
+        num_params = _count_new([(join_path(path, name), parameter)], seen)
         if num_params:
-            yield LayerSpec(_join(path, name), num_params)
+            yield LayerSpec(join_path(path, name), num_params)
     if isinstance(module, _CONTAINERS):
         yield from _container_layers(module, path, seen)
         return
     for name, child in module.named_children():
-        yield from _child_layers(child, _join(path, name), _join(path, name), seen)
+        yield from _child_layers(child, join_path(path, name), join_path(path, name), seen)
 
 
 def _child_layers(child: nn.Module, path: str, shown_path: str, seen: set[Tensor]) -> Iterator[LayerSpec]:
@@ -64,11 +65,11 @@ def _container_layers(container: nn.Module, path: str, seen: set[Tensor]) -> Ite
         if len(members) == 1:
             [(name, child)] = members.items()
             shown_path = _group_path(path, [name], num_children)
-            yield from _child_layers(child, _join(path, name), shown_path, seen)
+            yield from _child_layers(child, join_path(path, name), shown_path, seen)
             continue
         by_count: dict[int, list[str]] = {}  # a block that shares weights with an earlier one has fewer of its own
         for name, child in members.items():
-            by_count.setdefault(_count_new(child.named_parameters(_join(path, name)), seen), []).append(name)
+            by_count.setdefault(_count_new(child.named_parameters(join_path(path, name)), seen), []).append(name)
         for num_params, names in by_count.items():
             if num_params:
                 yield LayerSpec(_group_path(path, names, num_children), num_params, len(names))
@@ -116,10 +117,10 @@ def _shape(path: str, parameter: Tensor) -> tuple[int, ...]:
 
 def _group_path(path: str, names: list[str], num_children: int) -> str:
     if len(names) == num_children:
-        return _join(path, "*")
+        return join_path(path, "*")
     if len(names) == 1:
-        return _join(path, names[0])
-    return _join(path, "{" + ",".join(_runs(names)) + "}")
+        return join_path(path, names[0])
+    return join_path(path, "{" + ",".join(_runs(names)) + "}")
 
 
 def _runs(names: list[str]) -> Iterator[str]:
@@ -130,7 +131,3 @@ def _runs(names: list[str]) -> Iterator[str]:
     for _, run in groupby(enumerate(names), key=lambda item: int(item[1]) - item[0]):
         numbers = [name for _, name in run]
         yield numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

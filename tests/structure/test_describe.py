@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from weft.errors import ModelError
-from weft.models import build_decoder, describe
+from weft.models import build_decoder
 from weft.models.moe import Experts
 from weft.spec.decoder import DecoderSpec
 from weft.spec.model import LayerSpec, ModelSpec
+from weft.structure.cost import describe
 
 
 def count(module):
