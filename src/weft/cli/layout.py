@@ -24,7 +24,7 @@ def layout(
     """
     from weft.cli.console import say
     from weft.parallel.layout_find import explain_layout
-    from weft.parallel.tensor.cut_tensors import check_layout
+    from weft.parallel.tensor import check_layout
     from weft.spec.model import size_hides
 
     if note := size_hides(model):
