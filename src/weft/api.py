@@ -30,7 +30,7 @@ from weft.memory.pool import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.optim import options_of
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.expert.foreign_router import balance_routers
+from weft.parallel.expert import balance_routers
 from weft.parallel.local_means import global_mean, trust_loss
 from weft.spec.decoder import DecoderSpec
 from weft.spec.layout import Layout

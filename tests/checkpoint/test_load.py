@@ -24,6 +24,11 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
+def grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
 def swap(left: Path, right: Path) -> None:
     kept = left.read_bytes()
     left.write_bytes(right.read_bytes())
@@ -61,7 +66,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated manifest": (lambda p: truncate(p / "manifest.json"), WRONG_COMMIT),
     "truncated commit": (lambda p: truncate(p / "COMMIT"), WRONG_COMMIT),
     "empty commit": (lambda p: (p / "COMMIT").write_text(""), WRONG_COMMIT),
-    "grown weight": (lambda p: (p / "model.safetensors").open("ab").write(b"x"), "model.safetensors has"),
+    "grown weight": (lambda p: grow(p / "model.safetensors"), "model.safetensors has"),
     "deleted weight": (lambda p: (p / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
     "deleted state": (lambda p: (p / "state.json").unlink(), "state.json is missing"),
     "deleted manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),

@@ -51,6 +51,9 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch.distributed.distributed_c10d._get_default_store": (),
     "torch.distributed.distributed_c10d._hash_ranks_to_str": ("ranks",),
     "torch.distributed.distributed_c10d._world.pg_map": None,
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": (
+        *("self", "worker_group"),
+    ),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": ("self",),
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState.IDLE": None,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward": ("self",),
@@ -139,10 +142,10 @@ def foreign_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _is_own(node: ast.Attribute, own: set[str]) -> bool:
-    """Whether the attribute is one that the file defines, or that an object asks of itself or of its base."""
+    """Whether the attribute is one that the file defines, or that an object asks of itself; not one of a base."""
     base = node.value
     is_super = isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super"
-    return node.attr in own or is_super or _is_self(base)
+    return not is_super and (node.attr in own or _is_self(base))
 
 
 def test_private_names_of_torch_are_in_their_files_alone():

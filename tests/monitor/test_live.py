@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import math
@@ -146,6 +147,8 @@ def test_a_terminal_that_is_closed_does_not_end_the_run():
         display.note("more")
     time.sleep(0.3)
     display.close()
+    with contextlib.suppress(OSError):  # what it still held has nowhere to go
+        terminal.stream.close()
 
 
 @pytest.mark.parametrize("width", [10, 20, 39, 50, 79, 80, 119, 200])

@@ -24,6 +24,8 @@ def layout(
     """
     from weft.cli.console import say
     from weft.parallel.tensor.cut_tensors import check_layout
+    from weft.parallel.layout_find import explain_layout
+    from weft.parallel.tensor import check_layout
     from weft.spec.model import size_hides
     from weft.structure import explain_layout
 

@@ -11,8 +11,6 @@ B sequences, T tokens, D model width, F width of the feed-forward hidden layer, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +20,7 @@ from weft.errors import ModelError
 from weft.models.attention import Attention, Visible, see_causally
 from weft.models.cache import Cache, LayerCache
 from weft.models.moe import MoE
+from weft.models.private_torch import KeepsTies
 from weft.models.rotary import Rotation, rotation
 from weft.spec.decoder import DecoderSpec
 from weft.spec.layout import Layout
@@ -76,7 +75,7 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
 
-class Decoder(nn.Module):
+class Decoder(KeepsTies):
     """A decoder transformer: token ids in, logits of the next token out. It holds no loss."""
 
     def __init__(self, spec: DecoderSpec):
@@ -87,7 +86,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
         self.norm = _norm(spec)
         self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
-        self._tie()
+        self.tie()
         # Each block adds two branches to the residual stream; without this its variance would grow with the depth.
         for block in self.blocks:
             for branch_end in _branch_ends(block):
@@ -166,17 +165,14 @@ class Decoder(nn.Module):
                 f"Make one for {cache.num_tokens + num_tokens} tokens."
             )
 
-    def _tie(self) -> None:
+    def is_tied(self) -> bool:
+        """Whether embedding and head are one weight here; a stage of a pipeline may have only one of them."""
+        return self.head.weight is self.embed.weight
+
+    def tie(self) -> None:
+        """Let embedding and head be one weight, where the spec says so."""
         if self.spec.tied:
             self.head.weight = self.embed.weight
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
-        # torch replaces each module's parameters one by one when a model leaves the meta device, which parts a pair.
-        is_pair = self.head.weight is self.embed.weight  # a stage of a pipeline may have only one of them
-        super()._apply(fn, recurse)
-        if is_pair:
-            self._tie()
-        return self
 
 
 def _branch_ends(block: Block) -> list[nn.Module]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from weft.errors import WeftWarning
+from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.models.moe import MoE
 from weft.parallel.dropout import FunctionalDropout
@@ -43,5 +45,6 @@ def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None
         warnings.warn(
             f"compile=on: blocks with {reason} run uncompiled where they recompute. "
             f"Use recompute=none to have them compiled in parts, or leave compile out.",
+            WeftWarning,
             stacklevel=stacklevel + 1,
         )

@@ -99,4 +99,4 @@ def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:
         offload_activations(list(repeated_blocks(model).items()) or [("", model)], share, host)
     if mesh.rank == 0 and mesh.device.type != "cuda":
         said = f"offload={'+'.join(mesh.plan.offload)}: {offload_lines(mesh.plan, mesh.device)[-1]}"
-        warnings.warn(said, stacklevel=3)
+        warnings.warn(said, WeftWarning, stacklevel=3)

@@ -93,9 +93,9 @@ def launch_ranks(
 def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, int]:
     """Exit code of each rank that failed; empty when all succeeded."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+    from weft.cli.launcher.private_torch import StartedAgent
     from weft.cli.launcher.rendezvous import OneMachine
 
     class InheritedStreams(LogsSpecs):
@@ -109,14 +109,6 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
         def root_log_dir(self) -> str:
             return os.devnull
 
-    class WatchedAgent(LocalElasticAgent):
-        """Tells the watch which processes were started."""
-
-        def _start_workers(self, worker_group: object) -> dict[int, int]:
-            pids = super()._start_workers(worker_group)
-            watch.begin(pids)
-            return pids
-
     try:
         spec = WorkerSpec(
             role="weft",
@@ -127,7 +119,7 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
             max_restarts=0,
             monitor_interval=_MONITOR_S,
         )
-        result = WatchedAgent(spec, InheritedStreams(), exit_barrier_timeout=5).run()
+        result = StartedAgent(watch.begin, spec, InheritedStreams(), exit_barrier_timeout=5).run()
     except (OSError, RuntimeError) as error:
         raise LaunchError(f"the ranks could not be started: {error}. `weft doctor` checks what they need.") from error
     finally:
