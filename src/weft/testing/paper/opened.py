@@ -1,0 +1,31 @@
+"""The paper device of this process, once the library is loaded: opened, and a script run on it."""
+
+from __future__ import annotations
+
+import ctypes
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.testing.paper.cuda import install
+from weft.testing.paper.device import Answer, PaperDevice
+from weft.testing.paper.mode import PaperMode
+
+
+@contextmanager
+def opened(stub: ctypes.CDLL, answer: Answer | None = None) -> Iterator[PaperDevice]:
+    """Tensors of cuda:0 can be made inside. stub: what `build.load_stub` gave. Once a process."""
+    device = PaperDevice(answer)
+    install(device, stub)
+    with PaperMode(device):
+        yield device
+
+
+def run_script(path: str, arguments: Sequence[str], device: PaperDevice) -> None:
+    """Run a Python file as `python path arguments` would, on the open device."""
+    script = Path(path).resolve()
+    sys.argv = [path, *arguments]
+    sys.path[0] = str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
