@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,12 +114,27 @@ class Patience:
 
 
 def unobserved() -> AbstractContextManager[object]:
-    """No dispatch mode sees what is done inside.
+    """No dispatch mode sees what is done inside, but for one that tensors without values need: that one stays.
 
     What a wait carries on depends on time, so it differs between two runs of the same forward; selective recompute
     counts operations by such a mode, and would take the second run for another computation.
     """
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    return _unobserved() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+@contextmanager
+def _unobserved() -> Generator[None]:
+    with _disable_current_modes() as modes, ExitStack() as stays:
+        for mode in reversed(modes):
+            if _stands_for_device(mode):
+                stays.enter_context(mode)
+        yield
+
+
+def _stands_for_device(mode: Any) -> bool:
+    """Whether the mode carries operations out, as torch's FakeTensorMode, and neither watches nor rewrites them."""
+    key = getattr(mode, "_mode_key", None)
+    return mode.is_infra_mode() and key in (None, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:

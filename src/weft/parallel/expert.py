@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import all_gather
 from weft.comm.autograd import exchange, gather_slice, slice_to
+from weft.comm.link import unobserved
 from weft.errors import ModelError
 from weft.memory.become import become
 from weft.mesh import Axis, Mesh
@@ -233,7 +233,7 @@ class SpreadExperts(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._weft_spread.hides:
             return super().__call__(*args, **kwargs)
-        with _disable_current_modes():
+        with unobserved():
             return super().__call__(*args, **kwargs)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.collectives import Pending, start_all_reduce
+from weft.comm.link import unobserved
 from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.own_loop import find_optimizers
@@ -134,7 +134,7 @@ def hide_hooks(module: nn.Module) -> None:
 
 @torch.compiler.disable
 def _outside_of_modes(hook: Any, *args: Any) -> Any:
-    with _disable_current_modes():
+    with unobserved():
         return hook(*args)
 
 

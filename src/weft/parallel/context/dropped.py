@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._python_dispatch import _disable_current_modes
 
+from weft.comm.link import unobserved
 from weft.parallel.context.kernel import AttentionDrop, Noise, Scoring, attend_plainly, plain_gradients
 
 
@@ -42,7 +42,7 @@ class _Dropped(torch.autograd.Function):
         drop: AttentionDrop,
     ) -> Tensor:  # fmt: skip
         ctx.is_causal, ctx.scoring, ctx.drop, ctx.mask = is_causal, Scoring(scale), drop, mask
-        with _disable_current_modes():
+        with unobserved():
             noise = _noise(drop, q_BHTC, k_BKSC)
             out_BHTC, lse_BHT = attend_plainly(q_BHTC, k_BKSC, v_BKSC, is_causal, ctx.scoring, noise, mask)
         ctx.save_for_backward(q_BHTC, k_BKSC, v_BKSC, out_BHTC, lse_BHT)

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import all_gather, reduce_scatter
 from weft.comm.autograd import exchange_dims
+from weft.comm.link import unobserved
 from weft.comm.peer import start_shift
 from weft.mesh import Axis
 from weft.models.attention import repeat_heads, takes_groups
@@ -88,7 +88,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
-        with _disable_current_modes():
+        with unobserved():
             kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
             seen = Seen(q_BHTC, scoring, view.places(view.axis.rank, q_BHTC.device))
             for source, kv in enumerate(_gathered(kv_2BKTC, view.axis)):
@@ -114,7 +114,7 @@ class _Gather(torch.autograd.Function):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
-        with _disable_current_modes():
+        with unobserved():
             kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
             axis, device = view.axis, q_BHTC.device
             seen = Seen(q_BHTC, scoring, view.places(axis.rank, device))
@@ -156,7 +156,7 @@ class _Whole(torch.autograd.Function):
     def forward(
         ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, scoring: Scoring, found: list[Piece]
     ) -> Tensor:
-        with _disable_current_modes():
+        with unobserved():
             places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
             seen = Seen(q_BHSC, scoring, places_S)
             seen.meet((k_BKSC, v_BKSC), found, places_S)

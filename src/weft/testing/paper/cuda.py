@@ -15,8 +15,9 @@ import torch
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.testing.paper.device import PaperDevice, on_device
+from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.streams import classes_of
+from weft.testing.paper.tensors import on_device
 
 #: What the device says it is: an H100 with 80 GB.
 NAME, TOTAL_BYTES, CAPABILITY = "NVIDIA H100 80GB HBM3", 85_017_493_504, (9, 0)
@@ -117,10 +118,10 @@ def _tensors(device: PaperDevice) -> None:
 
     torch.Tensor.record_stream = record_stream  # type: ignore[assignment]
     FakeTensor.tolist = tolist
-    # Addresses that differ for what lies at different places; only compared, never read.
+    # Addresses are only compared, never read. They are as far apart as no tensor is large.
     torch.UntypedStorage.data_ptr = _storage_address  # type: ignore[assignment]
     FakeTensor.data_ptr = lambda tensor: (  # type: ignore[assignment]
-        tensor.untyped_storage()._cdata * 4096 + tensor.storage_offset() * tensor.element_size()
+        tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
     )
 
 
@@ -128,7 +129,7 @@ _plain_address = torch.UntypedStorage.data_ptr
 
 
 def _storage_address(storage: torch.UntypedStorage) -> int:
-    return storage._cdata * 4096 if storage.device.type in ("cuda", "meta") else _plain_address(storage)
+    return storage._cdata << 40 if storage.device.type in ("cuda", "meta") else _plain_address(storage)
 
 
 def _libraries() -> None:
@@ -138,6 +139,8 @@ def _libraries() -> None:
 
     import weft.memory.activations as activations
 
+    # torch.tensor([1], device="cuda:0") makes its tensor on the host and sends it.
+    torch._C._set_only_lift_cpu_tensors(True)
     # A module that moves keeps its parameter objects, as on a real device. Fake tensors are remembered by weak
     # references; a swap leaves those with the other one, which nobody asks for.
     torch.__future__.set_swap_module_params_on_conversion(True)

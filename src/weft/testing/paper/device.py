@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.testing.paper.clock import COLLECTIVE_LAUNCH_S, LINK_BYTES_PER_S, Clock, collective_s, kernel_s
 from weft.testing.paper.counts import Counts
 from weft.testing.paper.races import DEFAULT, Races
 from weft.testing.paper.report import Report
+from weft.testing.paper.tensors import CUDA, on_device
+from weft.testing.paper.values import give, value_of
 
-CUDA = torch.device("cuda", 0)
 #: What a program reads from the device, by the line that asks: a number for all elements.
 Answer = Callable[[torch.Tensor], float]
-
-
-def on_device(tensor: object) -> bool:
-    """Whether it is a tensor of the paper device."""
-    return isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda"
 
 
 class PaperDevice:
@@ -42,13 +37,22 @@ class PaperDevice:
         self.mismatch = ""
         self._network: dict[object, int] = {}
         # By identity of the Work that the caller holds; both live until it is waited for.
-        self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...]]] = {}
+        self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...], str]] = {}
 
     def begin(self) -> None:
         """Count and time anew from here; what was launched before keeps its order."""
         self.counts = Counts()
         self.races.found.clear()
         self.clock = Clock()
+
+    def forget(self) -> None:
+        """Begin with nothing under way and no race known, as a process that has just started."""
+        self.begin()
+        self.races = Races()
+        for number in range(1, self.num_streams):
+            self.races.order.create_stream(number)
+        self._works.clear()
+        self.mismatch = ""
 
     def report(self) -> Report:
         """What was counted since the last `begin`."""
@@ -69,11 +73,17 @@ class PaperDevice:
     def empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor of the device with the shape and strides of one of the host."""
         with self.fake:
-            return torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device=CUDA)
+            made = torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device=CUDA)
+        self.races.made(made, self.current)
+        return made
 
     def fill_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """What the host finds in its memory after a copy from the device."""
-        target.fill_(self.answer(source))
+        known = value_of(source)
+        if known is None:
+            target.fill_(self.answer(source))
+        else:
+            target.copy_(known)
 
     def launch(
         self,
@@ -103,6 +113,8 @@ class PaperDevice:
             self.sync(f"blocking copy {'to host' if down else 'to device'}", self.current)
         if down:
             self.fill_host(target, source)
+        else:
+            give(target, source)
 
     def sync(self, what: str, stream: int) -> None:
         """The host waits for all that a stream has been given."""
@@ -144,13 +156,20 @@ class PaperDevice:
         done = Event(self)
         done.record_on(stream)
         # torch keeps the tensors of a collective until it is waited for.
-        self._works[id(work)] = (work, done, (*reads, *writes))
+        self._works[id(work)] = (work, done, (*reads, *writes), kind)
 
     def wait_work(self, work: object) -> None:
         """The current stream goes on after a collective."""
         known = self._works.pop(id(work), None)
         if known is not None:
             known[1].wait_on(self.current)
+
+    def wait_unawaited(self) -> None:
+        """Note the collectives that nobody has waited for as races: their results may not be there."""
+        for _, _, tensors, kind in self._works.values():
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            self.races.found[f"{kind} of {shapes}: nobody waits for it"] += 1
+        self._works.clear()
 
     @contextlib.contextmanager
     def use(self, stream: int) -> Iterator[None]:
@@ -184,27 +203,12 @@ class Event:
             self._device.clock.order(stream, self._moment)
 
     def wait_host(self) -> None:
+        """Hold up the host; it is counted where the moment has not come yet."""
         if self._moment is not None:
-            self._device.counts.sync("event.synchronize")
+            if self._moment > self._device.clock.host:
+                self._device.counts.sync("event.synchronize")
             self._device.races.order.all_streams_wait_for_event(id(self))
             self._device.clock.wait(self._moment)
 
     def seconds_until(self, later: Event) -> float:
         return (later._moment or 0.0) - (self._moment or 0.0)
-
-
-def leaves(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from leaves(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from leaves(part)
-
-
-def is_fake(value: Any) -> bool:
-    """Whether a tensor has no values."""
-    return isinstance(value, FakeTensor)

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from weft.testing.paper.device import CUDA, PaperDevice, is_fake, leaves, on_device
+from weft.testing.paper.device import PaperDevice
+from weft.testing.paper.tensors import CUDA, is_fake, leaves, on_device
+from weft.testing.paper.values import follow, forget, give, on_host, value_of
 
 #: Operations that launch no kernel.
-_NO_KERNEL = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "set_",
-        "_reshape_alias", "resize_",
-    )
-)  # fmt: skip
+_EMPTY = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+_NO_KERNEL = _EMPTY | {"aten::detach", "aten::lift_fresh", "aten::set_", "aten::_reshape_alias"}
 _Call = Callable[..., Any]
 
 
@@ -84,16 +84,19 @@ class PaperMode(TorchDispatchMode):
             if re.search("two (different )?devices", str(error)) and not self.device.mismatch:
                 self.device.mismatch = f"{name}: {str(error).splitlines()[0]}"
             raise
-        if (
-            name not in _NO_KERNEL
-            and not getattr(func, "is_view", False)
-            and not name.startswith(("prim::", "profiler"))
-        ):
-            self._count(func, args, kwargs, out)
+        writes = written(func, args, kwargs)
+        if name in _EMPTY:
+            self.device.races.made(out, self.device.current)
+        else:
+            follow(func, args, kwargs, out, writes)
+        quiet = name in _NO_KERNEL or getattr(func, "is_view", False) or name.startswith(("prim::", "profiler::"))
+        if not quiet:
+            self._count(func, args, kwargs, out, writes)
         return out
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        writes = written(func, args, kwargs)
+    def _count(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, writes: list[torch.Tensor]
+    ) -> None:
         changed = {id(x) for x in writes}
         outs = [x for x in leaves(out) if id(x) not in changed]
         reads = [x for x in leaves((args, kwargs)) if id(x) not in changed]
@@ -106,6 +109,9 @@ class PaperMode(TorchDispatchMode):
     def _item(self, func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         self.device.sync("item", self.device.current)
+        known = value_of(tensor)
+        if known is not None:
+            return known.item()
         value = self.device.answer(tensor)
         if tensor.dtype == torch.bool:
             return bool(value)
@@ -113,6 +119,9 @@ class PaperMode(TorchDispatchMode):
 
     def _equal(self, func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         self.device.sync("equal", self.device.current)
+        one, other = value_of(args[0]), value_of(args[1])
+        if one is not None and other is not None:
+            return torch.equal(one, other)
         return bool(self.device.answer(args[0]))
 
     def _is_pinned(self, func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -120,13 +129,17 @@ class PaperMode(TorchDispatchMode):
 
     def _nonzero(self, func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         self.device.sync("nonzero", self.device.current)
+        known = value_of(args[0])
+        found = None if known is None else known.nonzero()
+        shape = (args[0].numel(), args[0].dim()) if found is None else found.shape
         with self.device.fake:
-            return torch.empty((args[0].numel(), args[0].dim()), dtype=torch.int64, device=CUDA)
+            rows = torch.empty(shape, dtype=torch.int64, device=CUDA)
+        if found is not None:
+            give(rows, found)
+        return rows
 
     def _masked_select(self, func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        self.device.sync("masked_select", self.device.current)
-        with self.device.fake:
-            return args[0].flatten().clone()
+        return self._index(torch.ops.aten.index.Tensor, (args[0], [args[1].expand(args[0].shape)]), {})
 
     def _repeat_interleave(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if kwargs.get("output_size") is None:
@@ -135,7 +148,7 @@ class PaperMode(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An index of the host is copied; a bool one is counted by the host before its elements are taken."""
+        """An index of the host is copied; of a bool one the host must know how many are true."""
         found: list[torch.Tensor | None] = []
         for index in args[1]:
             if index is not None and not is_fake(index):
@@ -143,10 +156,8 @@ class PaperMode(TorchDispatchMode):
                 self.device.copy(index, moved, non_blocking=False)
                 index = moved
             if index is not None and index.dtype in (torch.bool, torch.uint8):
-                self.device.sync("index by a bool mask", self.device.current)
-                with self.device.fake:
-                    rows = torch.empty(index.numel(), dtype=torch.int64, device=CUDA)
-                found += [rows] * index.dim()
+                rows = self._nonzero(func, (index,), {})
+                found += self._run(torch.ops.aten.unbind.int, (rows, 1), {})
             else:
                 found.append(index)
         return self._run(func, (args[0], found, *args[2:]), kwargs)
@@ -192,9 +203,23 @@ class PaperMode(TorchDispatchMode):
         writes = written(func, args, kwargs)
         changed = {id(x) for x in writes}
         reads = [x for x in leaves((args, kwargs)) if id(x) not in changed]
+        self._follow_collective(func, args, kwargs, reads, writes)
         named = ("", 2) if group is None else (group.group_name, group.size())
         self.device.collective(func._schema.name[6:], FakeWork.unbox(work), named, reads, writes)
         return out
+
+    def _follow_collective(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[torch.Tensor], writes: list[Any]
+    ) -> None:
+        """The fake process group on values: the other ranks hold what this one does, and add nothing to a sum."""
+        inputs = [value_of(x) for x in reads or writes]
+        if any(x is None for x in inputs):
+            forget(writes)
+            return
+        for out in writes if reads else ():
+            give(out, torch.zeros(out.shape, dtype=out.dtype))
+        if all(value_of(x) is not None for x in writes):
+            func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ def opened(stub: ctypes.CDLL, answer: Answer | None = None) -> Iterator[PaperDev
         yield device
 
 
-def run_script(path: str, arguments: Sequence[str], device: PaperDevice) -> None:
+def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run a Python file as `python path arguments` would, on the open device."""
     script = Path(path).resolve()
     sys.argv = [path, *arguments]

@@ -35,7 +35,7 @@ class Access(NamedTuple):
 
 @dataclass(slots=True)
 class _Memory:
-    """A storage's accesses that a later one may still collide with. home: the stream that it was first used on."""
+    """A storage's accesses that a later one may still collide with. home: the stream that was current at its making."""
 
     alive: StorageWeakRef
     home: int
@@ -70,6 +70,11 @@ class Races:
         for memory, ranges in touched.items():
             for first, last, writing in ranges:
                 self._access(memory, Access(first, last, stream, self._number, kernel, line, writing))
+
+    def made(self, tensor: torch.Tensor, stream: int) -> None:
+        """Memory was taken from the allocator, which gives it to others of `stream` when the tensor is gone."""
+        self._look_for_freed(stream)
+        self._of(tensor, stream)
 
     def used_by(self, tensor: torch.Tensor, stream: int) -> None:
         """`tensor.record_stream(stream)`: its memory goes to others only after what `stream` has to do."""
@@ -110,8 +115,8 @@ class Races:
         ] += 1
 
     def _look_for_freed(self, stream: int) -> None:
-        """Memory that went back to the allocator while another stream may still use it."""
-        gone = [key for key in self._visited if self._memory[key].alive.expired()]
+        """Memory that the allocator may give to what `stream` does next, while another stream may still use it."""
+        gone = [key for key in self._visited if self._memory[key].home == stream and self._memory[key].alive.expired()]
         for key in gone:
             memory = self._memory.pop(key)
             self._visited.discard(key)

@@ -12,7 +12,8 @@ class Report:
 
     num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
     copies, collectives, races: how often, by what. mismatch: the error of a tensor on the wrong device, or "".
-    busy_s: of the default stream. idle_s: its waiting, by reason.
+    busy_s: of the default stream. idle_s: its waiting, by reason. name: of the script or the plan. error: what ended a
+    plan early, or "".
     """
 
     kernels: int = 0
@@ -25,6 +26,8 @@ class Report:
     busy_s: float = 0.0
     idle_s: dict[str, float] = field(default_factory=dict)
     mismatch: str = ""
+    name: str = ""
+    error: str = ""
 
     @property
     def num_syncs(self) -> int:
@@ -41,7 +44,7 @@ class Report:
     def lines(self) -> list[str]:
         """For people."""
         told = [
-            f"{self.kernels} kernels, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
+            f"{self.name}: {self.kernels} kernels, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
             f"{sum(self.copies.values())} copies, {self.num_blocking} of them blocking; "
             f"simulated {self.step_s * 1e3:.2f} ms, device busy {self.busy_s * 1e3:.2f} ms"
         ]
@@ -53,4 +56,6 @@ class Report:
         ):
             told += [f"  {title:10} {number:5} x {name}" for name, number in sorted(found.items(), key=lambda x: -x[1])]
         told += [f"  idle {seconds * 1e3:8.2f} ms  {why}" for why, seconds in sorted(self.idle_s.items())]
-        return told + ([f"  wrong device: {self.mismatch}"] if self.mismatch else [])
+        return told + [
+            f"  {title}: {text}" for title, text in (("wrong device", self.mismatch), ("ended by", self.error)) if text
+        ]
