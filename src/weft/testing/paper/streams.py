@@ -73,3 +73,8 @@ def classes_of(device: PaperDevice) -> tuple[Any, Any]:
     """The classes of streams and of events of one device."""
     event = type("Event", (PaperEvent,), {"on": device})
     return type("Stream", (PaperStream,), {"on": device, "event": event}), event
+
+
+def device_here() -> PaperDevice:
+    """The paper device of this process, for a script that runs on it."""
+    return torch.cuda.Stream.on  # type: ignore[attr-defined]
