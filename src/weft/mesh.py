@@ -169,15 +169,22 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
         if group.group_desc == description:
             return group
     names = dist.distributed_c10d
+    default = names._get_default_group()
+    device = default.bound_device_id
     by_count = names._hash_ranks_to_str
     # torch names a group by its ranks and by how many groups this rank has made, which is not the same on all ranks
     # where only members make a group: they would wait for each other under different names. The description is.
     names._hash_ranks_to_str = lambda ranks: hashlib.sha1(description.encode(), usedforsecurity=False).hexdigest()
     try:
+        # Where the default group is bound to a device, torch splits NCCL's communicator of a new group from that of all
+        # ranks, and each of those must take part in ncclCommSplit: the members would wait for ever. Without a device
+        # the members make a communicator of their own when they first use it.
+        default.bound_device_id = None
         # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
         return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
     finally:
         names._hash_ranks_to_str = by_count
+        default.bound_device_id = device
 
 
 def _usual_place(name: str) -> int:
