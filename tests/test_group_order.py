@@ -1,7 +1,7 @@
 """Ranks make process groups in orders in which nobody waits for ever: every rank of a plan is carried out in turn.
 
-Only the members of a group make it, and each waits there for the others. So it is enough that some group is next for
-all its members, until none is left.
+Only the members of a group make it, and with gloo each waits there for the others. So it is enough that some group is
+next for all its members, until none is left.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", type=Path, help="write what was counted there, as JSON")
     kinds = parser.add_subparsers(dest="kind", required=True)
     script = kinds.add_parser("script", help="run a Python file as `python FILE ...` would")
+    script.add_argument("--ranks", type=int, default=1, help="be one of so many; the others are silent")
+    script.add_argument("--rank", type=int, default=0, help="which of them")
     script.add_argument("file")
     script.add_argument("arguments", nargs=argparse.REMAINDER)
     plans = kinds.add_parser("plans", help="train two steps of a small decoder under each plan")
@@ -45,9 +47,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _script(stub: ctypes.CDLL, told: argparse.Namespace) -> int:
-    from weft.testing.paper.opened import opened, run_script
+    from weft.testing.paper.opened import join_silent_ranks, opened, run_script
 
     with opened(stub) as device:
+        if told.ranks > 1:
+            join_silent_ranks(told.ranks, told.rank)
         try:
             run_script(told.file, told.arguments)
         finally:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.errors import WeftError
 from weft.mesh import build_mesh
@@ -25,6 +24,7 @@ from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
 from weft.testing.paper.device import PaperDevice
+from weft.testing.paper.opened import join_silent_ranks
 from weft.testing.paper.report import Report
 from weft.testing.paper.tensors import CUDA
 from weft.train.loss import model_forward, token_cross_entropy
@@ -71,7 +71,7 @@ def plan_report(text: str, device: PaperDevice, subject: Subject, rank: int = 0)
     if problems:
         raise WeftError("\n".join(problem.message for problem in problems))
     if plan.world_size > 1:
-        dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
+        join_silent_ranks(plan.world_size, rank)
     device.forget()
     # A router's choice is unknown, so it is answered as if each expert were chosen equally often.
     rows = subject.batch * subject.seq_len * subject.spec.top_k // plan.tp // plan.cp
