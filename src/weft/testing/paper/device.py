@@ -82,6 +82,8 @@ class PaperDevice:
         known = value_of(source)
         if known is None:
             target.fill_(self.answer(source))
+        elif known.dtype.is_floating_point:
+            target.copy_(known.where(~known.isnan(), self.answer(source)))
         else:
             target.copy_(known)
 

@@ -112,7 +112,7 @@ class PaperMode(TorchDispatchMode):
         tensor = args[0]
         self.device.sync("item", self.device.current)
         known = value_of(tensor)
-        if known is not None:
+        if known is not None and not known.isnan():
             return known.item()
         value = self.device.answer(tensor)
         if tensor.dtype == torch.bool:

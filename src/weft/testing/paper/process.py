@@ -25,12 +25,14 @@ class Finished:
     reports: tuple[Report, ...]
 
 
-def script_on_paper(path: str | Path, *arguments: str, cwd: Path | None = None, limit_s: float = 300.0) -> Finished:
-    """Run a script in a process that finds one GPU on paper. limit_s: seconds that it may take.
+def script_on_paper(
+    path: str | Path, *arguments: str, ranks: int = 1, rank: int = 0, cwd: Path | None = None, limit_s: float = 300.0
+) -> Finished:
+    """Run a script in a process that finds one GPU on paper, as one of `ranks`. limit_s: seconds that it may take.
 
     Raises LaunchError where this machine cannot have one: see `why_not`.
     """
-    return _run(("script", str(path), *arguments), cwd, limit_s)
+    return _run(("script", f"--ranks={ranks}", f"--rank={rank}", str(path), *arguments), cwd, limit_s)
 
 
 def plans_on_paper(plans: Sequence[str], *options: str, cwd: Path | None = None, limit_s: float = 300.0) -> Finished:

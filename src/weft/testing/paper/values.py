@@ -1,7 +1,8 @@
 """Values of small tensors of the device, where they follow from what the host sent: ids, counts, positions, borders.
 
 A tensor of the device that has one carries a real tensor of the host beside it, and each operation whose inputs all do
-is done on those too. Views share memory there as they do here. What is written from an unknown tensor is unknown.
+is done on those too. Views share memory there as they do here. What is written from an unknown tensor is unknown; in a
+tensor of few floats that is NaN in those elements alone, so that a count beside a loss stays known.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def forget(tensors: list[torch.Tensor]) -> None:
     """Their memory was written, nobody knows with what."""
     for tensor in tensors:
         known: _Known | None = tensor.__dict__.get(_FIELD)
-        if known is not None:
+        if known is None:
+            continue
+        if known.value.dtype.is_floating_point:
+            known.value.fill_(torch.nan)
+        else:
             known.memory.clear()
 
 
@@ -58,16 +63,32 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, w
     """Do on values what was done on tensors of the device."""
     inputs = [x for x in leaves((args, kwargs)) if on_device(x)]
     outs = [x for x in leaves(out) if on_device(x)]
-    knows = all(value_of(x) is not None for x in inputs) and all(_is_small(x) for x in outs)
-    if not knows or torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
+    if not _follows(func, inputs, outs):
         forget(writes)
         return
     real = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
-    sources = [x.__dict__[_FIELD] for x in inputs]
+    sources = [x.__dict__[_FIELD] for x in inputs if _FIELD in x.__dict__]
     for tensor, value in zip(leaves(out), leaves(real), strict=True):
         if on_device(tensor) and _FIELD not in tensor.__dict__:
             memory = next((one.memory for one in sources if _share(one.value, value)), [True])
             tensor.__dict__[_FIELD] = _Known(value, memory)
+
+
+def _follows(func: Any, inputs: list[torch.Tensor], outs: list[torch.Tensor]) -> bool:
+    """Whether the results are known where the inputs are."""
+    values = [value_of(x) for x in inputs]
+    if {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags) or not all(map(_is_small, outs)):
+        return False
+    if inputs and all(value is None for value in values):
+        return False
+    if not all(_is_small_float(x) for x, value in zip(inputs, values, strict=True) if value is None):
+        return False
+    unknown = any(value is None or (value.dtype.is_floating_point and value.isnan().any()) for value in values)
+    return not unknown or all(x.dtype.is_floating_point for x in outs)
+
+
+def _is_small_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.numel() <= _MOST_OTHER
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -82,5 +103,8 @@ def _is_small(tensor: torch.Tensor) -> bool:
 def on_host(part: Any) -> Any:
     """An argument as the same operation on values takes it."""
     if isinstance(part, torch.Tensor):
-        return value_of(part) if on_device(part) else part
+        if not on_device(part):
+            return part
+        held = value_of(part)
+        return torch.full(part.shape, torch.nan, dtype=part.dtype) if held is None else held
     return torch.device("cpu") if isinstance(part, torch.device) and part.type == "cuda" else part
