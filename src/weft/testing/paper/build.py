@@ -42,6 +42,9 @@ def why_not() -> str:
         return f"the paper device is built for Linux, and this is {sys.platform}"
     if shutil.which("g++") is None:
         return "g++ is not on PATH; install it (Debian: apt install g++)"
+    if (_torch_dir() / "lib" / "libtorch_cuda.so").exists():
+        # Its real hooks and the simulated ones cannot both be registered.
+        return f"torch {version('torch')} is built for CUDA, and a simulated GPU needs torch's build for CPUs"
     return ""
 
 
