@@ -46,9 +46,8 @@ DENSE = {
     "offload=optimizer precision=bf16": (2, 1),
     "offload=optimizer dp_shard=2 zero=1 precision=bf16": (2, 1),
     "offload=params dp_shard=2 zero=3 precision=bf16": (4, 2),
-    # Buffers of the pool are taken again before their copies are through.
-    "offload=activations precision=bf16": (13, 1),
-    "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (2, 1),
+    "offload=activations precision=bf16": (1, 1),
+    "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (1, 1),
 }
 #: Layers of experts; over ep the host must know how many rows go where.
 EXPERTS = {"precision=bf16": (1, 1), "dp_shard=2 ep=2 zero=1 precision=bf16": (9, 9)}

@@ -20,13 +20,22 @@ FLOPS, MEMORY_BYTES_PER_S, LINK_BYTES_PER_S, BUS_BYTES_PER_S, BUS_S = 6e14, 2.6e
 
 
 class Clock:
-    """Simulated seconds. host: now. free: when each stream has done what it was given. idle: of the default stream."""
+    """Simulated seconds. host: now. start: of what is measured. free: when each stream has done what it was given.
+
+    idle: of the default stream, by reason.
+    """
 
     def __init__(self) -> None:
-        self.host = 0.0
+        self.host = self.start = 0.0
         self.free: defaultdict[int, float] = defaultdict(float)
         self.busy: Counter[int] = Counter()
         self.idle: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """Measure from here: the clock goes on, since events may be older."""
+        self.start = self.host
+        self.busy.clear()
+        self.idle.clear()
 
     def launch(self, stream: int, seconds: float, host_s: float = LAUNCH_S) -> None:
         """Give a stream something to do."""

@@ -40,15 +40,13 @@ class PaperDevice:
         self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...], str]] = {}
 
     def begin(self) -> None:
-        """Count and time anew from here; what was launched before keeps its order."""
+        """Count and time anew from here; what was launched before keeps its order, and races that were found stay."""
         self.counts = Counts()
-        self.races.found.clear()
-        self.clock = Clock()
+        self.clock.begin()
 
     def forget(self) -> None:
         """Begin with nothing under way and no race known, as a process that has just started."""
-        self.begin()
-        self.races = Races()
+        self.counts, self.clock, self.races = Counts(), Clock(), Races()
         for number in range(1, self.num_streams):
             self.races.order.create_stream(number)
         self._works.clear()
@@ -64,7 +62,7 @@ class PaperDevice:
             copies=dict(counts.copies),
             collectives=dict(counts.collectives),
             races=dict(self.races.found),
-            step_s=clock.end,
+            step_s=clock.end - clock.start,
             busy_s=clock.busy[DEFAULT],
             idle_s=dict(clock.idle),
             mismatch=self.mismatch,

@@ -146,7 +146,8 @@ class PaperMode(TorchDispatchMode):
     def _repeat_interleave(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if kwargs.get("output_size") is None:
             self.device.sync("repeat_interleave without output_size", self.device.current)
-            kwargs["output_size"] = args[0].numel()
+            known = value_of(args[0])
+            kwargs["output_size"] = args[0].numel() if known is None else int(known.sum())
         return self._run(func, args, kwargs)
 
     def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

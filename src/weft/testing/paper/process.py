@@ -26,7 +26,7 @@ class Finished:
 
 
 def script_on_paper(
-    path: str | Path, *arguments: str, ranks: int = 1, rank: int = 0, cwd: Path | None = None, limit_s: float = 300.0
+    path: str | Path, *arguments: str, ranks: int = 1, rank: int = 0, cwd: Path | None = None, limit_s: float = 600.0
 ) -> Finished:
     """Run a script in a process that finds one GPU on paper, as one of `ranks`. limit_s: seconds that it may take.
 
@@ -35,7 +35,7 @@ def script_on_paper(
     return _run(("script", f"--ranks={ranks}", f"--rank={rank}", str(path), *arguments), cwd, limit_s)
 
 
-def plans_on_paper(plans: Sequence[str], *options: str, cwd: Path | None = None, limit_s: float = 300.0) -> Finished:
+def plans_on_paper(plans: Sequence[str], *options: str, cwd: Path | None = None, limit_s: float = 600.0) -> Finished:
     """Train some steps under each plan, one rank of it, in one process. options: as `python -m weft.testing.paper`."""
     return _run(("plans", *options, *plans), cwd, limit_s)
 
