@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft import env
 from weft.comm import all_reduce
@@ -212,3 +213,20 @@ def test_joining_twice_uses_the_same_group_and_joining_after_parting_makes_a_new
     store = loopback_store("127.0.0.1", 0)
     with RankPool(2) as pool:
         assert pool.run(joins_again, store.port) == [[2.0] * 4] * 2
+
+
+def test_a_group_is_never_split_from_that_of_all_ranks(monkeypatch):
+    """With a bound device torch would have NCCL split it, for which all ranks must come; only the members do."""
+    asked = []
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        device = torch.device("cuda", 0)
+        dist.group.WORLD.bound_device_id = device
+        dist.new_group([0, 1], use_local_synchronization=True)
+        assert len(asked) == 1
+        assert join_group((0, 2)).size() == 2
+        assert len(asked) == 1
+        assert dist.group.WORLD.bound_device_id == device
+    finally:
+        dist.destroy_process_group()

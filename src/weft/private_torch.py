@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,13 +46,30 @@ __all__ = [
     "without_modes",
 ]
 
-#: A context in which no mode sees operations: collectives inside of a recomputed region, which counts them.
-without_modes = _disable_current_modes
 #: The innermost mode that sees operations; None where there is none.
 current_mode = _get_current_dispatch_mode
 
 #: Number of the backward pass under way; -1 outside of one. Tells a recomputed forward from a first one.
 graph_task = torch._C._current_graph_task_id
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """While inside, no mode sees operations: of collectives in a recomputed region, which counts them.
+
+    A mode that stands for a device stays, as torch's FakeTensorMode: tensors without values cannot do without it.
+    """
+    with _disable_current_modes() as modes, ExitStack() as stays:
+        for mode in reversed(modes):
+            if _stands_for_device(mode):
+                stays.enter_context(mode)
+        yield
+
+
+def _stands_for_device(mode: Any) -> bool:
+    """Whether the mode carries operations out, and neither watches nor rewrites them."""
+    key = getattr(mode, "_mode_key", None)
+    return mode.is_infra_mode() and key in (None, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -71,18 +89,24 @@ def groups_made() -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def naming_group(description: str) -> Iterator[None]:
-    """While inside, a group that only its members make is named by its description alone.
+    """While inside, a group that only its members make is named by its description alone, and made by them alone.
 
     torch names it by its ranks and by how many groups this rank has made, which is not the same on all ranks where only
     members make a group: they would wait for each other under different names. `new_group` takes no name.
+    Where the default group is bound to a device, torch splits NCCL's communicator of a new group from that of all
+    ranks, and each of those must take part in ncclCommSplit: the members would wait for ever. Without a device the
+    members make a communicator of their own when they first use it.
     """
     names = dist.distributed_c10d
+    default = names._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
     by_count = names._hash_ranks_to_str
     names._hash_ranks_to_str = lambda ranks: hashlib.sha1(description.encode(), usedforsecurity=False).hexdigest()
     try:
         yield
     finally:
         names._hash_ranks_to_str = by_count
+        default.bound_device_id = device
 
 
 def default_device_types() -> set[str]:

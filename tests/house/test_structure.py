@@ -46,7 +46,7 @@ def test_classes_are_replaced_in_one_place():
         if (isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store))
         or (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type" and len(node.args) == 3)
     }
-    assert found == {"structure/surgery.py"}
+    assert {one for one in found if not one.startswith("testing/paper/")} == {"structure/surgery.py"}
 
 
 def test_other_rooms_use_its_doors():

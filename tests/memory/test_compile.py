@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from tests.choice import product
 from tests.memory.models import HAVE_ATTENTION, MODELS
@@ -14,11 +13,10 @@ from weft.memory import apply_recompute
 from weft.parallel.parallelize import compile_blocks
 from weft.spec.plan import Plan
 from weft.structure import repeated_blocks
+from weft.testing.graphs import counted_graphs
 
 
 def compiled(name: str, setting: str, backend: str):
-    torch._dynamo.reset()
-    counters.clear()
     model, call = MODELS[name]()
     apply_recompute(model, Plan(recompute=setting))
     for block in repeated_blocks(model).values() or [model]:
@@ -34,11 +32,12 @@ def test_traced_blocks_give_the_same_numbers_in_whole_graphs(name, setting):
         pytest.skip("no attention in it")
     plain, call = MODELS[name]()
     expected = two_steps(plain, call)
-    found = two_steps(*compiled(name, setting, "aot_eager"))
+    with counted_graphs() as made:
+        found = two_steps(*compiled(name, setting, "aot_eager"))
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-14)
     # The one break is the first look at each block, which is not compiled.
-    assert len(counters["graph_break"]) <= 1, dict(counters["graph_break"])
+    assert len(made.breaks) <= 1, made
 
 
 @pytest.mark.full
@@ -58,6 +57,7 @@ def test_a_compiled_block_keeps_less(setting, most):
     """Counted by what its backward is given: autograd's node of a compiled graph holds it."""
 
     def kept(setting: str) -> int:
+        torch._dynamo.reset()
         model, call = compiled("llama", setting, "aot_eager")
         call(model).sum().backward()
         known = {tensor.untyped_storage()._cdata for tensor in model.parameters()}

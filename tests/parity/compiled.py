@@ -9,9 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from tests.parity.cases import LLAMA
 from tests.parity.dropout_cases import Block, PlainCase
@@ -19,6 +17,7 @@ from tests.parity.moe_cases import MOE, MoECase
 from tests.parity.plans import Cell, Subject
 from weft.spec.plan import Plan, plan_fields
 from weft.testing import Case, DecoderCase, ParityResult, covering, train_case
+from weft.testing.graphs import counted_graphs
 from weft.testing.matrix import row_of
 
 #: More blocks than torch.compile compiles anew before it gives up.
@@ -82,17 +81,13 @@ def train_compiled(plan: str, case: Case, backend: str = "eager") -> Compiled:
     """On each rank, without code being generated. Fails where torch.compile gives up on a block."""
     module = importlib.import_module("weft.parallel.parallelize")
     known: Callable[..., Any] = module.compile_blocks
-    limit = torch._dynamo.config.fail_on_recompile_limit_hit
     module.compile_blocks = functools.partial(known, backend=backend)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    torch._dynamo.reset()
-    counters.clear()
     try:
-        result = train_case(plan, case)
-        return Compiled(result, counters["stats"]["unique_graphs"], list(counters["graph_break"]))
+        with counted_graphs() as found:
+            result = train_case(plan, case)
     finally:
         module.compile_blocks = known
-        torch._dynamo.config.fail_on_recompile_limit_hit = limit
+    return Compiled(result, found.graphs, list(found.breaks))
 
 
 def compiled_plan(text: str) -> str:

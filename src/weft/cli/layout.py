@@ -23,8 +23,6 @@ def layout(
     `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
     from weft.cli.console import say
-    from weft.parallel.layout_find import explain_layout
-    from weft.parallel.tensor import check_layout
     from weft.parallel.tensor.cut_tensors import check_layout
     from weft.spec.model import size_hides
     from weft.structure import explain_layout

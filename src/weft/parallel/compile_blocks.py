@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from weft.errors import WeftWarning
-from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.models.moe import MoE
 from weft.parallel.dropout import FunctionalDropout

@@ -17,6 +17,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.structure.blocks import has_params, join_path, repeated_blocks
 from weft.structure.layers import find_lm_head, table_params
+from weft.structure.private_torch import children
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Site:
     @property
     def module(self) -> nn.Module:
         """What is there now."""
-        found = self.parent._modules[self.key]
+        found = children(self.parent)[self.key]
         assert found is not None
         return found
 
@@ -53,7 +54,7 @@ def find_chain(model: nn.Module) -> Chain:
     """The chain of a model. ModelError where there is none, several, or a parameter that belongs to no part of it."""
     path = _chain_path(model)
     holder = model.get_submodule(path) if path else model
-    blocks = tuple(Site(holder, key, join_path(path, key)) for key in holder._modules)
+    blocks = tuple(Site(holder, key, join_path(path, key)) for key in children(holder))
     before: list[Site] = []
     after: list[Site] = []
     passed = False
@@ -98,7 +99,7 @@ def _children(module: nn.Module, path: str, inner: str, rest: str) -> Iterator[S
             f"parameter {join_path(path, own[0])!r}: it lies beside the chain of blocks, in no module of its own, so "
             f"no stage owns it. Put it into a module that runs before or after the blocks, or use pp=1."
         )
-    for key, child in module._modules.items():
+    for key, child in children(module).items():
         if child is None:
             continue
         if key != inner:

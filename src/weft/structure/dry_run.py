@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import LayoutError, ModelError
+from weft.private_torch import tree_leaves, tree_map
 from weft.spec.hugging_face_config import image_shape
 from weft.structure.layers import is_linear, weight_of
 

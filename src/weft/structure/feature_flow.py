@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from weft.private_torch import tree_leaves
 
 #: Each number of the result comes from the numbers at the same place.
 _POINTWISE = frozenset((

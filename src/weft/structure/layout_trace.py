@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from weft.errors import LayoutError, ModelError
+from weft.private_torch import tree_leaves
 from weft.spec.layout import Layout
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark

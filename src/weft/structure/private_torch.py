@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,23 +22,6 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
-class KeepsTies(nn.Module):
-    """A module whose tied weights stay tied when it leaves the meta device.
-
-    torch then replaces each module's parameters one by one, which parts a pair; `to` and `to_empty` have no hook.
-    """
-
-    def is_tied(self) -> bool:
-        """Whether there is a pair now."""
-        raise NotImplementedError
-
-    def tie(self) -> None:
-        """Make one weight of the pair."""
-        raise NotImplementedError
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        was_tied = self.is_tied()
-        super()._apply(fn, recurse)
-        if was_tied:
-            self.tie()
-        return self
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children by name, each as often as it is there; `named_children` gives a shared one once."""
+    return module._modules

@@ -46,7 +46,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes
         totals[1] += num_tokens
         if token_bytes is not None:
             labels = local["labels"]
-            totals[2] += token_bytes[labels[labels != IGNORE]].sum()
+            # No index by a mask: the host would wait for the number of its elements.
+            totals[2] += token_bytes[labels.clamp(min=0)].where(labels != IGNORE, 0).sum()
 
     _each_output(model, batches, mesh, token_cross_entropy, model_forward, add)
     loss_sum, num_tokens, num_bytes = all_reduce(totals, _counted(mesh)).tolist()

@@ -109,7 +109,7 @@ class TrainStep:
         self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        totals[2] = float(self.wants_stop)
+        totals[2].fill_(float(self.wants_stop))  # an assignment would send the number, and wait until it is there
         if self._looks_for_copies and not isinstance(batch, Microbatches):
             totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
         scale = self.loss_scale.factor() / self._nominal

@@ -114,7 +114,7 @@ class Patience:
 
 
 def unobserved() -> AbstractContextManager[object]:
-    """No dispatch mode sees what is done inside.
+    """No dispatch mode sees what is done inside, but for one that tensors without values need: that one stays.
 
     What a wait carries on depends on time, so it differs between two runs of the same forward; selective recompute
     counts operations by such a mode, and would take the second run for another computation.

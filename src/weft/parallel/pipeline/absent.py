@@ -142,4 +142,4 @@ def without_tensors(module: nn.Module) -> nn.Module:
 
 def put(site: Site, module: nn.Module) -> None:
     """Place a module at a site of its model."""
-    site.parent._modules[site.key] = module
+    setattr(site.parent, site.key, module)

@@ -305,7 +305,7 @@ class Reducer:
     def _sum(self, totals: torch.Tensor | None) -> None:
         """One small collective for all that ranks must agree on: the caller's totals, late gradients, the norm."""
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
-        extra[0] = len(self._late)
+        extra[0].fill_(len(self._late))  # an assignment would send the number, and wait until it is there
         # Ranks with equal sums take the norm of a part each.
         parts = [_share_of(bucket) for bucket in self.buckets]
         if parts:

@@ -57,6 +57,9 @@ class ReplicaSum:
             return
         if self._kept is not None:
             sums += self._kept
+            if sums.is_cuda:
+                # It comes from the stream of reduce_scatter, whose next result must not lie there before this is added.
+                self._kept.record_stream(torch.cuda.current_stream(sums.device))
             for param in self._params:
                 param.grad = None
             self._kept = None

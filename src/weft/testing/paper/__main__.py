@@ -1,0 +1,85 @@
+"""python -m weft.testing.paper: run a script, or plans, on a simulated GPU.
+
+python -m weft.testing.paper script train.py --epochs 1
+python -m weft.testing.paper plans "dp_shard=4 zero=1" "tp=2 sp=on"
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from weft.errors import WeftError
+from weft.testing.paper.build import load_stub
+from weft.testing.paper.report import Report
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what the command line says; prints what was counted to stderr. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m weft.testing.paper", description=__doc__)
+    parser.add_argument("--report", type=Path, help="write what was counted there, as JSON")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    script = kinds.add_parser("script", help="run a Python file as `python FILE ...` would")
+    script.add_argument("--ranks", type=int, default=1, help="be one of so many; the others are silent")
+    script.add_argument("--rank", type=int, default=0, help="which of them")
+    script.add_argument("file")
+    script.add_argument("arguments", nargs=argparse.REMAINDER)
+    plans = kinds.add_parser("plans", help="train two steps of a small decoder under each plan")
+    plans.add_argument("plans", nargs="+")
+    plans.add_argument("--rank", type=int, default=0)
+    for name in ("layers", "dim", "seq-len", "vocab-size", "batch", "experts"):
+        plans.add_argument(f"--{name}", type=int)
+    plans.add_argument("--documents", action="store_true", help="sequences of several documents")
+    plans.add_argument("--first", metavar="FILE", help="a Python file to run before: to change what is tried")
+    told = parser.parse_args(words)
+    try:
+        stub = load_stub()
+        return _script(stub, told) if told.kind == "script" else _plans(stub, told)
+    except WeftError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _script(stub: ctypes.CDLL, told: argparse.Namespace) -> int:
+    from weft.testing.paper.opened import join_silent_ranks, opened, run_script
+
+    with opened(stub) as device:
+        if told.ranks > 1:
+            join_silent_ranks(told.ranks, told.rank)
+        try:
+            run_script(told.file, told.arguments)
+        finally:
+            _say([replace(device.report(), name=told.file)], told.report)
+    return 0
+
+
+def _plans(stub: ctypes.CDLL, told: argparse.Namespace) -> int:
+    from weft.testing.paper.opened import opened
+    from weft.testing.paper.plans import Subject, plan_report
+
+    given = {f.name: getattr(told, f.name) for f in fields(Subject)}
+    subject = Subject(**{name: value for name, value in given.items() if value is not None})
+    with opened(stub) as device:
+        if told.first:
+            runpy.run_path(told.first)
+        reports = [plan_report(text, device, subject, told.rank) for text in told.plans]
+    _say(reports, told.report)
+    return int(any(one.error for one in reports))
+
+
+def _say(reports: Sequence[Report], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps([one.as_dict() for one in reports]))
+        return
+    for one in reports:
+        print("\n".join(one.lines()), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""torch.cuda on paper: what programs ask of it, answered by a PaperDevice for as long as the process lives.
+
+Only a process of its own does this (`process.py`), so nothing is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.testing.paper.device import PaperDevice
+from weft.testing.paper.streams import classes_of
+from weft.testing.paper.tensors import on_device
+
+#: What the device says it is: an H100 with 80 GB.
+NAME, TOTAL_BYTES, CAPABILITY = "NVIDIA H100 80GB HBM3", 85_017_493_504, (9, 0)
+
+
+def install(device: PaperDevice, stub: ctypes.CDLL) -> None:
+    """Let torch.cuda, tensors and optimizers of this process use the paper device."""
+    stream_class, event_class = classes_of(device)
+    for name, value in (*_streams(device, stream_class, event_class).items(), *_facts(device, stub).items()):
+        setattr(torch.cuda, name, value)
+    _tensors(device)
+    _libraries()
+    FakeWork.wait = lambda work, timeout=None: (device.wait_work(work), True)[1]
+    FakeWork.is_completed = lambda work: True
+    FakeWork.synchronize = lambda work: device.wait_work(work)
+
+
+def _streams(device: PaperDevice, stream_class: Any, event_class: Any) -> dict[str, Any]:
+    def use(stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if stream is None else device.use(stream.stream_id)
+
+    def set_stream(stream: Any) -> None:
+        device.current = stream.stream_id
+
+    return {
+        "Stream": stream_class,
+        "Event": event_class,
+        "stream": use,
+        "StreamContext": use,
+        "set_stream": set_stream,
+        "current_stream": lambda which=None: stream_class(number=device.current),
+        "default_stream": lambda which=None: stream_class(number=0),
+        "synchronize": lambda which=None: device.sync_all("cuda.synchronize"),
+    }
+
+
+def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
+    properties = SimpleNamespace(
+        name=NAME, total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32, uuid="paper"
+    )
+    pin = _function(stub.weft_paper_pin, [ctypes.c_void_p, ctypes.c_size_t])
+    unpin = _function(stub.weft_paper_unpin, [ctypes.c_void_p])
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: (pin(address, size), 0)[1],
+        cudaHostUnregister=lambda address: (unpin(address), 0)[1],
+    )
+    state = torch.zeros(16, dtype=torch.uint8)
+    nothing: dict[str, Callable[..., Any]] = dict.fromkeys(
+        ("_lazy_init", "init", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
+         "set_rng_state_all", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode"),
+        lambda *args, **kwargs: None,
+    )  # fmt: skip
+    zero = dict.fromkeys(
+        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device"),
+        lambda *args, **kwargs: 0,
+    )
+    return {
+        **nothing,
+        **zero,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_compiled": lambda: True,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "get_device_name": lambda which=None: NAME,
+        "get_device_capability": lambda which=None: CAPABILITY,
+        "get_device_properties": lambda which=None: properties,
+        "mem_get_info": lambda which=None: (TOTAL_BYTES, TOTAL_BYTES),
+        "memory_stats": lambda which=None: {},
+        "get_rng_state": lambda which=None: state.clone(),
+        "get_rng_state_all": lambda: [state.clone()],
+        "device": lambda which: contextlib.nullcontext(),
+        "cudart": lambda: runtime,
+        "nccl": SimpleNamespace(version=lambda: (2, 27, 0)),
+    }
+
+
+def _function(function: Any, arguments: list[Any]) -> Any:
+    function.argtypes, function.restype = arguments, None
+    return function
+
+
+def _tensors(device: PaperDevice) -> None:
+    """Methods of tensors that never come to a dispatch mode."""
+    plain_stream = torch.Tensor.record_stream
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        if on_device(tensor):
+            device.races.used_by(tensor, stream.stream_id)
+        else:
+            plain_stream(tensor, stream)
+
+    def tolist(tensor: FakeTensor) -> Any:
+        if not on_device(tensor):
+            raise TypeError("a tensor without values has no list")
+        return tensor.cpu().tolist()
+
+    torch.Tensor.record_stream = record_stream  # type: ignore[assignment]
+    FakeTensor.tolist = tolist
+    # Addresses are only compared, never read. They are as far apart as no tensor is large.
+    torch.UntypedStorage.data_ptr = _storage_address  # type: ignore[assignment]
+    FakeTensor.data_ptr = lambda tensor: (  # type: ignore[assignment]
+        tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    )
+
+
+_plain_address = torch.UntypedStorage.data_ptr
+
+
+def _storage_address(storage: torch.UntypedStorage) -> int:
+    return storage._cdata << 40 if storage.device.type in ("cuda", "meta") else _plain_address(storage)
+
+
+def _libraries() -> None:
+    """Let modules move in place, and lists of classes in torch and Weft name the device's tensors."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    import weft.memory.activations as activations
+
+    # torch.tensor([1], device="cuda:0") makes its tensor on the host and sends it.
+    torch._C._set_only_lift_cpu_tensors(True)
+    # A module that moves keeps its parameter objects, as on a real device. Fake tensors are remembered by weak
+    # references; a swap leaves those with the other one, which nobody asks for.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[attr-defined]
+    for listed in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        listed.append(FakeTensor)
+    activations._PLAIN = (*activations._PLAIN, FakeTensor)

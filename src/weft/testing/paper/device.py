@@ -1,0 +1,214 @@
+"""The paper device: fake tensors of cuda:0, streams and events that take notes, and what is counted of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from weft.testing.paper.clock import COLLECTIVE_LAUNCH_S, LINK_BYTES_PER_S, Clock, collective_s, kernel_s
+from weft.testing.paper.counts import Counts
+from weft.testing.paper.races import DEFAULT, Races
+from weft.testing.paper.report import Report
+from weft.testing.paper.tensors import CUDA, on_device
+from weft.testing.paper.values import give, value_of
+
+#: What a program reads from the device, by the line that asks: a number for all elements.
+Answer = Callable[[torch.Tensor], float]
+
+
+class PaperDevice:
+    """One simulated GPU.
+
+    answer: gives the number that all elements of a tensor hold when the host reads it; 1 for each by default. Streams
+    are numbers; 0 is the default one. num_streams: made so far, the default one included.
+    """
+
+    def __init__(self, answer: Answer | None = None) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.answer: Answer = answer or (lambda tensor: 1.0)
+        self.counts = Counts()
+        self.races = Races()
+        self.clock = Clock()
+        self.current = DEFAULT
+        self.num_streams = 1
+        self.mismatch = ""
+        self._network: dict[object, int] = {}
+        # By identity of the Work that the caller holds; both live until it is waited for.
+        self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...], str]] = {}
+
+    def begin(self) -> None:
+        """Count and time anew from here; what was launched before keeps its order, and races that were found stay."""
+        self.counts = Counts()
+        self.clock.begin()
+
+    def forget(self) -> None:
+        """Begin with nothing under way and no race known, as a process that has just started."""
+        self.counts, self.clock, self.races = Counts(), Clock(), Races()
+        for number in range(1, self.num_streams):
+            self.races.order.create_stream(number)
+        self._works.clear()
+        self.mismatch = ""
+
+    def report(self) -> Report:
+        """What was counted since the last `begin`."""
+        counts, clock = self.counts, self.clock
+        return Report(
+            kernels=counts.kernels.total(),
+            num_bytes=counts.num_bytes,
+            syncs=dict(counts.syncs),
+            copies=dict(counts.copies),
+            collectives=dict(counts.collectives),
+            races=dict(self.races.found),
+            step_s=clock.end - clock.start,
+            busy_s=clock.busy[DEFAULT],
+            idle_s=dict(clock.idle),
+            mismatch=self.mismatch,
+        )
+
+    def empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of the device with the shape and strides of one of the host."""
+        with self.fake:
+            made = torch.empty_strided(like.shape, like.stride(), dtype=dtype or like.dtype, device=CUDA)
+        self.races.made(made, self.current)
+        return made
+
+    def fill_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """What the host finds in its memory after a copy from the device."""
+        known = value_of(source)
+        if known is None:
+            target.fill_(self.answer(source))
+        elif known.dtype.is_floating_point:
+            target.copy_(known.where(~known.isnan(), self.answer(source)))
+        else:
+            target.copy_(known)
+
+    def launch(
+        self,
+        name: str,
+        reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+        flops: float = 0.0,
+        stream: int | None = None,
+    ) -> None:
+        """A kernel on the current stream."""
+        stream = self.current if stream is None else stream
+        reads, writes = list(reads), list(writes)
+        num_bytes = sum(x.numel() * x.element_size() for x in (*reads, *writes) if on_device(x))
+        self.counts.kernel(name, num_bytes)
+        self.races.launch(stream, name, reads, writes)
+        self.clock.launch(stream, kernel_s(num_bytes, flops))
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+        """Between host and device, on the current stream. From and to memory that is not pinned the host waits."""
+        host = target if on_device(source) else source
+        down = host is target
+        blocking = not non_blocking or not host.is_pinned()
+        self.counts.copy("to host" if down else "to device", blocking)
+        self.races.launch(self.current, "copy", [source] if down else [], [] if down else [target])
+        self.clock.launch(self.current, max(kernel_s(0, 0), source.nbytes / LINK_BYTES_PER_S))
+        if blocking:
+            self.sync(f"blocking copy {'to host' if down else 'to device'}", self.current)
+        if down:
+            self.fill_host(target, source)
+        else:
+            give(target, source)
+
+    def sync(self, what: str, stream: int) -> None:
+        """The host waits for all that a stream has been given."""
+        self.counts.sync(what)
+        self.races.order.all_streams_wait_for_stream(stream)
+        self.clock.wait(self.clock.free[stream])
+
+    def sync_all(self, what: str) -> None:
+        """The host waits for the device."""
+        self.counts.sync(what)
+        self.races.order.sync_all_streams()
+        self.clock.wait(max(self.clock.free.values(), default=0.0))
+
+    def new_stream(self) -> int:
+        number, self.num_streams = self.num_streams, self.num_streams + 1
+        self.races.order.create_stream(number)
+        return number
+
+    def collective(
+        self,
+        kind: str,
+        work: object,
+        group: tuple[object, int],
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+    ) -> None:
+        """A collective on a stream of its group, as NCCL has it. work: what to wait for. group: name and size."""
+        name, num_ranks = group
+        stream = self._network.get(name)
+        if stream is None:
+            stream = self._network[name] = self.new_stream()
+        ready = Event(self)
+        ready.record_on(self.current)
+        ready.wait_on(stream)
+        num_bytes = max([x.nbytes for x in (*reads, *writes)], default=0)
+        self.counts.collectives[kind] += 1
+        self.races.launch(stream, kind, reads, writes)
+        self.clock.launch(stream, collective_s(kind, num_bytes, num_ranks), COLLECTIVE_LAUNCH_S)
+        done = Event(self)
+        done.record_on(stream)
+        # torch keeps the tensors of a collective until it is waited for.
+        self._works[id(work)] = (work, done, (*reads, *writes), kind)
+
+    def wait_work(self, work: object) -> None:
+        """The current stream goes on after a collective."""
+        known = self._works.pop(id(work), None)
+        if known is not None:
+            known[1].wait_on(self.current)
+
+    def wait_unawaited(self) -> None:
+        """Note the collectives that nobody has waited for as races: their results may not be there."""
+        for _, _, tensors, kind in self._works.values():
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            self.races.found[f"{kind} of {shapes}: nobody waits for it"] += 1
+        self._works.clear()
+
+    @contextlib.contextmanager
+    def use(self, stream: int) -> Iterator[None]:
+        """Work goes to a stream inside."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+class Event:
+    """A moment in what a stream does."""
+
+    def __init__(self, device: PaperDevice) -> None:
+        self._device = device
+        self._moment: float | None = None
+        device.races.order.create_event(id(self))
+
+    def __del__(self) -> None:
+        self._device.races.order.recorded_sync_states.pop(id(self), None)
+
+    def record_on(self, stream: int) -> None:
+        self._device.races.order.record_state(id(self), stream)
+        self._moment = self._device.clock.moment(stream)
+
+    def wait_on(self, stream: int) -> None:
+        """Hold up a stream; an event that was never recorded holds nothing."""
+        if self._moment is not None:
+            self._device.races.order.stream_wait_for_event(stream, id(self))
+            self._device.clock.order(stream, self._moment)
+
+    def wait_host(self) -> None:
+        """Hold up the host; it is counted where the moment has not come yet."""
+        if self._moment is not None:
+            if self._moment > self._device.clock.host:
+                self._device.counts.sync("event.synchronize")
+            self._device.races.order.all_streams_wait_for_event(id(self))
+            self._device.clock.wait(self._moment)
+
+    def seconds_until(self, later: Event) -> float:
+        return (later._moment or 0.0) - (self._moment or 0.0)

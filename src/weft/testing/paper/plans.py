@@ -1,0 +1,104 @@
+"""Train a small decoder under a plan on the open paper device: one rank of it, the others are as silent as they can be.
+
+Collectives go to torch's fake process group, which answers at once with what was there. What was counted is of one
+step, after a first one that makes everything that is made once.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import WeftError
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.monitor import Meter
+from weft.optim import build_optimizer
+from weft.parallel import parallelize
+from weft.spec.config import OptimizerSection
+from weft.spec.decoder import DecoderSpec
+from weft.spec.plan import Plan
+from weft.spec.rules.plan_rules import Facts, check
+from weft.testing.paper.device import PaperDevice
+from weft.testing.paper.opened import join_silent_ranks
+from weft.testing.paper.report import Report
+from weft.testing.paper.tensors import CUDA
+from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.step import TrainStep
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is trained. batch: sequences of one microbatch on one rank. Large enough that activations may travel."""
+
+    layers: int = 4
+    dim: int = 256
+    seq_len: int = 512
+    vocab_size: int = 1024
+    batch: int = 4
+    experts: int = 0
+    documents: bool = False
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return DecoderSpec(
+            vocab_size=self.vocab_size, dim=self.dim, num_layers=self.layers, num_heads=4, num_kv_heads=2,
+            ffn_dim=2 * self.dim, max_seq_len=self.seq_len, num_experts=self.experts,
+        )  # fmt: skip
+
+    def microbatches(self, number: int) -> dict[str, torch.Tensor]:
+        """A rank's part of a global batch, in pinned memory, as a loader of Weft's gives it."""
+        shape = (number * self.batch, self.seq_len)
+        positions = torch.arange(self.seq_len).expand(shape).contiguous()
+        batch = {
+            "input_ids": positions % self.vocab_size,
+            "labels": (positions + 1) % self.vocab_size,
+            "positions": positions,
+        }
+        if self.documents:
+            batch["document_ids"] = positions // 100
+        return {name: tensor.pin_memory() for name, tensor in batch.items()}
+
+
+def plan_report(text: str, device: PaperDevice, subject: Subject, rank: int = 0) -> Report:
+    """What one step of a rank did; an error ends as the report's `error`."""
+    plan = Plan.parse(text)
+    problems = check(plan, Facts(world_size=plan.world_size, model=subject.spec, seq_len=subject.seq_len))
+    if problems:
+        raise WeftError("\n".join(problem.message for problem in problems))
+    if plan.world_size > 1:
+        join_silent_ranks(plan.world_size, rank)
+    device.forget()
+    # A router's choice is unknown, so it is answered as if each expert were chosen equally often.
+    rows = subject.batch * subject.seq_len * subject.spec.top_k // plan.tp // plan.cp
+    each = rows // subject.experts if subject.experts else 1
+    device.answer = lambda tensor: 1.0 if tensor.dtype.is_floating_point or tensor.dtype == torch.bool else float(each)
+    try:
+        report = _two_steps(plan, device, subject)
+    except (RuntimeError, WeftError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError) as raised:
+        traceback.print_exc()
+        why = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised) else ''}"
+        report = replace(device.report(), error=why)
+    gc.collect()
+    if plan.world_size > 1:
+        dist.destroy_process_group()
+    return replace(report, name=text)
+
+
+def _two_steps(plan: Plan, device: PaperDevice, subject: Subject) -> Report:
+    mesh = build_mesh(plan, CUDA)
+    model = parallelize(build_decoder(subject.spec, seed=0), mesh, seed=0)
+    optimizer = build_optimizer(model.named_parameters(), OptimizerSection())
+    step = TrainStep(
+        model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0, meter=Meter(CUDA)
+    )
+    for _ in range(2):
+        device.begin()
+        step(subject.microbatches(plan.microbatches_per_step))
+    device.wait_unawaited()
+    # Asked before the model goes: what ends with it is no part of a step.
+    return device.report()

@@ -1,0 +1,115 @@
+"""Ranks make process groups in orders in which nobody waits for ever: every rank of a plan is carried out in turn.
+
+Only the members of a group make it, and with gloo each waits there for the others. So it is enough that some group is
+next for all its members, until none is left.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.parallel import parallelize
+from weft.spec.decoder import DecoderSpec
+from weft.spec.plan import Plan
+from weft.testing import covering, legal
+from weft.testing.matrix import row_of
+from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.step import TrainStep
+
+TOKENS, VOCABULARY = 16, 64
+
+
+def spec_of(plan: Plan, tied: bool, first_moe_layer: int) -> DecoderSpec:
+    return DecoderSpec(
+        vocab_size=VOCABULARY, dim=16, num_layers=max(4, plan.pp), num_heads=8, num_kv_heads=8, ffn_dim=32,
+        max_seq_len=TOKENS, tied=tied, num_experts=8 if plan.ep > 1 else 0, expert_ffn_dim=8,
+        first_moe_layer=first_moe_layer if plan.ep > 1 else 0,
+    )  # fmt: skip
+
+
+def groups_made(plan: Plan, rank: int, tied: bool, first_moe_layer: int, monkeypatch) -> list[tuple[int, ...]]:
+    """The groups that a rank makes from its start to the end of a step, in their order."""
+    made: list[tuple[int, ...]] = []
+    new_group = dist.new_group
+
+    def noted(ranks, **options):
+        made.append(tuple(ranks))
+        return new_group(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
+    try:
+        mesh = build_mesh(plan)
+        model = build_decoder(spec_of(plan, tied, first_moe_layer), device="meta" if plan.pp > 1 else None, seed=0)
+        parallelize(model, mesh, seed=0)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0)
+        # Stages behind the first and spread experts need what other ranks send, which nobody does here.
+        if plan.pp == plan.ep == 1:
+            rows = torch.arange(TOKENS).repeat(2 * plan.microbatches_per_step, 1)
+            step({"input_ids": rows, "labels": (rows + 1) % VOCABULARY, "positions": rows})
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
+    return made
+
+
+def left_waiting(orders: list[list[tuple[int, ...]]]) -> list[tuple[int, ...] | None]:
+    """What each rank waits for in the end: None for those that got through."""
+    orders = [list(order) for order in orders]
+    moved = True
+    while moved:
+        moved = False
+        for order in orders:
+            if order and all(orders[member][:1] == [order[0]] for member in order[0]):
+                for member in order[0]:
+                    orders[member].pop(0)
+                moved = True
+    return [order[0] if order else None for order in orders]
+
+
+def test_orders_that_cross_are_found():
+    assert left_waiting([[(0, 1), (0, 2)], [(0, 1)], [(0, 2)]]) == [None, None, None]
+    assert left_waiting([[(0, 1), (0, 2)], [(1, 2), (0, 1)], [(0, 2), (1, 2)]]) == [(0, 1), (1, 2), (0, 2)]
+
+
+def chosen(num_ranks: int) -> list[str]:
+    """Plans in which all pairs of what divides the ranks occur."""
+    plans = legal(
+        num_ranks, passes=(1,), microbatches=(1, num_ranks), recompute=("none",), offload=((),), schedule=("1f1b",),
+        virtual_stages=(1,), reshard=("after_forward",), cp_mode=("auto",), precision=("fp32",), order=((),),
+    )  # fmt: skip
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sp")
+    pairs = [(one, other) for index, one in enumerate(axes) for other in axes[index + 1 :]]
+    return [plans[index].format() for index in covering([row_of(plan) for plan in plans], pairs)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_no_rank_waits_for_ever_under_any_plan(num_ranks, monkeypatch):
+    for text in chosen(num_ranks):
+        plan = Plan.parse(text)
+        orders = [groups_made(plan, rank, False, 0, monkeypatch) for rank in range(num_ranks)]
+        assert left_waiting(orders) == [None] * num_ranks, (text, orders)
+
+
+@pytest.mark.parametrize(
+    ("text", "tied", "first_moe_layer"),
+    [
+        ("pp=3", True, 0),
+        # The first stage has no layer of experts.
+        ("pp=2 dp_shard=4 ep=2 zero=1", False, 2),
+        ("pp=2 dp_replicate=2 dp_shard=2 zero=3 microbatches=2", True, 0),
+    ],
+)
+def test_no_rank_waits_for_ever_where_stages_differ(text, tied, first_moe_layer, monkeypatch):
+    plan = Plan.parse(text)
+    orders = [groups_made(plan, rank, tied, first_moe_layer, monkeypatch) for rank in range(plan.world_size)]
+    assert left_waiting(orders) == [None] * plan.world_size, orders
+    if plan.pp == 3:
+        # Only the ends share a weight: the rank between them makes no group, so none may need all ranks.
+        assert orders == [[(0, 2)], [], [(0, 2)]]

@@ -1,0 +1,152 @@
+"""A step of every technique on a simulated GPU: nothing on the wrong device, no race, no more waits than are known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.testing.paper import plans_on_paper, script_on_paper
+
+pytestmark = pytest.mark.paper
+
+#: Of one step under each plan: how often the host waits for the device, and blocking copies, which are among them. One
+#: of each is the step's own: loss, token count and norm come to the host together. Who saves one lowers the number.
+DENSE = {
+    "precision=fp32": (1, 1),
+    "precision=bf16": (1, 1),
+    "precision=fp16": (1, 1),
+    "accumulation=2 precision=bf16": (1, 1),
+    "dp_replicate=2 precision=bf16": (1, 1),
+    "dp_replicate=2 accumulation=2 precision=bf16 reduce=bf16": (1, 1),
+    "dp_shard=4 zero=1 precision=bf16": (1, 1),
+    "dp_shard=4 zero=2 accumulation=2 precision=bf16": (1, 1),
+    "dp_replicate=2 dp_shard=2 zero=1 precision=bf16": (1, 1),
+    "dp_replicate=2 dp_shard=2 zero=2 accumulation=2 precision=bf16": (1, 1),
+    "dp_shard=2 zero=3 precision=bf16": (1, 1),
+    "dp_shard=2 zero=3 reshard=after_backward precision=bf16": (1, 1),
+    "dp_shard=2 zero=3 reshard=after_step accumulation=2 precision=bf16": (1, 1),
+    "dp_replicate=2 dp_shard=2 zero=3 accumulation=2 precision=bf16": (1, 1),
+    "tp=2 precision=bf16": (1, 1),
+    "tp=2 sp=on precision=bf16": (1, 1),
+    "tp=2 sp=on dp_shard=2 zero=1 precision=bf16": (1, 1),
+    "tp=2 dp_shard=2 zero=3 precision=bf16": (1, 1),
+    "cp=2 cp_mode=gather precision=bf16": (1, 1),
+    "cp=2 cp_mode=ring precision=bf16": (1, 1),
+    "cp=2 cp_mode=ulysses precision=bf16": (1, 1),
+    "cp=2 cp_mode=ring tp=2 dp_shard=2 zero=1 precision=bf16": (1, 1),
+    "pp=2 microbatches=4 precision=bf16": (1, 1),
+    "pp=2 microbatches=4 schedule=gpipe precision=bf16": (1, 1),
+    "pp=2 tp=2 dp_shard=2 zero=1 microbatches=4 precision=bf16": (1, 1),
+    "recompute=full precision=bf16": (1, 1),
+    "recompute=selective precision=bf16": (1, 1),
+    "recompute=attention precision=bf16": (1, 1),
+    "recompute=full cp=2 cp_mode=ring precision=bf16": (1, 1),
+    "recompute=full dp_shard=2 zero=3 precision=bf16": (1, 1),
+    "offload=optimizer precision=bf16": (2, 1),
+    "offload=optimizer dp_shard=2 zero=1 precision=bf16": (2, 1),
+    "offload=params dp_shard=2 zero=3 precision=bf16": (4, 2),
+    "offload=activations precision=bf16": (1, 1),
+    "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (1, 1),
+}
+#: Layers of experts; over ep the host must know how many rows go where.
+EXPERTS = {"precision=bf16": (1, 1), "dp_shard=2 ep=2 zero=1 precision=bf16": (9, 9)}
+#: Sequences of several documents; cp cuts at their borders, which the host reads.
+DOCUMENTS = {"precision=bf16": (1, 1), "cp=2 cp_mode=ring precision=bf16": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("known", "options"),
+    [
+        pytest.param(DENSE, (), id="dense"),
+        pytest.param(EXPERTS, ("--experts=4",), id="experts"),
+        pytest.param(DOCUMENTS, ("--documents",), id="documents"),
+    ],
+)
+def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(known, options):
+    done = plans_on_paper(list(known), "--layers=2", *options)
+    assert len(done.reports) == len(known), done.stderr
+    for report in done.reports:
+        assert (report.error, report.mismatch, report.races) == ("", "", {}), report.lines()
+        waits, blocking = known[report.name]
+        assert report.num_syncs <= waits, report.lines()
+        assert report.num_blocking <= blocking, report.lines()
+        assert report.kernels > 200, report.lines()
+
+
+#: Each fault is planted in Weft's own code, for one step on the paper device.
+FAULTS = """
+import contextlib, json, sys
+from unittest.mock import patch
+
+import torch
+import weft.api
+from weft.comm.links.backend import BackendLink
+from weft.memory.link import _CudaCopy
+from weft.parallel.zero.sharded.passes import ReplicaSum
+from weft.testing.paper.plans import Subject, plan_report
+from weft.testing.paper.streams import device_here
+from weft.train.step import TrainStep
+
+
+def finished_unawaited(link, operation):
+    operation.finished = True
+    return True
+
+
+def reads_the_norm(step, *numbers):
+    torch.ones(1, device="cuda:0").item()
+    return update(step, *numbers)
+
+
+@contextlib.contextmanager
+def labels_stay():
+    with contextlib.ExitStack() as patches:
+        for module in list(sys.modules.values()):
+            if module.__name__.startswith("weft.") and hasattr(module, "move_batch"):
+                move = module.move_batch
+
+
+                def stay(batch, device, move=move):
+                    moved = move(batch, device)
+                    return {**moved, "labels": batch["labels"]} if isinstance(batch, dict) else moved
+
+                patches.enter_context(patch.object(module, "move_batch", stay))
+        yield
+
+
+update = TrainStep._update
+TRIED = {
+    "none": ("offload=optimizer precision=bf16", contextlib.nullcontext()),
+    "copy": ("offload=optimizer precision=bf16", patch.object(_CudaCopy, "wait", lambda copy: None)),
+    "collective": ("dp_shard=2 zero=1 precision=bf16", patch.object(BackendLink, "block", finished_unawaited)),
+    "host": ("precision=bf16", patch.object(TrainStep, "_update", reads_the_norm)),
+    "device": ("precision=bf16", labels_stay()),
+    "freed": ("dp_replicate=2 dp_shard=2 zero=3 accumulation=2 precision=bf16",
+              patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)),
+}
+found = {}
+for name, (plan, fault) in TRIED.items():
+    with fault:
+        found[name] = plan_report(plan, device_here(), Subject(layers=2)).as_dict()
+print(json.dumps(found))
+"""
+
+
+def test_planted_faults_are_found(tmp_path):
+    script = tmp_path / "faults.py"
+    script.write_text(FAULTS)
+    done = script_on_paper(script)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["none"]["races"] == {}
+    assert any("copy @" in race and "nothing orders them" in race for race in found["copy"]["races"])
+    assert any("nobody waits for it" in race for race in found["collective"]["races"])
+    assert any(
+        "_reduce_scatter_base_" in race and "nothing orders them" in race for race in found["collective"]["races"]
+    )
+    assert sum(found["host"]["syncs"].values()) == 2
+    assert any(what.startswith("item @") for what in found["host"]["syncs"])
+    assert "cpu" in found["device"]["mismatch"]
+    assert found["device"]["error"]
+    assert any("no record_stream" in race for race in found["freed"]["races"])
