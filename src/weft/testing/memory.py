@@ -10,12 +10,11 @@ import torch
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.planner.cost.memory_cost import layer_bytes
-from weft.planner.cost.tables import Tables
+from weft.planner.cost import layer_bytes
+from weft.planner.cost.machine import Tables
 from weft.planner.estimate import estimate
-from weft.planner.measured.memory import host_memory
-from weft.planner.space.columns import Columns, Job
-from weft.planner.space.shape import Shape
+from weft.planner.measured.host import host_memory
+from weft.planner.space import Columns, Job, Shape
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan

@@ -11,20 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import context_cost
-from weft.planner.cost.kernels import bytes_s, core_s, flash_s, gemm_s
-from weft.planner.cost.tables import Tables
-from weft.planner.cost.traced_cost import (
-    Cut,
-    TracedShape,
-    attention_s,
-    end_s,
-    moved_bytes,
-    num_calls,
-    products_s,
-    tensor_traffic,
-)
-from weft.planner.space.columns import PRECISIONS, Columns, Job
-from weft.planner.space.shape import Shape
+from weft.planner.cost.machine import Tables, bytes_s, core_s, flash_s, gemm_s
+from weft.planner.cost.traced_cost import Cut, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
+from weft.planner.space import PRECISIONS, Columns, Job, Shape, TracedShape
 
 Array = NDArray[np.float64]
 

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from weft.planner.cost.context_cost import buffer_bytes
 from weft.planner.cost.layer_cost import padded_vocab
 from weft.planner.cost.layer_kernels import own_cut
-from weft.planner.cost.loss_memory import cut_loss_bytes, is_cut
+from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
+from weft.planner.cost.machine import Tables
 from weft.planner.cost.overlap import Shares
-from weft.planner.cost.pipeline_cost import Stages, in_flight
-from weft.planner.cost.tables import Tables
-from weft.planner.cost.traced_cost import TracedShape, end_params, end_saved_bytes, layer_params, saved_bytes
-from weft.planner.space.columns import PRECISIONS, Columns, Job
+from weft.planner.cost.pipeline import Stages, in_flight
+from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_params, saved_bytes
+from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
 from weft.spec.plan import RECOMPUTES, REDUCES, RESHARDS
 
 Array = NDArray[np.float64]
@@ -158,8 +158,8 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> 
         (stages.middle, 1, False, False),
         (stages.last, p - 1, False, True),
     )
-    candidates = [_rank_bytes(job, columns, tables, layer, each) for each in ends]
-    candidates.append(_rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True)))
+    candidates = [rank_bytes(job, columns, tables, layer, each) for each in ends]
+    candidates.append(rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True)))
     totals = [sum(each.values()) for each in candidates]
     piped = p > 1
     usable = [piped, p > 2, piped, ~piped]
@@ -168,7 +168,7 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> 
     return {name: np.choose(worst, [each[name] for each in candidates]) for name in CLASSES}
 
 
-def _rank_bytes(
+def rank_bytes(
     job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: tuple[Array, object, bool, bool]
 ) -> dict[str, Array]:
     layers, rank, embedding, head = place
@@ -282,5 +282,5 @@ def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.precision == PRECISIONS.index("fp32")
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
-        found = np.where(is_cut(columns, tokens, vocab), cut_loss_bytes(columns, tokens, vocab, h, width), found)
+        found = np.where(is_loss_cut(columns, tokens, vocab), cut_loss_bytes(columns, tokens, vocab, h, width), found)
     return found + tokens * 4.0 * h

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.collective_cost import Fabric
-from weft.planner.cost.tables import Tables
-from weft.planner.space.columns import Columns, Job
+from weft.planner.cost.machine import Fabric, Tables
+from weft.planner.space import Columns, Job
 from weft.spec.plan import REDUCES
 
 Array = NDArray[np.float64]

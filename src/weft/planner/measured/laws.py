@@ -33,6 +33,8 @@ Array = NDArray[np.float64]
 _PRODUCTS = ("linear_f", "linear_dx", "linear_dw")
 #: The product between two collectives: about a millisecond of a core.
 BETWEEN = (256, 512, 256)
+#: The layer that is timed whole: tokens, width, feed-forward width, heads. See calibrate/compute.py.
+TINY = (16, 64, 128, 4)
 #: What the optimizer does and what is copied is in fp32 under every plan.
 _ALWAYS_FP32 = ("adamw", "clip", "host_adamw", "to_host", "to_device")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")

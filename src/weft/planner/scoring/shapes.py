@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.planner.scoring.cells import Row, count, number, size
-from weft.planner.space.shape import Shape
+from weft.planner.space import Shape
 
 #: Families whose heads are not hidden / heads wide, or that look back over a window in a part of their layers.
 _HEAD_DIMS = (("qwen3", 128), ("gpt-oss", 64), ("gpt_oss", 64), ("gemma", 256), ("nemotron-h", 128))

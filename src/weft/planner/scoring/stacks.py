@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from weft.planner.space.stack import Stack
+from weft.planner.space import Stack
 
 _FEATURES = frozenset(each.name for each in dataclasses.fields(Stack))
 
@@ -33,7 +33,7 @@ class StackRule:
 
 @functools.cache
 def _file() -> dict[str, Any]:
-    text = resources.files("weft.planner.scoring").joinpath("stacks.toml").read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("stacks.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

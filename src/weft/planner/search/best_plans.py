@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.tables import Tables
+from weft.planner.cost.machine import Tables
 from weft.planner.estimate import Estimates, estimate
-from weft.planner.search.answer import Answer, Candidate, candidates, layouts
+from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
 from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
 from weft.planner.search.refine import anneal, descend
-from weft.planner.space.columns import Columns
-from weft.planner.space.enumerate import Block, Refused, Tally, enumerate_space
-from weft.planner.space.plan_space import Space
-from weft.planner.space.shape import Shape
-from weft.spec.cluster import ClusterSpec
-from weft.spec.model import DecoderSpec, ModelSpec
-from weft.spec.traced import TracedModel
+from weft.planner.space import Block, Columns, Refused, Space, Tally, enumerate_space
 from weft.units import format_bytes
 
 Floats = NDArray[np.float64]
@@ -37,32 +30,7 @@ _COUNTED = 8
 _CLOCKED = 12
 
 
-def search(
-    model: str | ModelSpec | DecoderSpec | Shape | TracedModel,
-    cluster: str | ClusterSpec,
-    *,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    fixed: str | Mapping[str, Any] = "",
-    built_only: bool = True,
-    **options: Any,
-) -> Answer:
-    """The best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
-
-    model: a size, a path to a Hugging Face config folder or to a config of Weft, or a spec. cluster: "2x8xh100", a
-    .toml file, or a ClusterSpec; a model by its code is given as weft.trace(...). seq_len: tokens of a sequence;
-    global_batch: sequences of a step; by default the
-    config's, else usual ones. fixed: decided fields as plan text, such as "tp=8 precision=bf16". built_only: only
-    plans that the runtime runs today. options: as in `Question`.
-    Raises ModelError, ConfigError or PlanError for what cannot be read.
-    """
-    question = Question.of(
-        model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options
-    )
-    return answer(question)
-
-
-def answer(question: Question) -> Answer:
+def answer(question: Question) -> Answer[Candidate]:
     """Look at the whole space of a question."""
     start = time.perf_counter()
     tally = Tally(question.facts)

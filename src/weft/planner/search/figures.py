@@ -7,9 +7,8 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 
-from weft.planner.cost.traced_cost import TracedShape, model_flops
-from weft.planner.space.columns import Job
-from weft.planner.space.shape import Shape
+from weft.planner.cost import model_flops
+from weft.planner.space import Job, Shape, TracedShape
 from weft.spec.cluster import ClusterSpec
 
 #: Watts of host, fans and switches for each device, and what the building takes beside (power usage effectiveness).
@@ -71,7 +70,7 @@ def usual_price(cluster: ClusterSpec) -> float | None:
 
 @functools.cache
 def _prices() -> dict[str, float]:
-    text = resources.files("weft.planner.search").joinpath("prices.toml").read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("prices.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)["dollars_per_hour"]
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ModelError, did_you_mean
-from weft.planner.cost.traced_cost import TracedShape, as_rules_see_it
-from weft.planner.space.shape import Shape
+from weft.planner.space import Shape, TracedShape, as_rules_see_it
 from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec, model_names
 from weft.spec.traced import FORMAT, Limit, TracedModel
 

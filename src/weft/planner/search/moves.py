@@ -8,10 +8,9 @@ from typing import Any
 
 from weft.errors import PlanError
 from weft.planner.estimate import estimate
-from weft.planner.search.answer import Candidate, candidates
+from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
-from weft.planner.space.columns import Columns, Job, settled
-from weft.planner.space.plan_space import Space
+from weft.planner.space import Columns, Job, Space, settled
 from weft.spec.plan import AXES, Plan, plan_fields
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import common_divisors

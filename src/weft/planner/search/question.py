@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, PlanError, Problem
-from weft.planner.cost.tables import Tables
-from weft.planner.measured import here
-from weft.planner.measured.profile import Profile, load_profile
+from weft.planner.cost.machine import Tables
+from weft.planner.measured import Profile, here, load_profile, measured_tables
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
-from weft.planner.space.columns import Job
-from weft.planner.space.shape import Shape
+from weft.planner.space import Job, Shape
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
 from weft.spec.model import DecoderSpec, ModelSpec
 from weft.spec.plan import Plan, split_plan
@@ -148,11 +146,7 @@ class Question:
 @functools.lru_cache(maxsize=8)
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
     """Kept, because laws are fitted to a profile's samples."""
-    if profile is None:
-        return Tables.of(cluster.device, tier)
-    from weft.planner.measured.host import measured_tables
-
-    return measured_tables(profile, cluster, tier)
+    return Tables.of(cluster.device, tier) if profile is None else measured_tables(profile, cluster, tier)
 
 
 def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.errors import PlanError, Problem
-from weft.planner.cost.collective_cost import Fabric
-from weft.planner.cost.layer_cost import LayerCosts, layer_costs
-from weft.planner.cost.memory_cost import _rank_bytes, layer_bytes
-from weft.planner.cost.pipeline_sim import Durations
-from weft.planner.search.answer import Candidate
+from weft.planner.cost import LayerCosts, layer_bytes, rank_bytes
+from weft.planner.cost.pipeline import Durations
+from weft.planner.estimate import costs_of_layer
+from weft.planner.measured import HostTables
+from weft.planner.search.candidate import Candidate
 from weft.planner.search.partition import split_stages
-from weft.planner.search.question import Question
-from weft.planner.space.columns import Columns
+from weft.planner.space import Columns
 from weft.spec.schedule import Schedule, build_schedule, stages_of
 from weft.spec.shares import divide_layers
 
@@ -46,7 +45,7 @@ def passes(one: Candidate) -> Passes:
     """What the estimate of a candidate takes for its parts, recompute and communication between ranks included."""
     question = one.question
     columns = Columns.of([one.plan], question.job)
-    costs = _costs(question, columns)
+    costs = costs_of_layer(question.job, question.cluster, columns, question.tables)
     layer = _layer(one, costs)
     head = _first(costs.head_gemm) + _first(costs.head_memory) + _first(costs.head_tp)
     products = _first(costs.head_gemm) / 3
@@ -56,16 +55,6 @@ def passes(one: Candidate) -> Passes:
         embedding=Pass(embedding / 2, 0.0, embedding / 2),
         head=Pass((head - products) / 2, (head - products) / 2, products),
     )
-
-
-def _costs(question: Question, columns: Columns) -> LayerCosts:
-    tables = question.tables
-    if tables.laws is not None:
-        from weft.planner.measured import layer
-
-        [(dtype, _)] = layer.dtype_of(columns)
-        return layer.layer_costs(question.job, columns, tables.laws, columns.world_size, dtype)
-    return layer_costs(question.job, columns, tables, Fabric.of(tables, question.cluster.devices_per_node))
 
 
 def _layer(one: Candidate, costs: LayerCosts) -> Pass:
@@ -134,7 +123,7 @@ def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
 def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     """Bytes by class on every rank of the pipeline; one entry where there is none."""
     question, plan = one.question, one.plan
-    if plan.pp == 1 or question.tables.laws is not None:
+    if plan.pp == 1 or isinstance(question.tables, HostTables):
         return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
     columns = Columns.of([plan], question.job)
     layers = stage_layers(one)
@@ -146,7 +135,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
         if plan.recompute_blocks:
             columns = replace(columns, recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
         layer = layer_bytes(question.job, columns)
-        classes = _rank_bytes(question.job, columns, question.tables, layer, place)
+        classes = rank_bytes(question.job, columns, question.tables, layer, place)
         found.append({name: _first(value) for name, value in classes.items()})
     return found
 

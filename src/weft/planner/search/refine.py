@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 
-from weft.planner.search.answer import Candidate
+from weft.planner.search.candidate import Candidate
 from weft.planner.search.moves import estimated, neighbours
 from weft.planner.search.question import Question
 from weft.spec.plan import Plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.errors import ConfigError, ModelError
-from weft.planner.search.answer import Candidate
+from weft.planner.search import Candidate
 from weft.spec.model import DecoderSpec, decoder_spec, model_names
 
 #: Fields of the model's section that say its shape.
