@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from weft.planner.cost import CLASSES, TERMS, LayerCosts, Parts, device_parts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables
-from weft.planner.measured import HostTables
-from weft.planner.measured.host import host_layer_costs, host_parts
+from weft.planner.measured import HostTables, host
 from weft.planner.space import Columns, Job
 from weft.spec.cluster import ClusterSpec
 
@@ -75,14 +74,14 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
     cluster: gives the size of a node; the rates are the tables'.
     """
     if isinstance(tables, HostTables):
-        return _estimates(job, columns, tables, [host_parts(job, columns, tables.laws)])
+        return _estimates(job, columns, tables, [host.host_parts(job, columns, tables.laws)])
     return _estimates(job, columns, tables, list(device_parts(job, cluster, columns, tables)))
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
     """Seconds of one layer and of the ends by part: what the terms of `estimate` are made of."""
     if isinstance(tables, HostTables):
-        return host_layer_costs(job, columns, tables.laws)
+        return host.host_layer_costs(job, columns, tables.laws)
     return layer_costs(job, columns, tables, Fabric.of(tables, cluster.devices_per_node))
 
 

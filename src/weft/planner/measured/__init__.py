@@ -27,10 +27,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.planner.measured import here
-    from weft.planner.measured.host_tables import HostTables, measured_tables
+    from weft.planner.measured.host_tables import HostTables
     from weft.planner.measured.laws import BETWEEN, TINY, Laws
     from weft.planner.measured.lessons import RUN_FILE, learn, lesson_words, measured_parts, parts_of
     from weft.planner.measured.profile import Machine, Profile, Sample, default_path, load_profile
+    from weft.planner.measured.profile_tables import measured_tables
 
 __getattr__ = loads(
     __name__,
@@ -48,7 +49,7 @@ __getattr__ = loads(
         "lesson_words": ".lessons",
         "load_profile": ".profile",
         "measured_parts": ".lessons",
-        "measured_tables": ".host_tables",
+        "measured_tables": ".profile_tables",
         "parts_of": ".lessons",
     },
 )

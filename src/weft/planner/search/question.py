@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, PlanError, Problem
+from weft.planner import measured
 from weft.planner.cost.machine import Tables
-from weft.planner.measured import Profile, here, load_profile, measured_tables
+from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.space import Job, Shape
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
@@ -65,7 +66,7 @@ class Question:
         Raises ModelError, ConfigError or PlanError for what cannot be read.
         """
         planned = read_model(model)
-        machines, measured = find_machines(cluster, profile)
+        machines, known = find_machines(cluster, profile)
         assumed = [] if planned.config else [
             name for name, value in (("seq_len", seq_len), ("global_batch", global_batch))
             if value is None and (name == "global_batch" or planned.reads_sequence)
@@ -79,7 +80,7 @@ class Question:
             rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
         decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
-        _expect_measured(decided.get("precision"), measured, machines.num_devices)
+        _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
         return cls(
             model=planned,
@@ -91,7 +92,7 @@ class Question:
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
             ),
             fixed=decided,
-            profile=measured,
+            profile=known,
             assumed=tuple(words[name] for name in assumed),
             **options,
         )
@@ -146,7 +147,7 @@ class Question:
 @functools.lru_cache(maxsize=8)
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
     """Kept, because laws are fitted to a profile's samples."""
-    return Tables.of(cluster.device, tier) if profile is None else measured_tables(profile, cluster, tier)
+    return Tables.of(cluster.device, tier) if profile is None else measured.measured_tables(profile, cluster, tier)
 
 
 def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:
