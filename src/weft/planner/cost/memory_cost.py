@@ -17,11 +17,10 @@ from weft.planner.cost.pipeline import Stages, in_flight
 from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_params, saved_bytes
 from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
 from weft.spec.plan import RECOMPUTES, REDUCES, RESHARDS
+from weft.spec.shares import BUCKET_BYTES, BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
-#: Bytes of gradients under way where they leave bucket by bucket: three buckets of Weft's runtime.
-_BUCKETS_BYTES = 3 * 2**24
 _AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
 
 CLASSES = (
@@ -262,7 +261,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     travels = stack.reduce_bytes + np.where(columns.reduce == REDUCES.index("bf16"), 2.0, 0.0)  # a rounded copy
     flat = np.where(zero == 2, travels * unit, 0.0)
     if stack.travel_once:
-        leaving = np.minimum(_BUCKETS_BYTES / stack.reduce_bytes + shares.ends, every) * travels
+        leaving = np.minimum(BUCKETS_UNDER_WAY * BUCKET_BYTES / stack.reduce_bytes + shares.ends, every) * travels
         travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
         flat = np.where(travels_at_once, leaving, 0.0)
     reduced = np.where(zero == 3, (2 + travels) * unit, flat)

@@ -14,6 +14,7 @@ from weft.planner.space import Columns, Job, Space, settled
 from weft.spec.plan import AXES, Plan, plan_fields
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import common_divisors
+from weft.spec.shares import samples_per_microbatch
 
 #: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
 BUDGETS = ("75%", "50%", "25%")
@@ -122,7 +123,7 @@ def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
 def _kept_microbatch(plan: Plan, moved: Mapping[str, int], question: Question) -> dict[str, Any]:
     batch, data = question.job.global_batch, moved["dp_replicate"] * moved["dp_shard"]
     sequences = max(1, batch // data)
-    wanted = max(1, batch // (plan.dp_size * plan.microbatches_per_step))
+    wanted = max(1, samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
     fits = [each for each in common_divisors(sequences) if each <= wanted]
     return _passes(plan.replace(pp=moved["pp"]), sequences // fits[-1])
 

@@ -12,10 +12,9 @@ from weft.planner.cost.pipeline import Durations
 from weft.planner.estimate import costs_of_layer
 from weft.planner.measured import HostTables
 from weft.planner.search.candidate import Candidate
-from weft.planner.search.partition import split_stages
 from weft.planner.space import Columns
 from weft.spec.schedule import Schedule, build_schedule, stages_of
-from weft.spec.shares import divide_layers
+from weft.spec.shares import divide_by_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +80,14 @@ def stage_layers(one: Candidate) -> list[int]:
 
     The plan's own split, or what the runtime makes of matrix elements alone.
     """
-    plan, shape = one.plan, one.question.job.shape
-    if plan.split:
-        return list(plan.split)
-    head = shape.vocab * shape.hidden
-    block = max(1, shape.dense_layer_params if not shape.num_experts else shape.moe_shared_params)
-    return list(divide_layers([1.0] * shape.layers, plan.pp * plan.virtual_stages, after=head / block))
+    plan = one.plan
+    return list(plan.split or one.question.job.shape.stage_layers(plan.pp * plan.virtual_stages))
 
 
 def best_split(one: Candidate, parts: Passes) -> list[int]:
     """The split that makes the longest rank shortest, by the seconds that were estimated."""
     plan = one.plan
-    return split_stages(
+    return divide_by_rank(
         one.question.job.shape.layers,
         [stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank) for rank in range(plan.pp)],
         first=parts.embedding.whole_s / parts.layer.whole_s,

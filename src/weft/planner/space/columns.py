@@ -16,6 +16,7 @@ from weft.planner.space.stack import Stack
 from weft.spec.context import choose_cp_mode
 from weft.spec.plan import AXES, RECOMPUTES, REDUCES, RESHARDS, SCHEDULES, Plan
 from weft.spec.plan import PRECISIONS as PLAN_PRECISIONS
+from weft.spec.shares import samples_per_microbatch
 
 #: What a code in `Columns.precision` stands for; fp8 and fp4 (matmuls of layers alone) are no plans of the runtime yet.
 PRECISIONS = (*PLAN_PRECISIONS, "fp8", "fp4")
@@ -212,7 +213,7 @@ def _row(plan: Plan, job: Job) -> dict[str, object]:
         **{name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sp")},
         "schedule": SCHEDULES.index(plan.schedule),
         "virtual_stages": plan.virtual_stages,
-        "microbatch": max(1, job.global_batch // (plan.dp_size * passes)),
+        "microbatch": max(1, samples_per_microbatch(job.global_batch, plan.dp_size, passes)),
         "num_micro": passes,
         "recompute": RECOMPUTES.index(recompute),
         "recompute_blocks": plan.recompute_blocks,

@@ -15,6 +15,7 @@ from weft.planner.space.plan_space import Space
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import REDUCES, RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rules.rule import Facts, Rule, common_divisors
+from weft.spec.shares import samples_per_microbatch
 
 #: What a plan without context parallelism says of its way.
 _NO_WAY = Plan().cp_mode
@@ -211,7 +212,8 @@ def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: J
     for name, values in (("microbatches", np.where(piped, passes, 1)), ("accumulation", np.where(piped, 1, passes))):
         table = table.with_values(name, np.where(passes > 0, values, space.fixed.get(name, 1)))
     table = table.with_values("microbatches_per_step", passes)
-    return table.with_values("microbatch", np.maximum(1, job.global_batch // (table.values("dp_size") * passes)))
+    rows = samples_per_microbatch(job.global_batch, table.values("dp_size"), passes)
+    return table.with_values("microbatch", np.maximum(1, rows))
 
 
 def _with_schedules(meshes: PartialPlans, space: Space) -> PartialPlans:

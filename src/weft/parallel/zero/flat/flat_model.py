@@ -35,11 +35,12 @@ from weft.parallel.placement.placement import Placement
 from weft.parallel.placement.precision import Precision, cast_inputs, formats
 from weft.parallel.placement.state_guard import guard_optimizer
 from weft.parallel.zero.adopt import Adoption
-from weft.parallel.zero.flat.buckets import BUCKET_BYTES, Bucket, Slot, fill, lay_out, put_in_order
+from weft.parallel.zero.flat.buckets import Bucket, Slot, fill, lay_out, put_in_order
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.own_loop import OwnLoop
 from weft.parallel.zero.stages import across_stages
 from weft.parallel.zero.states import gather_states, load_states
+from weft.spec.shares import BUCKET_BYTES
 
 
 class FlatModel:

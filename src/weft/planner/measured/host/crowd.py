@@ -11,7 +11,6 @@ from weft.planner.cost.pipeline import bubble_s, sends
 from weft.planner.space import Columns, Job
 from weft.spec.plan import SCHEDULES
 from weft.spec.schedule import stage_owner
-from weft.spec.shares import divide_layers
 
 Array = NDArray[np.float64]
 
@@ -75,8 +74,7 @@ def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[lis
     num_stages = pp * virtual_stages if pp > 1 else 1
     if shape.layers < num_stages:  # no rule allows it: numbers are needed, and nobody reads them
         return [shape.layers] * pp, 0, pp - 1
-    layer, head = float(shape.dense_layer_params or shape.moe_shared_params), float(shape.vocab * shape.hidden)
-    counts = divide_layers([layer] * shape.layers, num_stages, after=head)
+    counts = shape.stage_layers(num_stages)
     owners = [stage_owner(SCHEDULES[schedule], pp, stage) for stage in range(num_stages)]
     layers = [sum(n for n, owner in zip(counts, owners, strict=True) if owner == rank) for rank in range(pp)]
     return layers, owners[0], owners[-1]
@@ -85,8 +83,7 @@ def _divided(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[lis
 def _kind(job: Job, pp: int, virtual_stages: int, schedule: int) -> tuple[float, float, float, float]:
     """Layers of the busiest rank, whether it has the embedding and the head, and the ranks' mean work over its own."""
     layers, first, last = _divided(job, pp, virtual_stages, schedule)
-    layer = float(job.shape.dense_layer_params or job.shape.moe_shared_params)
-    head = float(job.shape.vocab * job.shape.hidden)
+    layer, head = job.shape.layer_weights, job.shape.head_weights
     work = [count * layer + head * (rank == last) for rank, count in enumerate(layers)]
     busiest = max(range(pp), key=work.__getitem__)
     return float(layers[busiest]), float(first == busiest), float(last == busiest), sum(work) / pp / work[busiest]

@@ -9,11 +9,9 @@ from weft.planner.cost import rank_shares
 from weft.planner.measured.host.crowd import Crowd
 from weft.planner.measured.host.host_layer import VALUE, Clock
 from weft.planner.space import Columns, Job
+from weft.spec.shares import BUCKET_PARAMS
 
 Array = NDArray[np.float64]
-
-#: Parameters that travel together under ZeRO 0 to 2.
-_BUCKET = 4 * 2**20
 
 
 def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> tuple[Array, Array, Array]:
@@ -30,7 +28,7 @@ def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> t
     stride = columns.tp
     m = columns.num_micro.astype(float)
     whole = params * VALUE
-    pieces = np.maximum(1.0, np.ceil(params / _BUCKET))
+    pieces = np.maximum(1.0, np.ceil(params / BUCKET_PARAMS))
     reduce = pieces * clock.travel("reduce_scatter", whole / pieces, group, stride)
     reduce = reduce + pieces * clock.travel("all_reduce", whole / pieces / group, replicas, stride * group)
     gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)

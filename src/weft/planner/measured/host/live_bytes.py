@@ -21,11 +21,9 @@ from weft.planner.cost.pipeline import in_flight
 from weft.planner.measured.host.crowd import ranks_of
 from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
 from weft.spec.plan import RECOMPUTES, RESHARDS
+from weft.spec.shares import BUCKET_PARAMS, BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
-
-#: Parameters whose gradients travel together under ZeRO 0 to 2.
-_BUCKET = 4.0 * 2**20
 
 
 def host_memory(job: Job, columns: Columns) -> dict[str, Array]:
@@ -94,11 +92,11 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
 def _on_their_way(columns: Columns, layers: Array, unit: Array, head: Array) -> tuple[Array, Array]:
     """Values of gradients on their way while backward is in the last layer and in the first.
 
-    Those of a single pass travel from where autograd put them, up to three buckets at once. ZeRO 3 has those of a unit,
-    and, where it keeps what it gathered until then, that unit's weights.
+    Those of a single pass travel from where autograd put them, some buckets at once. ZeRO 3 has those of a unit, and,
+    where it keeps what it gathered until then, that unit's weights.
     """
     one_pass = columns.num_micro == 1
-    made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, 3 * _BUCKET)
+    made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, float(BUCKETS_UNDER_WAY * BUCKET_PARAMS))
     is_divided = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     by_bucket = (columns.zero < 3) & one_pass & is_divided & (columns.pp == 1)
     lets_go = columns.reshard == RESHARDS.index("after_forward")
