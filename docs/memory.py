@@ -54,9 +54,9 @@ half of the planner that `weft calibrate` feeds counts on its own and is held to
 | plan | parameters | gradients | optimizer | activations | logits | buffers | sum | live |
 |---|---|---|---|---|---|---|---|---|
 """
-BUCKET = f"{BUCKET_BYTES // 2**20} MiB"
+SIZE = f"{BUCKET_BYTES // 2**20} MiB"
 TAIL = f"""
-During a step there is more: activations; at zero=0 to 2 the whole gradients of three buckets ({BUCKET} of masters each),
+During a step there is more: activations; at zero=0 to 2 the whole gradients of three buckets ({SIZE} of masters each),
 of all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three
 units.
 """
