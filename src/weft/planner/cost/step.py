@@ -65,8 +65,8 @@ def _chunk(
     job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     costs = layer_costs(job, columns, tables, fabric)
-    terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
-    *idle, layer = _layer_terms(job, columns, costs)
+    terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
+    idle_f, idle_b, layer = _layer_terms(job, columns, costs)
     layer["recompute"] = layer["recompute"] + budget_s(job, columns, costs)
     head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
     embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
@@ -86,7 +86,7 @@ def _chunk(
         for name, seconds in part.items():
             terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
     _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
-    _step_terms(job, columns, cluster, tables, fabric, (costs, *idle), stages, terms)
+    _step_terms(job, columns, cluster, tables, fabric, (costs, idle_f, idle_b), stages, terms)
     return terms, memory_bytes(job, columns, tables, stages)
 
 
@@ -165,7 +165,11 @@ def _step_terms(
     first = rank_shares(job, columns, stages.first, True, False)
     both = rank_shares(job, columns, stages.middle, True, True)
     alone = columns.pp == 1
-    shares = type(first)(*(np.where(alone, getattr(both, n), getattr(first, n)) for n in ("dense", "experts", "ends")))
+    shares = Shares(
+        dense=np.where(alone, both.dense, first.dense),
+        experts=np.where(alone, both.experts, first.experts),
+        ends=np.where(alone, both.ends, first.ends),
+    )
     layers = np.where(alone, stages.middle, stages.first)
     forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + idle_f)
     backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)

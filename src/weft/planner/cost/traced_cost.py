@@ -41,7 +41,8 @@ def products_s(shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: 
     for one, share in _weighted(shape, layer):
         for each in one.matmuls:
             m, n, k, count = each.sizes(cut.batch, cut.seq, cut.t)
-            times = gemm_s(tables, *np.broadcast_arrays([m, m, n], [n, k, k], [k, n, m]), count, cut.rate)
+            rows, columns, inner = np.broadcast_arrays([m, m, n], [n, k, k], [k, n, m])
+            times = gemm_s(tables, rows, columns, inner, count, cut.rate)
             forward = forward + share * times[0]
             dgrad = dgrad + share * times[1] * each.input_grad
             wgrad = wgrad + share * times[2] * each.weight_grad
@@ -76,11 +77,9 @@ def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: Cut) -> tupl
 
 def num_calls(shape: TracedShape, fused: NDArray[np.bool_]) -> Array:
     """Kernels of a mean layer's forward."""
-    return np.where(
-        fused,
-        shape.mean(lambda layer: layer.fused_kernels),
-        shape.mean(lambda layer: layer.kernels_forward),
-    )
+    together: float = shape.mean(lambda layer: layer.fused_kernels)
+    alone: float = shape.mean(lambda layer: layer.kernels_forward)
+    return np.where(fused, together, alone)
 
 
 def tensor_traffic(shape: TracedShape, cut: Cut) -> Array:
@@ -91,17 +90,19 @@ def tensor_traffic(shape: TracedShape, cut: Cut) -> Array:
 
 def end_s(shape: TracedShape, layer: TracedLayer, cut: Cut, tables: Tables) -> tuple[Array, Array]:
     """Seconds of forward and backward of what runs before or after the layers: products, and passes over memory."""
-    products = sum(products_s(shape, layer, cut, tables))
-    scores = sum(attention_s(shape, layer, cut, tables, 1.0))
-    moved = sum(bytes_s(tables, each) for each in moved_bytes(shape, layer, cut))
+    none = np.zeros_like(cut.batch)
+    products = sum(products_s(shape, layer, cut, tables), none)
+    scores = sum(attention_s(shape, layer, cut, tables, 1.0), none)
+    moved = sum((bytes_s(tables, each) for each in moved_bytes(shape, layer, cut)), none)
     return products + scores, moved
 
 
 def saved_bytes(shape: TracedShape, cut: Cut, policy: str) -> Array:
     """Bytes that a mean layer keeps of one pass under a policy of recompute."""
     name = {"none": "compiled"}.get(policy, policy)
-    found = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
-    return np.where(cut.fused, shape.mean(lambda layer: _at(dict(layer.saved)[name], cut)), found)
+    alone: Array = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
+    together: Array = shape.mean(lambda layer: _at(dict(layer.saved)[name], cut))
+    return np.where(cut.fused, together, alone)
 
 
 def end_saved_bytes(layer: TracedLayer, cut: Cut) -> Array:

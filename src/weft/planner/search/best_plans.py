@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
 from weft.planner.search.refine import anneal, descend
 from weft.planner.space import Block, Columns, Refused, Space, Tally, enumerate_space
+from weft.spec.plan import Plan
 from weft.units import format_bytes
 
 Floats = NDArray[np.float64]
@@ -72,7 +73,8 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
 
 def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
     """The ranking after the pipelines of its best layouts were run on a clock, as far as that takes little time."""
-    steps, timed = 0, {}
+    steps = 0
+    timed: dict[Plan, Candidate] = {}
     most = MOST_STEPS * (1 + 4 * question.refine_s)
     for one in layouts(ranked)[:_CLOCKED]:
         steps += num_steps(one) if one.plan.pp > 1 else 0
@@ -111,8 +113,8 @@ class _Keep:
 
     question: Question
     tables: Tables
-    kept: list[Columns] = field(default_factory=list)
-    refused: dict[str, Refused] = field(default_factory=dict)
+    kept: list[Columns] = field(default_factory=list[Columns])
+    refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
     nearest: Candidate | None = None
     num_plans: int = 0
     num_fit: int = 0
@@ -135,7 +137,8 @@ class _Keep:
         names = [name for name in found.memory if name not in ("context", "communicators", "reserve")]
         largest = np.argmax(np.stack([found.memory[name][rows] for name in names]), axis=0)
         needed = found.total_bytes[rows]
-        for code in np.unique(largest).tolist():
+        classes: list[int] = np.unique(largest).tolist()
+        for code in classes:
             of_class = largest == code
             one = rows[of_class][np.argmin(needed[of_class])]
             name = f"memory-{names[code]}"
@@ -197,19 +200,16 @@ def _best_border(found: list[Candidate]) -> list[Candidate]:
 
 def _order(memory: Floats, speed: Floats) -> NDArray[Any]:
     """Fastest first; what is equal to four digits goes by memory."""
-    rounded = np.round(speed / speed.min(), 4)
+    rounded = np.asarray(np.round(speed / speed.min(), 4), dtype=np.float64)
     return np.lexsort((memory, rounded))
 
 
 def _rows(found: Estimates, rows: Any) -> Estimates:
     """Some rows of estimates."""
     index = np.asarray(rows)
-    values: dict[str, Any] = {}
-    for each in fields(found):
-        value = getattr(found, each.name)
-        if isinstance(value, dict):
-            value = {name: array[index] for name, array in value.items()}
-        elif isinstance(value, np.ndarray):
-            value = value[index]
-        values[each.name] = value
-    return type(found)(**values)
+    return replace(
+        found,
+        terms={name: array[index] for name, array in found.terms.items()},
+        memory={name: array[index] for name, array in found.memory.items()},
+        world_size=found.world_size[index],
+    )

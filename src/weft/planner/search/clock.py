@@ -103,4 +103,4 @@ def _longest(one: Candidate, seconds: Durations) -> float:
 
 def _stage_s(seconds: Durations, stage: int) -> float:
     sides = (seconds.forward_s, seconds.input_gradient_s, seconds.weight_gradient_s)
-    return sum(side if isinstance(side, float) else side[stage] for side in sides)
+    return sum(side if isinstance(side, int | float) else side[stage] for side in sides)

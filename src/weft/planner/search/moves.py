@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from weft.errors import PlanError
 from weft.planner.estimate import estimate
@@ -178,4 +178,4 @@ def changed_words(before: Plan, after: Plan) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
+    return ("+".join(cast(tuple[str, ...], value)) or "none") if isinstance(value, tuple) else str(value)

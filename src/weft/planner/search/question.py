@@ -40,7 +40,7 @@ class Question:
     model: PlannedModel
     cluster: ClusterSpec
     job: Job
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     built_only: bool = True
     tier: str = "tables"
     fits: float = FITS

@@ -97,13 +97,19 @@ def best_split(one: Candidate, parts: Passes) -> list[int]:
 
 def durations(one: Candidate, layers: list[int], parts: Passes, latency_s: float = 0.0) -> Durations:
     """Seconds of every stage's passes, for the clock."""
-    sides = []
-    for name in ("forward_s", "input_gradient_s", "weight_gradient_s"):
-        seconds = [count * getattr(parts.layer, name) for count in layers]
+
+    def side(name: str) -> list[float]:
+        seconds = [count * float(getattr(parts.layer, name)) for count in layers]
         seconds[0] += getattr(parts.embedding, name)
         seconds[-1] += getattr(parts.head, name)
-        sides.append(seconds)
-    return Durations(*sides, latency_s=latency_s)
+        return seconds
+
+    return Durations(
+        forward_s=side("forward_s"),
+        input_gradient_s=side("input_gradient_s"),
+        weight_gradient_s=side("weight_gradient_s"),
+        latency_s=latency_s,
+    )
 
 
 def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:

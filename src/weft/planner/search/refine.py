@@ -33,7 +33,7 @@ def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     for _ in range(_ROUNDS):
         if not active:
             break
-        moved = []
+        moved: list[Candidate] = []
         for one, around in zip(active, _around(active, question), strict=True):
             better = [near for near in around if near.step_s < one.step_s * (1 - _WORTH)]
             if better:

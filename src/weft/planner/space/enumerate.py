@@ -40,7 +40,7 @@ class Tally:
     """The plans that rules refuse, by rule."""
 
     facts: Facts
-    refused: dict[str, Refused] = field(default_factory=dict)
+    refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
         """Count plans that a rule refuses; `values` is one of them."""
@@ -207,7 +207,8 @@ def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: J
     choices = [batches[dp] for dp in meshes.levels["dp_size"]]
     counts = np.array([len(each) for each in choices], dtype=np.int64)[meshes.codes["dp_size"]]
     table = meshes[np.repeat(np.arange(len(meshes)), counts)]
-    passes = np.array([one for code in meshes.codes["dp_size"].tolist() for one in choices[code]], dtype=np.int64)
+    codes: list[int] = meshes.codes["dp_size"].tolist()
+    passes = np.array([one for code in codes for one in choices[code]], dtype=np.int64)
     piped = table.values("pp") > 1
     for name, values in (("microbatches", np.where(piped, passes, 1)), ("accumulation", np.where(piped, 1, passes))):
         table = table.with_values(name, np.where(passes > 0, values, space.fixed.get(name, 1)))

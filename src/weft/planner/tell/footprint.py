@@ -80,7 +80,7 @@ def remedies(
     who holds what, then what is computed twice, then number formats, the host, and last more devices. Changes that
     a rule refuses are left out. missing_bytes: 0 where unknown.
     """
-    found = []
+    found: list[Remedy] = []
     for change in _changes(plan, usage, missing_bytes, shape):
         candidate = plan.replace(**change)
         if check(candidate, facts if candidate.world_size == plan.world_size else None):
@@ -97,7 +97,7 @@ def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) 
     """Candidates, the least disturbing first; each the smallest of its kind that is enough, or its largest."""
     ranks = plan.dp_size
     changes: list[dict[str, object]] = [*_more_passes(plan, usage, missing, shape)]
-    sharded = {"dp_shard": ranks, "dp_replicate": 1} if plan.zero == 0 else {}
+    sharded: dict[str, object] = {"dp_shard": ranks, "dp_replicate": 1} if plan.zero == 0 else {}
     stages = range(plan.zero + 1, 4) if ranks > 1 else range(0)
     changes += [{"zero": zero, **sharded} for zero in stages if zero < 3]
     if plan.recompute in ("none", "attention"):

@@ -21,7 +21,7 @@ def question_table(question: Question) -> dict[str, Any]:
         "seq_len": question.job.seq_len,
         "global_batch": question.job.global_batch,
         "assumed": list(question.assumed),
-        "fixed": {name: list(value) if isinstance(value, tuple) else value for name, value in question.fixed.items()},
+        "fixed": {name: [*value] if isinstance(value, tuple) else value for name, value in question.fixed.items()},
         "built_only": question.built_only,
         "tier": question.tier,
         "fits_from": question.fits,

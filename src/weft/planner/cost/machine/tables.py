@@ -67,7 +67,7 @@ class Tables:
     reserve: float
     usable: float
     rungs: Mapping[str, str]
-    learned: Mapping[str, float] = field(default_factory=dict)
+    learned: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
     def of(cls, device: DeviceSpec, tier: str = "tables", profile: Mapping[str, float] | None = None) -> Tables:
@@ -99,7 +99,7 @@ class Tables:
 
 @functools.cache
 def _shipped() -> dict[str, Any]:
-    text = resources.files(__package__).joinpath("tables.toml").read_text(encoding="utf-8")
+    text = resources.files(__name__.rpartition(".")[0]).joinpath("tables.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

@@ -48,7 +48,7 @@ def crowd_of(job: Job, columns: Columns) -> Crowd:
         layers=found[:, 0],
         has_embedding=found[:, 1],
         has_head=found[:, 2],
-        steady=columns.world_size * found[:, 3],
+        steady=np.asarray(columns.world_size * found[:, 3], dtype=np.float64),
         bubble_share=np.where(columns.pp > 1, share, 0.0),
         sends=sends(columns),
     )

@@ -76,7 +76,7 @@ class Clock:
 def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
     """Costs of every row with all ranks at work; the rows have one number format."""
     [(dtype, _)] = dtype_of(columns)
-    return layer_costs(job, columns, laws, columns.world_size, dtype)
+    return layer_costs(job, columns, laws, columns.world_size.astype(float), dtype)
 
 
 def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: str) -> LayerCosts:

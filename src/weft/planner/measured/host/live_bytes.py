@@ -145,7 +145,7 @@ def _states(columns: Columns, params: Array, width: Array) -> dict[str, Array]:
     }
 
 
-def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late: Array) -> Array:
+def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late: NDArray[np.bool_]) -> Array:
     """Parameters that ZeRO 3 has gathered.
 
     It has let all units but the head go when the loss is made; in backward two are here. Other ways of `reshard` keep

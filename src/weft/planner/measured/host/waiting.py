@@ -34,7 +34,7 @@ def waiting_s(
     return {name: times * clock.waiting(between, size) for name, (size, times) in often.items()}
 
 
-def _meetings(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[str, tuple[Array, Array]]:
+def _meetings(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[str, tuple[NDArray[np.int64], Array]]:
     """By term: the ranks that meet, and how often in a step."""
     full = columns.recompute == RECOMPUTES.index("full")
     selective = columns.recompute == RECOMPUTES.index("selective")

@@ -67,7 +67,7 @@ class Drawing:
 
     width: float
     height: float
-    shapes: list[Shape] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list[Shape])
 
     def add(self, *shapes: Shape) -> None:
         """Put shapes on top."""
