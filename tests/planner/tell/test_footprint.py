@@ -98,8 +98,8 @@ def test_shapes_give_closed_forms():
     found = {remedy.change: remedy.saved_bytes for remedy in remedies(Plan(precision="bf16"), usage, 0, None, shape)}
     none, full = (activation_bytes(shape, 8192, "bf16", name) for name in ("none", "full"))
     assert found["recompute=full"] == none - full
-    # 12 + 4g + 8f bytes per token and width in bf16: Llama 3 8B keeps 41 of them in each layer.
+    # 12 + 4g + 8f bytes per token and width in bf16, and 12 of eager norms in fp32: 53 in each layer of Llama 3 8B.
     per_layer = (none - activation_bytes(shape, 0, "bf16", "none")) / 8192
     head = 2 * 4096 * 2 + 128_256 * 6
-    assert (per_layer - head) / 32 / 4096 == pytest.approx(41, rel=0.01)
+    assert (per_layer - head) / 32 / 4096 == pytest.approx(53, rel=0.01)
     assert len(NOT_BUILT) < 20
