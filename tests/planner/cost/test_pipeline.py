@@ -17,6 +17,7 @@ from weft.planner.cost.pipeline.pipeline_cost import (
 )
 from weft.planner.space.columns import Columns
 from weft.spec.plan import SCHEDULES
+from weft.spec.shares import divide_layers
 
 
 def piped(schedule="1f1b", pp=8, num_micro=32, virtual_stages=1) -> Columns:
@@ -82,6 +83,13 @@ def test_every_layer_lies_on_a_stage(layers, pp, chunks):
         assert fullest == layers
     if layers % (pp * chunks_per_rank(columns)[0]) == 0:
         assert stages.first[0] == stages.last[0] == fullest == layers / pp
+
+
+@given(st.integers(1, 16), st.integers(0, 60))
+def test_the_closed_form_is_as_even_as_the_runtime_divides_equal_layers(pp, more):
+    stages = split_layers(pp + more, piped(pp=pp))
+    fullest = max(stages.first[0], stages.last[0]) if pp == 2 else stages.middle[0]
+    assert fullest == max(divide_layers([1.0] * (pp + more), pp))
 
 
 def test_the_ends_have_less_where_layers_do_not_come_out_even():

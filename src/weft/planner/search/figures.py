@@ -70,7 +70,7 @@ def usual_price(cluster: ClusterSpec) -> float | None:
 
 @functools.cache
 def _prices() -> dict[str, float]:
-    text = resources.files(__name__.rpartition(".")[0]).joinpath("prices.toml").read_text(encoding="utf-8")
+    text = resources.files("weft.planner.search").joinpath("prices.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)["dollars_per_hour"]
 
 

@@ -99,7 +99,7 @@ class Tables:
 
 @functools.cache
 def _shipped() -> dict[str, Any]:
-    text = resources.files(__name__.rpartition(".")[0]).joinpath("tables.toml").read_text(encoding="utf-8")
+    text = resources.files("weft.planner.cost.machine").joinpath("tables.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
