@@ -34,10 +34,9 @@ from weft.models import build_decoder
 from weft.monitor import Meter
 from weft.parallel import parallelize
 from weft.planner.estimate import estimate
-from weft.planner.measured import here
-from weft.planner.measured.profile import Profile, load_profile
-from weft.planner.search.question import Question
-from weft.planner.space.columns import Columns
+from weft.planner.measured import Profile, here, load_profile
+from weft.planner.search import Question
+from weft.planner.space import Columns
 from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool

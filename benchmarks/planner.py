@@ -18,10 +18,8 @@ import time
 from collections.abc import Callable
 
 from weft.planner.estimate import estimate
-from weft.planner.search.best_plans import answer
-from weft.planner.search.question import Question
-from weft.planner.space.enumerate import Tally, enumerate_space
-from weft.planner.space.plan_space import Space
+from weft.planner.search import Question, answer
+from weft.planner.space import Space, Tally, enumerate_space
 from weft.spec.rules.plan_rules import LASTING
 
 CASES = (("llama3-8b", "8xh100", 1.0), ("llama3-70b", "8x8xh100", 1.0), ("llama3-405b", "2048x8xh100", 3.0))

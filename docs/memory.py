@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.spec.plan import Plan
+from weft.spec.shares import BUCKET_BYTES
 from weft.testing import RankPool
 from weft.testing.memory import (
     FULLEST,
@@ -53,8 +54,9 @@ half of the planner that `weft calibrate` feeds counts on its own and is held to
 | plan | parameters | gradients | optimizer | activations | logits | buffers | sum | live |
 |---|---|---|---|---|---|---|---|---|
 """
-TAIL = """
-During a step there is more: activations; at zero=0 to 2 the whole gradients of three buckets (16 MiB of masters each),
+SIZE = f"{BUCKET_BYTES // 2**20} MiB"
+TAIL = f"""
+During a step there is more: activations; at zero=0 to 2 the whole gradients of three buckets ({SIZE} of masters each),
 of all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three
 units.
 """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from weft.errors import WeftError, WeftWarning
     from weft.mesh import Mesh, build_mesh
     from weft.parallel.description import trace
-    from weft.planner.search.best_plans import search
+    from weft.planner.tell import search
     from weft.spec.cluster import ClusterSpec
     from weft.spec.config import RunConfig
     from weft.spec.layout import Layout
@@ -55,7 +55,7 @@ __getattr__ = loads(
         "WeftError": ".errors",
         "WeftWarning": ".errors",
         "describe": ".structure.cost",
-        "search": ".planner.search.best_plans",
+        "search": ".planner.tell",
         "trace": ".parallel.description",
         "build_mesh": ".mesh",
         "Mesh": ".mesh",

@@ -232,7 +232,7 @@ def _chosen(
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
     from weft.parallel.description import trace
-    from weft.planner.search.model_source import CODE, read_model
+    from weft.planner.search import CODE, read_model
     from weft.train.auto_plan import choose_plan, chosen_line, this_cluster
 
     if model is None or seq_len is None or global_batch is None:

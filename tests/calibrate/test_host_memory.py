@@ -8,7 +8,7 @@ import torch
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.planner.measured.memory import host_memory
+from weft.planner.measured.host.live_bytes import host_memory
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.spec.decoder import DecoderSpec

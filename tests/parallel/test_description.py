@@ -19,14 +19,14 @@ from weft.memory.trace import trace_block
 from weft.models import build_decoder
 from weft.parallel.description import describe_by_tracing, trace
 from weft.planner.cost.memory_cost import layer_bytes
-from weft.planner.cost.traced_cost import TracedShape
 from weft.planner.estimate import estimate
-from weft.planner.search.best_plans import search
 from weft.planner.search.figures import flops_per_token
 from weft.planner.search.model_source import _from_hugging_face, read_model
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
+from weft.planner.space.traced_shape import TracedShape
+from weft.planner.tell.explained import search
 from weft.spec.decoder import DecoderSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
@@ -180,7 +180,7 @@ def test_a_saved_description_is_planned_without_torch(tmp_path):
     found.save(path)
     assert read_model(str(path)).traced == found
     code = (
-        "import sys; from weft.planner.search.best_plans import search; "
+        "import sys; from weft.planner.tell import search; "
         f"best = search({str(path)!r}, '2xa100', global_batch=32).best; "
         "assert 'torch' not in sys.modules; print(best.plan)"
     )

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner import estimate as module
-from weft.planner.cost.tables import Tables
-from weft.planner.estimate import TERMS, estimate
+from weft.planner.cost import step
+from weft.planner.cost.machine.tables import Tables
+from weft.planner.cost.step import TERMS
+from weft.planner.estimate import estimate
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
@@ -78,7 +79,7 @@ def test_a_row_is_the_same_wherever_it_stands(seed):
 def test_long_columns_are_worked_on_in_pieces(monkeypatch):
     columns = plans(7)
     whole = estimate(JOB, CLUSTER, columns, TABLES)
-    monkeypatch.setattr(module, "_CHUNK", 7)
+    monkeypatch.setattr(step, "_CHUNK", 7)
     pieces = estimate(JOB, CLUSTER, columns, TABLES)
     assert pieces.step_s == pytest.approx(whole.step_s)
     assert pieces.total_bytes == pytest.approx(whole.total_bytes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.spec.shares import divide_layers
+from weft.spec.shares import batch_unit, divide_by_rank, divide_layers, microbatch_starts, samples_per_microbatch
 
 
 def slowest(counts, costs, before, after):
@@ -51,3 +52,46 @@ def test_a_heavy_head_leaves_fewer_layers_to_the_last_stage():
     counts = divide_layers([1.0] * 126, 16, after=2.1)
     assert slowest(counts, [1.0] * 126, 0.0, 2.1) <= 8.3
     assert counts[-1] < 8
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.integers(0, 40),
+    st.floats(0, 4, allow_nan=False),
+    st.floats(0, 4, allow_nan=False),
+)
+def test_a_split_is_whole_even_and_near_the_bound(ranks, each, more, first, last):
+    num_layers = ranks * each + more
+    stages = [list(range(rank, ranks * each, ranks)) for rank in range(ranks)]
+    found = divide_by_rank(num_layers, stages, first=first, last=last)
+    assert sum(found) == num_layers
+    assert min(found) >= 1
+    loads = [sum(found[stage] for stage in own) for own in stages]
+    loads[0] += first
+    loads[-1] += last
+    if ranks == 1:
+        return
+    mean = (num_layers + first + last) / ranks
+    floor = max(mean, each + first, each + last)
+    assert max(loads) <= floor + 1 + 1e-6
+
+
+def test_an_expensive_head_takes_layers_from_its_rank():
+    layers = divide_by_rank(126, [[rank] for rank in range(16)], first=0.3, last=2.1)
+    assert max(layers[:-1]) == 8
+    assert layers[-1] <= 6
+
+
+@given(data_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 6), each=st.integers(1, 4))
+def test_every_sample_of_a_batch_is_in_one_microbatch(data_ranks, num_microbatches, each):
+    global_batch = each * batch_unit(data_ranks, num_microbatches)
+    assert samples_per_microbatch(global_batch, data_ranks, num_microbatches) == each
+    starts = [microbatch_starts(global_batch, data_ranks, num_microbatches, rank) for rank in range(data_ranks)]
+    assert sorted(first + more for own in starts for first in own for more in range(each)) == list(range(global_batch))
+
+
+def test_samples_of_many_plans_at_once():
+    found = samples_per_microbatch(64, np.array([1, 2, 8]), np.array([4, 4, 16]))
+    assert found.tolist() == [16, 8, 0]

@@ -12,7 +12,7 @@ from tests.planner.measured.synthetic import profile
 from weft.cli.main import run
 from weft.mesh import build_mesh
 from weft.planner.measured.here import this_host
-from weft.planner.measured.learn import FILE
+from weft.planner.measured.lessons import RUN_FILE
 from weft.planner.measured.profile import load_profile
 from weft.spec.config import RunConfig
 from weft.spec.decoder import DecoderSpec
@@ -44,7 +44,7 @@ def here_profile(home: Path) -> Path:
 def test_nothing_is_guessed_of_an_unknown_machine(home: Path) -> None:
     [line] = lines(home)
     assert line == "planned: no estimate; run `weft calibrate` once (1.5 min)"
-    assert json.loads((home / FILE).read_text())["expected"] is None
+    assert json.loads((home / RUN_FILE).read_text())["expected"] is None
 
 
 def test_planned_beside_measured_part_by_part(home: Path) -> None:
@@ -54,7 +54,7 @@ def test_planned_beside_measured_part_by_part(home: Path) -> None:
     assert "measured 610 ms" in told[0]
     assert any(line.strip().startswith("compute: ") and "500 ms measured" in line for line in told)
     assert "of tensors planned" in told[-1]
-    kept = json.loads((home / FILE).read_text())
+    kept = json.loads((home / RUN_FILE).read_text())
     assert kept["measured"]["parts"] == RANK["typical"]
     assert sum(kept["expected"]["terms"].values()) == pytest.approx(kept["expected"]["step_s"])
     assert kept["expected"]["time_by_rung"] == pytest.approx({"here": 1.0})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from weft.planner.cost.pipeline_sim import Durations, simulate
+from weft.planner.cost.pipeline.pipeline_sim import Durations, simulate
 from weft.spec.schedule import build_schedule
 from weft.train.time_report import _bubble_line, _on_a_clock
 

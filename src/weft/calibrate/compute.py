@@ -21,7 +21,7 @@ from weft.models.rotary import rotate, rotation
 from weft.models.transformer import Block
 from weft.parallel.tensor.cut_linear import Line
 from weft.parallel.tensor.head_loss import token_loss
-from weft.planner.measured.layer import TINY
+from weft.planner.measured import TINY
 from weft.spec.decoder import DecoderSpec
 
 Call = Callable[[], object]

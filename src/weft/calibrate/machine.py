@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from weft.planner.measured.here import this_host
-from weft.planner.measured.profile import Machine
+from weft.planner.measured import Machine, here
 
 
 def this_machine(kind: str = "auto") -> Machine:
     """What is here now. kind: "cpu", "cuda", or "auto": GPUs where torch sees any."""
-    host = this_host()
+    host = here.this_host()
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return host
     found = torch.cuda.get_device_properties(0)

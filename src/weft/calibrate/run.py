@@ -14,8 +14,7 @@ from weft.calibrate.machine import this_machine
 from weft.calibrate.session import DTYPES, Chapter, joined, measure
 from weft.calibrate.traffic import COLLECTIVES
 from weft.errors import ConfigError
-from weft.planner.measured.layer import TINY
-from weft.planner.measured.profile import Machine, Profile, Sample
+from weft.planner.measured import TINY, Machine, Profile, Sample
 from weft.testing import RankPool
 
 #: report(what, done, total).

@@ -11,7 +11,7 @@ from weft.calibrate.clock import Timing, Watch
 from weft.calibrate.compute import Place, calls_of
 from weft.calibrate.traffic import extra_s
 from weft.mesh import Axis, build_mesh
-from weft.planner.measured.profile import Sample
+from weft.planner.measured import Sample
 from weft.spec.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

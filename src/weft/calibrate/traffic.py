@@ -16,7 +16,7 @@ from weft.calibrate.compute import Place, linear_f
 from weft.comm import all_gather, all_reduce, reduce_scatter
 from weft.comm.peer import all_to_all, shift, start_receive, start_send
 from weft.mesh import Axis
-from weft.planner.measured.laws import BETWEEN
+from weft.planner.measured import BETWEEN
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
 

@@ -13,7 +13,7 @@ from weft.cli.console import progress_report, say
 from weft.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from weft.planner.measured.profile import Profile
+    from weft.planner.measured import Profile
 
 _BUDGET = re.compile(r"([0-9]*\.?[0-9]+)\s*(s|m|min)?")
 
@@ -43,7 +43,7 @@ def calibrate(
         raise ConfigError([Problem("device", f"device={device}: not one of auto, cpu, cuda. Use auto.")])
     seconds, counts = _seconds(budget), _counts(ranks)
     from weft.calibrate import calibrate as measure
-    from weft.planner.measured.profile import default_path
+    from weft.planner.measured import default_path
 
     path = out or default_path()
     with progress_report(sys.stderr) as report:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from weft.monitor.meter import StepTimes
-from weft.planner.tell.drawing import Bar, draw_bars, fits
+from weft.planner.tell.pictures import Bar, draw_bars, fits
 
 #: Steps that `typical` looks back on.
 _TYPICAL = 200

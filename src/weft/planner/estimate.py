@@ -4,55 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.collective_cost import Fabric
-from weft.planner.cost.host_cost import Work, offload_s
-from weft.planner.cost.kernels import bytes_s
-from weft.planner.cost.layer_cost import LayerCosts, layer_costs
-from weft.planner.cost.memory_cost import CLASSES, memory_bytes, rank_shares
-from weft.planner.cost.overlap import Shares, Window, exposed_s
-from weft.planner.cost.pipeline_cost import (
-    balanced_layers,
-    bubble_s,
-    chunks_per_rank,
-    hidden_sends,
-    sends,
-    split_layers,
-)
-from weft.planner.cost.recompute_cost import budget_s, replay_s
-from weft.planner.cost.tables import Tables
-from weft.planner.space.columns import Columns, Job
+from weft.planner.cost import CLASSES, TERMS, LayerCosts, Parts, device_parts, layer_costs
+from weft.planner.cost.machine import Fabric, Tables
+from weft.planner.measured import HostTables, host
+from weft.planner.space import Columns, Job
 from weft.spec.cluster import ClusterSpec
-from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]
 
-#: The terms of a step, in the order in which they are shown.
-TERMS = (
-    "gemm",
-    "attention",
-    "memory_bound",
-    "host",
-    "recompute",
-    "tp",
-    "cp",
-    "ep",
-    "pp_p2p",
-    "bubble",
-    "dp_exposed",
-    "contention",
-    "optimizer",
-    "offload",
-    "straggler",
-)
-#: Host time of a layer's backward over that of its forward.
-_HOST_BACKWARD = 1.3
-#: Rows that are worked on at a time: their columns stay in the processor's cache.
-_CHUNK = 1 << 15
 #: Relative standard deviation of predicted memory, as `fits_probability` takes it.
 _MEMORY_SD = 0.05
 
@@ -110,21 +73,19 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
 
     cluster: gives the size of a node; the rates are the tables'.
     """
-    fabric = Fabric.of(tables, cluster.devices_per_node)
-    if tables.laws is not None:
-        from weft.planner.measured.host import host_estimate
-
-        return _estimates(job, columns, tables, [host_estimate(job, columns, tables.laws)])
-    parts = [
-        _chunk(job, cluster, columns[slice(start, start + _CHUNK)], tables, fabric)
-        for start in range(0, max(1, len(columns)), _CHUNK)
-    ]
-    return _estimates(job, columns, tables, parts)
+    if isinstance(tables, HostTables):
+        return _estimates(job, columns, tables, [host.host_parts(job, columns, tables.laws)])
+    return _estimates(job, columns, tables, list(device_parts(job, cluster, columns, tables)))
 
 
-def _estimates(
-    job: Job, columns: Columns, tables: Tables, parts: Sequence[tuple[Mapping[str, Array], Mapping[str, Array]]]
-) -> Estimates:
+def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
+    """Seconds of one layer and of the ends by part: what the terms of `estimate` are made of."""
+    if isinstance(tables, HostTables):
+        return host.host_layer_costs(job, columns, tables.laws)
+    return layer_costs(job, columns, tables, Fabric.of(tables, cluster.devices_per_node))
+
+
+def _estimates(job: Job, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
     none = [np.zeros(len(columns))]
     return Estimates(
         terms={
@@ -137,128 +98,3 @@ def _estimates(
         tokens=float(job.global_batch) * job.seq_len,
         world_size=columns.world_size,
     )
-
-
-def _chunk(
-    job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    costs = layer_costs(job, columns, tables, fabric)
-    terms = dict.fromkeys(TERMS, np.zeros(len(columns)))
-    *idle, layer = _layer_terms(job, columns, costs)
-    layer["recompute"] = layer["recompute"] + budget_s(job, columns, costs)
-    head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
-    embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
-    lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
-    stages = split_layers(job.shape.layers, columns)
-    if job.stack.balanced_stages:
-        stages = balanced_layers(job.shape.layers, columns, bottom / lay, top / lay)
-    taus = np.stack([stages.first * lay + bottom, stages.middle * lay, stages.last * lay + top])
-    taus[1] = np.where(columns.pp == 1, stages.middle * lay + top + bottom, np.where(columns.pp == 2, 0.0, taus[1]))
-    worst = np.where(columns.pp == 1, 1, taus.argmax(axis=0))
-    layers = np.choose(worst, [stages.first, stages.middle, stages.last])
-    m = columns.num_micro.astype(np.float64)
-    for name, seconds in layer.items():
-        terms[name] = terms[name] + m * layers * seconds
-    for part, rank in ((head, 2), (embed, 0)):
-        here = (worst == rank) | (columns.pp == 1)
-        for name, seconds in part.items():
-            terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
-    _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
-    _step_terms(job, columns, cluster, tables, fabric, (costs, *idle), stages, terms)
-    return terms, memory_bytes(job, columns, tables, stages)
-
-
-def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
-    """Seconds of one pass of one layer: waiting for the host in forward and in backward, and every term."""
-    forward = costs.gemm_f + costs.attn_f + costs.memory_f
-    backward = costs.gemm_b + costs.attn_b + costs.memory_b
-    repeated = np.zeros(len(columns))
-    for name, seconds in replay_s(job, columns, costs).items():
-        repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
-    repeated = repeated * columns.recompute_share
-    idle_f = np.maximum(0.0, costs.host_f - forward - costs.tp_f - costs.cp_f - costs.ep_f)
-    twice = (columns.recompute == RECOMPUTES.index("full")) * columns.recompute_share
-    calls_b = costs.host_f * (_HOST_BACKWARD + twice)
-    idle_b = np.maximum(0.0, calls_b - backward - costs.tp_b - costs.cp_b - costs.ep_b - repeated)
-    return (
-        idle_f,
-        idle_b,
-        {
-            "gemm": costs.gemm_f + costs.gemm_b,
-            "attention": costs.attn_f + costs.attn_b,
-            "memory_bound": costs.memory_f + costs.memory_b,
-            "host": idle_f + idle_b,
-            "recompute": repeated,
-            "tp": costs.tp_f + costs.tp_b,
-            "cp": costs.cp_f + costs.cp_b,
-            "ep": costs.ep_f + costs.ep_b,
-        },
-    )
-
-
-def _pipeline_terms(
-    job: Job,
-    columns: Columns,
-    tables: Tables,
-    fabric: Fabric,
-    costs: LayerCosts,
-    layers: Array,
-    lay: Array,
-    ends: tuple[Array, Array, Array],
-    terms: dict[str, Array],
-) -> None:
-    taus, top, bottom = ends
-    total = job.shape.layers * lay + top + bottom
-    slack = np.maximum(0.0, total - taus.max(axis=0))
-    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f)
-    # A compiled block makes all its gradients in one program: there is nothing to put off.
-    put_off = np.where(columns.compile, 0.0, layers * costs.wgrad)
-    terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
-    tokens = columns.microbatch * (job.seq_len / columns.cp)
-    slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
-    each = fabric.send_s(tokens * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
-    many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
-    terms["pp_p2p"] = many * each
-
-
-def _sums_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
-    """Seconds to add each pass's gradients to those of the passes before. Under ZeRO 3 a rank adds its shard alone."""
-    stack = job.stack
-    each = 0.0 if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes  # fused: hidden under the arithmetic
-    params = np.where(columns.zero == 3, 0.0, shares.dense + shares.ends + shares.experts)
-    return (columns.num_micro - 1) * bytes_s(tables, params * each)
-
-
-def _step_terms(
-    job: Job,
-    columns: Columns,
-    cluster: ClusterSpec,
-    tables: Tables,
-    fabric: Fabric,
-    layer: tuple[LayerCosts, Array, Array],
-    stages: Any,
-    terms: dict[str, Array],
-) -> None:
-    costs, idle_f, idle_b = layer
-    first = rank_shares(job, columns, stages.first, True, False)
-    both = rank_shares(job, columns, stages.middle, True, True)
-    alone = columns.pp == 1
-    shares = type(first)(*(np.where(alone, getattr(both, n), getattr(first, n)) for n in ("dense", "experts", "ends")))
-    layers = np.where(alone, stages.middle, stages.first)
-    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + idle_f)
-    backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)
-    window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
-    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, shares, window)
-    group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
-    spread = columns.tp if job.stack.fold_experts else 1
-    expert_group = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
-    own = (shares.dense + shares.ends) / group + shares.experts / expert_group
-    terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, shares)
-    nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
-    around = tables.step_s + tables.barrier_s * np.log2(nodes)
-    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + around
-    each = np.maximum(1.0, layers)
-    work = Work(forward=forward / each, backward=backward / each, layers=layers, own=own)
-    terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
-    busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
-    terms["straggler"] = busy * tables.straggler * np.sqrt(2 * np.log(nodes))

@@ -1,9 +1,45 @@
-"""How a chain of layers is divided into the stages of a pipeline: the slowest stage sets the pace."""
+"""Who gets what: layers to stages, samples to microbatches, gradients to buckets. Runtime, planner and tests ask here.
+
+A chain of layers is divided so that the slowest stage is as fast as can be: it sets the pace of the pipeline.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any, overload
+
+#: Bytes of fp32 masters whose gradients and parameters travel together under ZeRO 0 to 2: large enough to amortise a
+#: collective's latency, small enough that several are under way at once.
+BUCKET_BYTES = 16 * 2**20
+#: The same as a number of parameters.
+BUCKET_PARAMS = BUCKET_BYTES // 4
+#: Buckets whose gradients are on their way at once.
+BUCKETS_UNDER_WAY = 3
+
+
+def batch_unit(data_ranks: int, num_microbatches: int) -> int:
+    """The number of samples of which a global batch is a multiple: one for each microbatch of each rank."""
+    return data_ranks * num_microbatches
+
+
+@overload
+def samples_per_microbatch(global_batch: int, data_ranks: int, num_microbatches: int) -> int: ...
+@overload
+def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any: ...
+def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any:
+    """Samples that one microbatch of one rank holds, in whole ones. Arrays of ranks and microbatches give an array."""
+    return global_batch // batch_unit(data_ranks, num_microbatches)
+
+
+def microbatch_starts(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[int]:
+    """The first sample of each microbatch of a rank, counted within the global batch.
+
+    Microbatch a of rank r holds the samples (a * data_ranks + r) * b + [0, b), b = samples_per_microbatch(...).
+    """
+    size = samples_per_microbatch(global_batch, data_ranks, num_microbatches)
+    return [(number * data_ranks + rank) * size for number in range(num_microbatches)]
 
 
 def divide_layers(
@@ -67,3 +103,50 @@ def _evened(
         if not moved:
             break
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+
+
+def divide_by_rank(
+    num_layers: int, stages: Sequence[Sequence[int]], *, first: float = 0.0, last: float = 0.0
+) -> list[int]:
+    """How many equal layers each stage takes, so that the rank with most to do has least, where ranks hold several.
+
+    A bound is halved until no smaller one can be kept, and ranks are filled up to it (the classic linear partition).
+    Stages are counted from the embedding; every stage holds at least one layer where there are enough.
+
+    stages: those of each rank. first, last: what the first and the last stage hold besides, in layers' time.
+    """
+    num_stages = sum(map(len, stages))
+    owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
+    extra = [0.0] * len(stages)
+    extra[owner[0]] += first
+    extra[owner[num_stages - 1]] += last
+    most = _layers_by_rank(num_layers, [len(own) for own in stages], extra)
+    found = [0] * num_stages
+    for rank, own in enumerate(stages):
+        # The stages beside embedding and head are relieved first.
+        order = sorted(own, key=lambda stage: (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0))
+        for index in range(most[rank]):
+            found[order[index % len(order)]] += 1
+    return found
+
+
+def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[float]) -> list[int]:
+    """Layers of each rank so that the longest rank is as short as can be."""
+
+    def room(bound: float) -> list[int]:
+        return [max(count, math.floor(bound - more + 1e-9)) for count, more in zip(num_stages, extra, strict=True)]
+
+    low, high = 0.0, num_layers + max(extra) + 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(room(middle)) >= num_layers else (middle, high)
+    found = room(high)
+    surplus = sum(found) - num_layers
+    while surplus > 0:  # take from the longest, the last of equals: late ranks have least in flight
+        able = [rank for rank, count in enumerate(found) if count > num_stages[rank]]
+        if not able:
+            break
+        rank = max(able, key=lambda rank: (found[rank] + extra[rank], rank))
+        found[rank] -= 1
+        surplus -= 1
+    return found

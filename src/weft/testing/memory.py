@@ -10,15 +10,15 @@ import torch
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.planner.cost.memory_cost import layer_bytes
-from weft.planner.cost.tables import Tables
+from weft.planner.cost import layer_bytes
+from weft.planner.cost.machine import Tables
 from weft.planner.estimate import estimate
-from weft.planner.measured.memory import host_memory
-from weft.planner.space.columns import Columns, Job
-from weft.planner.space.shape import Shape
+from weft.planner.measured.host import host_memory
+from weft.planner.space import Columns, Job, Shape
 from weft.spec.cluster import ClusterSpec
 from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
+from weft.spec.shares import batch_unit
 from weft.testing.between_steps import live_bytes, plain_tensors
 from weft.testing.live import LiveBytes
 from weft.testing.step_bytes import peak_of_step
@@ -60,7 +60,7 @@ def formula(plan: Plan) -> PerParameter:
     """What the planner counts for AdamW: weights, fp32 gradients, two fp32 moments, and masters where rounded."""
     shape = Shape.of_decoder(MODEL)
     cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
-    job = Job(shape=shape, seq_len=8, global_batch=plan.dp_size * plan.microbatches_per_step)
+    job = Job(shape=shape, seq_len=8, global_batch=batch_unit(plan.dp_size, plan.microbatches_per_step))
     memory = estimate(job, cluster, Columns.of([plan], job), Tables.of(cluster.device)).memory
     each = {name: float(memory[name][0]) / shape.num_params for name in ("parameters", "gradients", "optimizer")}
     return PerParameter(each["parameters"], each["gradients"], each["optimizer"])

@@ -18,6 +18,7 @@ from weft.parallel.zero.flat import flat_model
 from weft.private_torch import tree_leaves, tree_map
 from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
+from weft.spec.shares import microbatch_starts, samples_per_microbatch
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
 from weft.train.microbatches import Microbatches
 from weft.train.step import TrainStep
@@ -232,8 +233,9 @@ def train_plain(case: Case) -> ParityResult:
 
 
 def local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> Microbatches:
-    """This rank's microbatches: microbatch a of rank r holds the samples (a * dp_size + r) * b + [0, b)."""
+    """This rank's microbatches of a global batch."""
     num_micro, dp_size = plan.microbatches_per_step, plan.dp_size
-    size = tree_leaves(batch)[0].shape[0] // (num_micro * dp_size)
-    starts = [(micro * dp_size + dp_rank) * size for micro in range(num_micro)]
+    global_batch = tree_leaves(batch)[0].shape[0]
+    size = samples_per_microbatch(global_batch, dp_size, num_micro)
+    starts = microbatch_starts(global_batch, dp_size, num_micro, dp_rank)
     return Microbatches(tree_map(lambda tensor, start=start: tensor[start : start + size], batch) for start in starts)

@@ -27,6 +27,7 @@ from weft.mesh import Mesh
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check_plan
 from weft.spec.rules.rule import Facts
+from weft.spec.shares import microbatch_starts, samples_per_microbatch
 from weft.testing.compare import TOLERANCES, Difference, number_differences, tensor_difference
 from weft.testing.float64 import Float64Throughout
 from weft.testing.parity import ParityResult, train_case, train_plain
@@ -271,8 +272,8 @@ def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answe
 
     def watch(model: nn.Module, mesh: Mesh) -> AbstractContextManager[None]:
         num_micro, size = mesh.plan.microbatches_per_step, mesh.data.size
-        rows = subject.settings.global_batch // (num_micro * size)
-        starts = [(micro * size + mesh.data.rank) * rows for micro in range(num_micro)]
+        rows = samples_per_microbatch(subject.settings.global_batch, size, num_micro)
+        starts = microbatch_starts(subject.settings.global_batch, size, num_micro, mesh.data.rank)
         limit = TOLERANCES[subject.settings.dtype].tensor
         eyes.append(Watcher(outputs, [slice(first, first + rows) for first in starts], limit))
         return watching(model, eyes[0])

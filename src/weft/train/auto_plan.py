@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import PlanError, Problem
-from weft.planner.measured import here
-from weft.planner.measured.profile import Profile, default_path, load_profile
-from weft.planner.search.answer import Candidate
-from weft.planner.search.best_plans import answer
-from weft.planner.search.model_source import PlannedModel, of_decoder
-from weft.planner.search.question import Question
-from weft.planner.tell.report import candidate_table
+from weft.planner.measured import Profile, default_path, here, load_profile
+from weft.planner.search import Candidate, PlannedModel, Question, answer, of_decoder
+from weft.planner.tell import report
 from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.spec.config import RunConfig
 from weft.spec.model import resolve_decoder
@@ -99,7 +95,7 @@ def chosen_line(best: Candidate) -> str:
 
 def record_choice(folder: Path, asked: str, best: Candidate) -> None:
     """Write what was chosen and expected into the run's folder."""
-    table = {"asked": asked, "world_size": best.plan.world_size, **candidate_table(best)}
+    table = {"asked": asked, "world_size": best.plan.world_size, **report.candidate_table(best)}
     draft = folder / f".{CHOSEN}.{os.getpid()}"
     draft.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     os.replace(draft, folder / CHOSEN)

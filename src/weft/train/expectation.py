@@ -21,13 +21,10 @@ import torch
 from weft.errors import WeftError
 from weft.mesh import Mesh
 from weft.planner.estimate import estimate
-from weft.planner.measured import here
-from weft.planner.measured.learn import FILE, measured_parts, parts_of
-from weft.planner.measured.profile import Profile, default_path
-from weft.planner.search.model_source import of_decoder
-from weft.planner.search.question import Question
-from weft.planner.space.columns import Columns
-from weft.planner.tell.basis import time_by_rung
+from weft.planner.measured import RUN_FILE, Profile, default_path, here, measured_parts, parts_of
+from weft.planner.search import Question, of_decoder
+from weft.planner.space import Columns
+from weft.planner.tell import time_by_rung
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
 from weft.spec.config import RunConfig
 from weft.spec.decoder import DecoderSpec
@@ -56,9 +53,9 @@ def expectation_lines(
         "expected": expected,
         "unknown": reason,
     }
-    draft = folder / f".{FILE}.{os.getpid()}"
+    draft = folder / f".{RUN_FILE}.{os.getpid()}"
     draft.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, folder / FILE)
+    os.replace(draft, folder / RUN_FILE)
     if expected is None:
         return [f"planned: {' '.join(reason.split())}"]
     return _lines(measured, expected, mesh.device.type)

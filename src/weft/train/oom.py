@@ -17,7 +17,7 @@ from torch import nn
 from weft.errors import OutOfMemory
 from weft.mesh import Mesh
 from weft.monitor import memory_bytes
-from weft.planner.tell.footprint import Usage, activation_bytes, remedies
+from weft.planner.tell import footprint
 from weft.private_torch import storage_key
 from weft.spec.decoder import DecoderSpec
 from weft.spec.rules.rule import Facts
@@ -111,7 +111,7 @@ def explain(step: Step, batch: Any, error: BaseException) -> str:
     shape = getattr(step.model, "spec", None)
     shape = shape if isinstance(shape, DecoderSpec) else None
     rows, tokens = _size(batch, mesh.plan.microbatches_per_step)
-    usage = Usage(
+    usage = footprint.Usage(
         parameters=live.parameters,
         gradients=live.gradients,
         optimizer=live.optimizer + live.expected_optimizer,
@@ -123,9 +123,9 @@ def explain(step: Step, batch: Any, error: BaseException) -> str:
     missing = live.expected_optimizer + asked
     if shape is not None and tokens:
         # The allocation that failed was not the last one that the pass had before it.
-        whole = activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
+        whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
-    found = remedies(mesh.plan, usage, missing, Facts(world_size=mesh.world_size, model=shape), shape)
+    found = footprint.remedies(mesh.plan, usage, missing, Facts(world_size=mesh.world_size, model=shape), shape)
     wanted = f"{format_bytes(asked)} more were asked for" if asked else "an allocation failed"
     text = [f"plan={mesh.plan}: rank {mesh.rank} ran out of memory on {mesh.device}: {wanted}, with {held}:", *lines]
     if not found:

@@ -15,7 +15,7 @@ from weft.mesh import Mesh
 from weft.monitor.meter import memory_bytes
 from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
 from weft.parallel.pipeline.runtime import Pipeline, pipeline_of
-from weft.planner.cost.pipeline_sim import Durations, Timeline, simulate
+from weft.planner.cost.pipeline import Durations, Timeline, simulate
 from weft.spec.config import RunConfig
 from weft.train.expectation import expectation_lines
 from weft.train.folder import RunFolder

@@ -7,10 +7,11 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
-from weft.planner.estimate import TERMS, estimate
-from weft.planner.measured.crowd import crowd_of, ranks_of
+from weft.planner.cost.step import TERMS
+from weft.planner.estimate import estimate
+from weft.planner.measured import measured_tables
 from weft.planner.measured.here import cluster_of
-from weft.planner.measured.host import measured_tables
+from weft.planner.measured.host.crowd import crowd_of, ranks_of
 from weft.planner.measured.profile import Lesson, Profile
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape

@@ -7,7 +7,7 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
-from weft.planner.measured.learn import FILE, learn, lesson_of, lesson_words, measured_parts, part_factors
+from weft.planner.measured.lessons import RUN_FILE, learn, lesson_of, lesson_words, measured_parts, part_factors
 from weft.planner.measured.profile import Lesson
 
 
@@ -28,7 +28,7 @@ def run(folder: Path, **changes: object) -> Path:
         },
         "unknown": "",
     }
-    (folder / FILE).write_text(json.dumps(table | changes))
+    (folder / RUN_FILE).write_text(json.dumps(table | changes))
     return folder
 
 
@@ -70,6 +70,6 @@ def test_what_teaches_nothing_is_refused(tmp_path: Path) -> None:
         lesson_of(unknown)
     with pytest.raises(ConfigError, match="it ran on cuda, and the profile is of cpu"):
         learn(run(tmp_path / "g", device="cuda"), profile())
-    (tmp_path / "u" / FILE).write_text("{}")
+    (tmp_path / "u" / RUN_FILE).write_text("{}")
     with pytest.raises(ConfigError, match="lacks 'expected'"):
         lesson_of(tmp_path / "u")

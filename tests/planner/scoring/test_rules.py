@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.planner.cost.tables import Tables
+from weft.planner.cost.machine.tables import Tables
 from weft.planner.scoring.fill import candidates, predict
 from weft.planner.scoring.names import cluster_of, device_named, network_rate
 from weft.planner.scoring.runs import read_runs

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command's help loads no numpy
-    from weft.planner.search.answer import Answer
-    from weft.planner.tell.compare import Comparison
-    from weft.planner.tell.what_if import Scenario
-    from weft.planner.tell.why_not import WhyNot
+    from weft.planner.search import Answer, Candidate
+    from weft.planner.tell import Comparison, Scenario, WhyNot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """Everything that one command was asked for."""
 
-    answer: Answer
+    answer: Answer[Candidate]
     why_not: WhyNot | None = None
     comparison: Comparison | None = None
     scenarios: tuple[Scenario, ...] = ()

@@ -13,7 +13,7 @@ from weft.cli.planning.findings import Findings
 from weft.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from weft.planner.search.question import Question
+    from weft.planner.search import Question
     from weft.spec.traced import TracedModel
 
 #: Exit code where no plan fits: as of a rank that runs out of memory.
@@ -51,7 +51,7 @@ def plan(
         return
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
-    from weft.planner.search.question import Question
+    from weft.planner.search import Question
 
     asked = Question.of(
         _described(model, save_model),
@@ -81,7 +81,7 @@ def plan(
 def _described(model: str, save: Path | None) -> str | TracedModel:
     """The model's name, or what tracing finds where the name is that of code: that alone needs torch."""
     from weft.cli.console import say
-    from weft.planner.search.model_source import CODE
+    from weft.planner.search import CODE
     from weft.spec.model import size_hides
 
     if note := size_hides(model):
@@ -119,7 +119,7 @@ def _needs_no_question(
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
     """Search, and judge the plans that were named. Where nothing that is built fits, all plans are looked at."""
-    from weft.planner.search.best_plans import answer
+    from weft.planner.search import answer
 
     found = answer(asked)
     if found.best is None and asked.built_only:
@@ -127,16 +127,16 @@ def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, 
         found = answer(asked)
     judged = comparison = None
     if plan_text is not None:
-        from weft.planner.tell.why_not import why_not
+        from weft.planner.tell import why_not
 
         judged = why_not(plan_text, asked, found)
     if pair is not None:
-        from weft.planner.tell.compare import compare
+        from weft.planner.tell import compare
 
         comparison = compare(*pair, asked)
     scenarios = ()
     if changes:
-        from weft.planner.tell.what_if import what_if
+        from weft.planner.tell import what_if
 
         scenarios = tuple(what_if(text, asked) for text in changes)
     return Findings(answer=found, why_not=judged, comparison=comparison, scenarios=scenarios)

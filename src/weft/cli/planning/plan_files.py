@@ -10,11 +10,11 @@ from weft.cli.console import say
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.planner.search.answer import Answer, Candidate
-    from weft.planner.tell.canvas import Drawing
+    from weft.planner.search import Answer, Candidate
+    from weft.planner.tell.pictures import Drawing
 
 
-def write_pareto(found: Answer, path: Path) -> None:
+def write_pareto(found: Answer[Candidate], path: Path) -> None:
     """Memory against speed, as .svg or .png."""
     from weft.planner.tell.pictures import pareto
 
@@ -30,16 +30,16 @@ def write_waterfall(best: Candidate, path: Path) -> None:
 
 def write_memory(best: Candidate, path: Path) -> None:
     """The best plan's memory, rank by rank of its pipeline."""
-    from weft.planner.search import ranks
+    from weft.planner.search import memory_by_rank as bytes_by_rank
     from weft.planner.tell.pictures import memory_by_rank
 
-    _write(path, _picture(memory_by_rank(best, ranks.memory_by_rank(best)), path))
+    _write(path, _picture(memory_by_rank(best, bytes_by_rank(best)), path))
 
 
 def write_schedule(best: Candidate, path: Path) -> None:
     """The best plan's pipeline schedule, as .svg, with the seconds that were estimated."""
-    from weft.planner.search.ranks import drawn_schedule
-    from weft.planner.tell.drawing import draw_schedule
+    from weft.planner.search import drawn_schedule
+    from weft.planner.tell.pictures import draw_schedule
 
     if path.suffix != ".svg":
         raise ConfigError(f"draw={path}: a schedule is drawn as SVG. Use {path.with_suffix('.svg')}.")
@@ -48,7 +48,7 @@ def write_schedule(best: Candidate, path: Path) -> None:
 
 def write_config(best: Candidate, path: Path) -> None:
     """A config that `weft train` runs with the best plan."""
-    from weft.planner.tell.write_config import config_text
+    from weft.planner.tell import config_text
 
     if path.suffix != ".toml":
         raise ConfigError(f"out={path}: a config is a TOML file. Use {path.with_suffix('.toml')}.")
@@ -68,7 +68,7 @@ def _png(drawing: Drawing) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.patches import Circle, Rectangle
 
-    from weft.planner.tell.canvas import Dot, Line, Rect
+    from weft.planner.tell.pictures import Dot, Line, Rect
 
     dots_per_inch = 100
     figure = Figure(figsize=(drawing.width / dots_per_inch, drawing.height / dots_per_inch), dpi=2 * dots_per_inch)

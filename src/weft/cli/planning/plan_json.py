@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from weft.planner.tell.report import answer_table, comparison_table, scenario_table, why_not_table
+from weft.planner.tell import report
 
 if TYPE_CHECKING:
     from weft.cli.planning.findings import Findings
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 def print_json(found: Findings, top: int, hour_price: float | None) -> None:
     """One JSON object on standard output."""
-    table = answer_table(found.answer, top, hour_price)
+    table = report.answer_table(found.answer, top, hour_price)
     if found.why_not is not None:
-        table["why_not"] = why_not_table(found.why_not)
+        table["why_not"] = report.why_not_table(found.why_not)
     if found.comparison is not None:
-        table["compare"] = comparison_table(found.comparison)
+        table["compare"] = report.comparison_table(found.comparison)
     if found.scenarios:
-        table["what_if"] = [scenario_table(each) for each in found.scenarios]
+        table["what_if"] = [report.scenario_table(each) for each in found.scenarios]
     typer.echo(json.dumps(table, indent=2))

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from weft.planner.tell.explain import explain, fit_words
+from weft.planner.tell import explain, fit_words
 from weft.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from weft.cli.planning.findings import Findings
-    from weft.planner.search.answer import Answer, Candidate
-    from weft.planner.tell.what_if import Scenario
+    from weft.planner.search import Answer, Candidate
+    from weft.planner.tell import Scenario
 
 #: Columns of text where nobody looks on, so that a file has no broken lines.
 _WIDE = 150
@@ -41,7 +41,7 @@ def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: floa
         console.print(_scenarios(found.answer, found.scenarios))
 
 
-def _heading(console: Console, answer: Answer) -> None:
+def _heading(console: Console, answer: Answer[Candidate]) -> None:
     question = answer.question
     assumed = f" (assumed: {' '.join(question.assumed)})" if question.assumed else ""
     console.print(
@@ -58,7 +58,7 @@ def _heading(console: Console, answer: Answer) -> None:
         console.print(f"skipped: {'; '.join(answer.left_out)}", style="dim")
 
 
-def _ranking(answer: Answer, top: int, hour_price: float | None) -> Table:
+def _ranking(answer: Answer[Candidate], top: int, hour_price: float | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     table.add_column("#", justify="right")
     unit = answer.question.unit
@@ -84,7 +84,7 @@ def _figures(one: Candidate, hour_price: float | None) -> tuple[str, ...]:
     )
 
 
-def _reasons(answer: Answer) -> Table:
+def _reasons(answer: Answer[Candidate]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="\nrefused", title_justify="left")
     table.add_column("plans", justify="right", no_wrap=True)
     table.add_column("reason", no_wrap=True)
@@ -94,8 +94,8 @@ def _reasons(answer: Answer) -> Table:
     return table
 
 
-def _nothing(console: Console, answer: Answer) -> None:
-    from weft.planner.tell.nearest_yes import nearest_yes
+def _nothing(console: Console, answer: Answer[Candidate]) -> None:
+    from weft.planner.tell import nearest_yes
 
     question = answer.question
     console.print(f"\n[bold red]No plan fits[/] {question.model.name} on {question.cluster}.")
@@ -114,7 +114,7 @@ def _nothing(console: Console, answer: Answer) -> None:
             console.print(f"  {found.text:<28} {figures}  {best.plan}", markup=False, soft_wrap=True)
 
 
-def _scenarios(answer: Answer, scenarios: tuple[Scenario, ...]) -> Table:
+def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("what if", no_wrap=True)
     unit = answer.question.unit

@@ -14,6 +14,7 @@ import torch
 
 from weft.data.order.stream import IGNORED, Rows, SampleStream
 from weft.errors import DataError
+from weft.spec.shares import batch_unit, microbatch_starts, samples_per_microbatch
 
 Batch = dict[str, torch.Tensor]
 _PREFETCH = 2
@@ -22,8 +23,8 @@ _PREFETCH = 2
 class Loader:
     """The microbatches of one data-parallel rank.
 
-    Microbatch a of rank r at step s holds the global samples s * global_batch + (a * dp_size + r) * b + [0, b), where
-    b = global_batch / (dp_size * accumulation). Raises DataError where that is not a whole number.
+    At step s they begin `weft.spec.shares.microbatch_starts` after the global sample s * global_batch. Raises DataError
+    where the samples do not come out even.
     """
 
     def __init__(
@@ -36,25 +37,23 @@ class Loader:
         dp_size: int,
         pin: bool = False,
     ):
-        if global_batch % (dp_size * accumulation):
+        unit = batch_unit(dp_size, accumulation)
+        if global_batch % unit:
             raise DataError(
-                f"train.global_batch={global_batch}: not a multiple of {dp_size * accumulation} "
+                f"train.global_batch={global_batch}: not a multiple of {unit} "
                 f"({dp_size} data-parallel ranks times {accumulation} microbatches). "
-                f"Use train.global_batch={-(-global_batch // (dp_size * accumulation)) * dp_size * accumulation}."
+                f"Use train.global_batch={-(-global_batch // unit) * unit}."
             )
-        self._stream, self._global_batch, self._accumulation = stream, global_batch, accumulation
-        self._dp_rank, self._dp_size, self._pin = dp_rank, dp_size, pin
-        self._num_rows = global_batch // (dp_size * accumulation)
+        self._stream, self._global_batch, self._pin = stream, global_batch, pin
+        self._num_rows = samples_per_microbatch(global_batch, dp_size, accumulation)
+        self._starts = microbatch_starts(global_batch, dp_size, accumulation, dp_rank)
 
     def batches(self, step: int) -> list[Batch]:
         """The microbatches of optimizer step `step`, 0 and up."""
         first = step * self._global_batch
         return [
             build_batch(self._stream, range(start, start + self._num_rows), self._num_rows, pin=self._pin)
-            for start in (
-                first + (number * self._dp_size + self._dp_rank) * self._num_rows
-                for number in range(self._accumulation)
-            )
+            for start in (first + each for each in self._starts)
         ]
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:

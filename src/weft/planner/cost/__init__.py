@@ -1,1 +1,54 @@
-"""Terms of a step's time and memory, each from specs alone."""
+"""Terms of a step's time and memory on devices of their own, each from specs alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "CLASSES",
+    "TERMS",
+    "LayerCosts",
+    "Parts",
+    "budget_s",
+    "cut_loss_bytes",
+    "device_parts",
+    "is_loss_cut",
+    "layer_bytes",
+    "layer_costs",
+    "model_flops",
+    "padded_vocab",
+    "rank_bytes",
+    "rank_shares",
+    "replay_s",
+]
+
+if TYPE_CHECKING:
+    from weft.planner.cost.layer_cost import LayerCosts, layer_costs, padded_vocab
+    from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
+    from weft.planner.cost.memory_cost import CLASSES, layer_bytes, rank_bytes, rank_shares
+    from weft.planner.cost.recompute_cost import budget_s, replay_s
+    from weft.planner.cost.step import TERMS, Parts, device_parts
+    from weft.planner.cost.traced_cost import model_flops
+
+__getattr__ = loads(
+    __name__,
+    {
+        "CLASSES": ".memory_cost",
+        "LayerCosts": ".layer_cost",
+        "Parts": ".step",
+        "TERMS": ".step",
+        "budget_s": ".recompute_cost",
+        "cut_loss_bytes": ".loss_memory",
+        "device_parts": ".step",
+        "is_loss_cut": ".loss_memory",
+        "layer_bytes": ".memory_cost",
+        "layer_costs": ".layer_cost",
+        "model_flops": ".traced_cost",
+        "padded_vocab": ".layer_cost",
+        "rank_bytes": ".memory_cost",
+        "rank_shares": ".memory_cost",
+        "replay_s": ".recompute_cost",
+    },
+)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.collective_cost import Fabric
-from weft.planner.cost.kernels import flash_s
-from weft.planner.cost.tables import Tables
-from weft.planner.space.columns import CP_MODES, Columns, Job
+from weft.planner.cost.machine import Fabric, Tables, flash_s
+from weft.planner.space import CP_MODES, Columns, Job
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

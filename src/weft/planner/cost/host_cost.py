@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory_cost import layer_bytes
-from weft.planner.cost.tables import Tables
-from weft.planner.space.columns import Columns, Job
+from weft.planner.space import Columns, Job
 from weft.spec.plan import RESHARDS
 
 Array = NDArray[np.float64]

@@ -12,12 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import context_cost
-from weft.planner.cost.collective_cost import Fabric
-from weft.planner.cost.kernels import bytes_s, gemm_s
 from weft.planner.cost.layer_kernels import Ends, cut_of, kernels, traced_kernels
-from weft.planner.cost.tables import Tables
-from weft.planner.cost.traced_cost import TracedShape
-from weft.planner.space.columns import Columns, Job
+from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
+from weft.planner.space import Columns, Job, TracedShape
 
 Array = NDArray[np.float64]
 

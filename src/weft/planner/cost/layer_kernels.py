@@ -11,20 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import context_cost
-from weft.planner.cost.kernels import bytes_s, core_s, flash_s, gemm_s
-from weft.planner.cost.tables import Tables
-from weft.planner.cost.traced_cost import (
-    Cut,
-    TracedShape,
-    attention_s,
-    end_s,
-    moved_bytes,
-    num_calls,
-    products_s,
-    tensor_traffic,
-)
-from weft.planner.space.columns import PRECISIONS, Columns, Job
-from weft.planner.space.shape import Shape
+from weft.planner.cost.machine import Tables, bytes_s, core_s, flash_s, gemm_s
+from weft.planner.cost.traced_cost import Cut, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
+from weft.planner.space import PRECISIONS, Columns, Job, Shape, TracedShape
 
 Array = NDArray[np.float64]
 
@@ -91,8 +80,8 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
     """Of a decoder's layer, by formulas."""
     shape, tokens = job.shape, cut.tokens
     gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, cut.q, cut.kv, cut.rate)
-    down = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
-    last = gemm_s(tables, *down, 1.0, cut.rate) * (_dense_share(shape) if shape.ffn else 0.0)
+    m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
+    last = gemm_s(tables, m, n, k, 1.0, cut.rate) * (_dense_share(shape) if shape.ffn else 0.0)
     attn_f, attn_b = _attention(job, columns, tables, cut.q, cut.half)
     moved_f, moved_b = _passes(job, columns, tokens, cut.q, cut.kv)
     fp8 = columns.precision >= PRECISIONS.index("fp8")

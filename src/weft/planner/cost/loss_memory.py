@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.space.columns import Columns
+from weft.planner.space import Columns
 
 Array = NDArray[np.float64]
 
@@ -22,7 +22,7 @@ _LABELS = 13.0
 _SUMS = 4.0
 
 
-def is_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
+def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
     """Rows whose head gives the loss at once: under tp, and where whole logits would be large."""
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 

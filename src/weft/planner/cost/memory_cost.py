@@ -10,19 +10,18 @@ from numpy.typing import NDArray
 from weft.planner.cost.context_cost import buffer_bytes
 from weft.planner.cost.layer_cost import padded_vocab
 from weft.planner.cost.layer_kernels import own_cut
-from weft.planner.cost.loss_memory import cut_loss_bytes, is_cut
+from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
+from weft.planner.cost.machine import Tables
 from weft.planner.cost.overlap import Shares
-from weft.planner.cost.pipeline_cost import Stages, in_flight
-from weft.planner.cost.tables import Tables
-from weft.planner.cost.traced_cost import TracedShape, end_params, end_saved_bytes, layer_params, saved_bytes
+from weft.planner.cost.pipeline import Stages, in_flight
+from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_params, saved_bytes
 from weft.planner.cost.wire_cost import copy_bytes, state_bytes
-from weft.planner.space.columns import PRECISIONS, Columns, Job
+from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
 from weft.spec.plan import RECOMPUTES, RESHARDS
+from weft.spec.shares import BUCKET_BYTES, BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
-#: Bytes of gradients under way where they leave bucket by bucket: three buckets of Weft's runtime.
-_BUCKETS_BYTES = 3 * 2**24
 _AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
 
 CLASSES = (
@@ -159,8 +158,8 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> 
         (stages.middle, 1, False, False),
         (stages.last, p - 1, False, True),
     )
-    candidates = [_rank_bytes(job, columns, tables, layer, each) for each in ends]
-    candidates.append(_rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True)))
+    candidates = [rank_bytes(job, columns, tables, layer, each) for each in ends]
+    candidates.append(rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True)))
     totals = [sum(each.values()) for each in candidates]
     piped = p > 1
     usable = [piped, p > 2, piped, ~piped]
@@ -169,7 +168,7 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> 
     return {name: np.choose(worst, [each[name] for each in candidates]) for name in CLASSES}
 
 
-def _rank_bytes(
+def rank_bytes(
     job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: tuple[Array, object, bool, bool]
 ) -> dict[str, Array]:
     layers, rank, embedding, head = place
@@ -264,7 +263,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     travels = stack.reduce_bytes + copy_bytes(columns, stack.reduce_bytes)
     flat = np.where(zero == 2, travels * unit, 0.0)
     if stack.travel_once:
-        leaving = np.minimum(_BUCKETS_BYTES / stack.reduce_bytes + shares.ends, every) * travels
+        leaving = np.minimum(BUCKETS_UNDER_WAY * BUCKET_BYTES / stack.reduce_bytes + shares.ends, every) * travels
         travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
         flat = np.where(travels_at_once, leaving, 0.0)
     reduced = np.where(zero == 3, (2 + travels) * unit, flat)
@@ -284,5 +283,5 @@ def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.precision == PRECISIONS.index("fp32")
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
-        found = np.where(is_cut(columns, tokens, vocab), cut_loss_bytes(columns, tokens, vocab, h, width), found)
+        found = np.where(is_loss_cut(columns, tokens, vocab), cut_loss_bytes(columns, tokens, vocab, h, width), found)
     return found + tokens * 4.0 * h

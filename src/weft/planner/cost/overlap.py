@@ -7,15 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.collective_cost import Fabric
-from weft.planner.cost.tables import Tables
+from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.cost.wire_cost import wire_bytes
-from weft.planner.space.columns import Columns, Job
+from weft.planner.space import Columns, Job
 
 Array = NDArray[np.float64]
-
-#: Parameters whose gradients travel together.
-_BUCKET, _BUCKET_PER_RANK = 40e6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,9 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
     for params, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
         buckets = (
-            np.ceil(params / np.maximum(_BUCKET, _BUCKET_PER_RANK * group)) if stack.overlap_grads else np.ones_like(t)
+            np.ceil(params / np.maximum(stack.bucket_params, stack.bucket_params_per_rank * group))
+            if stack.overlap_grads
+            else np.ones_like(t)
         )
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
         piece = params / pieces

@@ -5,75 +5,20 @@ A layer is the mean over the model's layers, as everywhere in the estimate. Lett
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.kernels import bytes_s, flash_s, gemm_s
-from weft.planner.cost.tables import Tables
-from weft.planner.space.shape import Shape
-from weft.spec.decoder import DecoderSpec
-from weft.spec.traced import Parts, TracedLayer, TracedModel
+from weft.planner.cost.machine import Tables, bytes_s, flash_s, gemm_s
+from weft.planner.space import TracedShape
+from weft.spec.traced import Parts, TracedLayer
 
 Array = NDArray[np.float64]
 
 #: Times the FLOPs of fused attention's forward that its backward does: scores are made again.
 _ATTENTION_BACKWARD = 2.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedShape(Shape):
-    """The widths that a traced model has, and the trace that says all else. Without a sequence, a sample is a token."""
-
-    traced: TracedModel
-
-    @property
-    def num_params(self) -> int:
-        return self.traced.num_params
-
-    @property
-    def dense_layer_params(self) -> int:
-        return round(self.mean(lambda layer: layer.num_params))
-
-    def mean(self, value: Callable[[TracedLayer], Any]) -> Any:
-        """The mean of a number over all layers."""
-        return sum(layer.count * value(layer) for layer in self.traced.layers) / self.traced.num_layers
-
-    @classmethod
-    def of(cls, traced: TracedModel) -> TracedShape:
-        """The shape of a description."""
-        attention = traced.attention
-        return cls(
-            vocab=traced.vocab,
-            hidden=traced.hidden,
-            layers=traced.num_layers,
-            heads=attention.heads if attention else 1,
-            kv_heads=attention.kv_heads if attention else 1,
-            head_dim=attention.head_dim if attention else 1,
-            ffn=0,
-            tied=traced.tied,
-            traced=traced,
-        )
-
-
-def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-    """Heads, widths and layers of a traced model; what else it forbids is in its limits."""
-    attention = traced.attention
-    legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
-    return DecoderSpec(
-        vocab_size=max(1, traced.vocab),
-        dim=traced.hidden,
-        num_layers=traced.num_layers,
-        num_heads=attention.heads if attention else legal,
-        num_kv_heads=attention.kv_heads if attention else legal,
-        ffn_dim=legal,
-        max_seq_len=traced.max_seq_len,
-        tied=traced.tied,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +41,8 @@ def products_s(shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: 
     for one, share in _weighted(shape, layer):
         for each in one.matmuls:
             m, n, k, count = each.sizes(cut.batch, cut.seq, cut.t)
-            times = gemm_s(tables, *np.broadcast_arrays([m, m, n], [n, k, k], [k, n, m]), count, cut.rate)
+            rows, columns, inner = np.broadcast_arrays([m, m, n], [n, k, k], [k, n, m])
+            times = gemm_s(tables, rows, columns, inner, count, cut.rate)
             forward = forward + share * times[0]
             dgrad = dgrad + share * times[1] * each.input_grad
             wgrad = wgrad + share * times[2] * each.weight_grad
@@ -131,11 +77,9 @@ def moved_bytes(shape: TracedShape, layer: TracedLayer | None, cut: Cut) -> tupl
 
 def num_calls(shape: TracedShape, fused: NDArray[np.bool_]) -> Array:
     """Kernels of a mean layer's forward."""
-    return np.where(
-        fused,
-        shape.mean(lambda layer: layer.fused_kernels),
-        shape.mean(lambda layer: layer.kernels_forward),
-    )
+    together: float = shape.mean(lambda layer: layer.fused_kernels)
+    alone: float = shape.mean(lambda layer: layer.kernels_forward)
+    return np.where(fused, together, alone)
 
 
 def tensor_traffic(shape: TracedShape, cut: Cut) -> Array:
@@ -146,17 +90,19 @@ def tensor_traffic(shape: TracedShape, cut: Cut) -> Array:
 
 def end_s(shape: TracedShape, layer: TracedLayer, cut: Cut, tables: Tables) -> tuple[Array, Array]:
     """Seconds of forward and backward of what runs before or after the layers: products, and passes over memory."""
-    products = sum(products_s(shape, layer, cut, tables))
-    scores = sum(attention_s(shape, layer, cut, tables, 1.0))
-    moved = sum(bytes_s(tables, each) for each in moved_bytes(shape, layer, cut))
+    none = np.zeros_like(cut.batch)
+    products = sum(products_s(shape, layer, cut, tables), none)
+    scores = sum(attention_s(shape, layer, cut, tables, 1.0), none)
+    moved = sum((bytes_s(tables, each) for each in moved_bytes(shape, layer, cut)), none)
     return products + scores, moved
 
 
 def saved_bytes(shape: TracedShape, cut: Cut, policy: str) -> Array:
     """Bytes that a mean layer keeps of one pass under a policy of recompute."""
     name = {"none": "compiled"}.get(policy, policy)
-    found = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
-    return np.where(cut.fused, shape.mean(lambda layer: _at(dict(layer.saved)[name], cut)), found)
+    alone: Array = shape.mean(lambda layer: _at(dict(layer.saved)[policy], cut))
+    together: Array = shape.mean(lambda layer: _at(dict(layer.saved)[name], cut))
+    return np.where(cut.fused, together, alone)
 
 
 def end_saved_bytes(layer: TracedLayer, cut: Cut) -> Array:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from weft.planner.cost.kernels import flash_s
-from weft.planner.cost.tables import Tables
+from weft.planner.cost.machine import Tables, flash_s
 from weft.planner.measured.laws import fit_law
 from weft.planner.measured.profile import Profile, Sample
 from weft.spec.cluster import DeviceSpec

@@ -33,6 +33,8 @@ Array = NDArray[np.float64]
 _PRODUCTS = ("linear_f", "linear_dx", "linear_dw")
 #: The product between two collectives: about a millisecond of a core.
 BETWEEN = (256, 512, 256)
+#: The layer that is timed whole: tokens, width, feed-forward width, heads. See calibrate/compute.py.
+TINY = (16, 64, 128, 4)
 #: What the optimizer does and what is copied is in fp32 under every plan.
 _ALWAYS_FP32 = ("adamw", "clip", "host_adamw", "to_host", "to_device")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
@@ -41,16 +43,38 @@ _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shi
 def _terms(op: str) -> Callable[..., list[Any]]:
     """The terms of an operation's law as a function of its size."""
     if op in _PRODUCTS:
-        return lambda m, n, k: [1.0, m * n * k, m * n, m * k, n * k]
+        return _product
     if op in ("attention_f", "attention_b"):
-        return lambda b, h, s, c, keys=None: [1.0, b * h * s * c, b * h * s * c * (s if keys is None else keys)]
+        return _attention
     if op == "embedding":
-        return lambda t, d, v: [1.0, t * d, v * d]
+        return _embedding
     if op in ("adamw", "clip", "host_adamw", "to_host", "to_device"):
-        return lambda count: [1.0, count]
-    if op in (*_COLLECTIVES, "meeting"):
-        return lambda size: [1.0, np.sqrt(size), size]
-    return lambda t, d: [1.0, t, t * d]
+        return _count
+    return _ramp if op in (*_COLLECTIVES, "meeting") else _passes
+
+
+def _product(m: Any, n: Any, k: Any) -> list[Any]:
+    return [1.0, m * n * k, m * n, m * k, n * k]
+
+
+def _attention(b: Any, h: Any, s: Any, c: Any, keys: Any = None) -> list[Any]:
+    return [1.0, b * h * s * c, b * h * s * c * (s if keys is None else keys)]
+
+
+def _embedding(t: Any, d: Any, v: Any) -> list[Any]:
+    return [1.0, t * d, v * d]
+
+
+def _count(count: Any) -> list[Any]:
+    return [1.0, count]
+
+
+def _ramp(size: Any) -> list[Any]:
+    return [1.0, np.sqrt(size), size]
+
+
+def _passes(t: Any, d: Any) -> list[Any]:
+    return [1.0, t, t * d]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +109,7 @@ def _not_negative(rows: Array) -> Array:
     for size in range(1, min(count, len(rows)) + 1):
         for chosen in map(list, itertools.combinations(range(count), size)):
             part = rows[:, chosen] / scale[chosen]
-            found = np.linalg.lstsq(part, np.ones(len(rows)), rcond=None)[0]
+            found = np.asarray(np.linalg.lstsq(part, np.ones(len(rows)), rcond=None)[0], dtype=np.float64)
             left = float(((part @ found - 1) ** 2).sum())
             if (found >= 0).all() and left < least - 1e-12:
                 best, least = np.zeros(count), left
@@ -176,9 +200,10 @@ class Laws:
 
 def _between(counts: Sequence[int], each: Sequence[Array], active: Array) -> Array:
     """Values at `active` from those at `counts`."""
-    values = np.stack(np.broadcast_arrays(*each, active)[:-1])
-    active = np.broadcast_to(active, values.shape[1:])
-    result = values[-1] * np.maximum(1.0, active / counts[-1])
+    shape = np.broadcast_shapes(*(one.shape for one in each), active.shape)
+    values: Array = np.stack([np.broadcast_to(one, shape) for one in each])
+    active = np.broadcast_to(active, shape)
+    result = np.asarray(values[-1] * np.maximum(1.0, active / counts[-1]), dtype=np.float64)
     for place in range(len(counts) - 1, 0, -1):
         low, high = counts[place - 1], counts[place]
         share = np.clip((active - low) / (high - low), 0.0, 1.0)

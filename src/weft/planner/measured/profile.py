@@ -14,10 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from weft import env
 from weft.errors import ConfigError, Problem
@@ -177,11 +176,11 @@ def load_profile(path: Path | str) -> Profile:
         raise _error(f"profile={path}: {told}. Create it again with: weft calibrate --out {path}") from None
 
 
-def _read(table: Any, path: str) -> Profile:
+def _read(read: Any, path: str) -> Profile:
     known = {"weft_profile", "machine", "hash", "made", "took_s", "samples", "learned"}
-    if not isinstance(table, dict) or table.get("weft_profile") != VERSION:
-        found = table.get("weft_profile") if isinstance(table, dict) else None
-        raise ValueError(f"weft_profile={found}: this Weft reads version {VERSION}")
+    table = cast(dict[str, Any], read) if isinstance(read, dict) else {}
+    if table.get("weft_profile") != VERSION:
+        raise ValueError(f"weft_profile={table.get('weft_profile')}: this Weft reads version {VERSION}")
     if set(table) != known:
         wrong = sorted(set(table) ^ known)[0]
         raise ValueError(f"{'unknown key' if wrong in table else 'there is no key'} {wrong!r}")
@@ -201,12 +200,14 @@ def _read(table: Any, path: str) -> Profile:
     )
 
 
-def _row(kind: type[_Row], table: Mapping[str, Any]) -> _Row:
+def _row(kind: type[_Row], read: Any) -> _Row:
     """One record, with tuples in the place of JSON's lists. Raises TypeError or ValueError."""
     names = [each.name for each in fields(kind)]
-    if not isinstance(table, dict) or set(table) - set(names):
-        wrong = sorted(set(table) - set(names))[0] if isinstance(table, dict) else table
-        raise ValueError(f"{kind.__name__.lower()}: unknown key {wrong!r}")
+    if not isinstance(read, dict):
+        raise ValueError(f"{kind.__name__.lower()}: unknown key {read!r}")
+    table = cast(dict[str, Any], read)
+    if unknown := set(table) - set(names):
+        raise ValueError(f"{kind.__name__.lower()}: unknown key {min(unknown)!r}")
     values = {name: _tuples(value) for name, value in table.items()}
     for each in fields(kind):
         wanted = _TYPES.get(str(each.type), tuple)
@@ -217,11 +218,11 @@ def _row(kind: type[_Row], table: Mapping[str, Any]) -> _Row:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+    return tuple(map(_tuples, cast(list[Any], value))) if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
+    return ", ".join(cast(tuple[str, ...], value)) if isinstance(value, tuple) else str(value)
 
 
 def _error(message: str) -> ConfigError:

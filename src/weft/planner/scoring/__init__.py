@@ -1,5 +1,5 @@
 """Published runs against predictions: how far the planner is off."""
 
-from weft.planner.scoring.score import SCORE_TIERS, Report, score
+from weft.planner.scoring.scores import SCORE_TIERS, Report, score
 
 __all__ = ["SCORE_TIERS", "Report", "score"]

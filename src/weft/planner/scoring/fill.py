@@ -10,10 +10,10 @@ import itertools
 
 import numpy as np
 
-from weft.planner.cost.tables import Tables
+from weft.planner.cost.machine import Tables
 from weft.planner.estimate import Estimates, estimate
 from weft.planner.scoring.runs import Run
-from weft.planner.space.columns import PRECISIONS, Columns
+from weft.planner.space import PRECISIONS, Columns
 from weft.spec.plan import RECOMPUTES, SCHEDULES
 
 _MICROBATCHES = (1, 2, 4, 8, 16)

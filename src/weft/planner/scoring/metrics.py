@@ -91,7 +91,7 @@ def _regret(predictions: Sequence[Prediction]) -> dict[str, Any]:
         run = members[0].run
         device = run.cluster.device.name
         sweeps[run.source, run.job, run.precision, run.num_devices, device].append(members)
-    regrets = []
+    regrets: list[float] = []
     for plans in sweeps.values():
         if len(plans) < 2:
             continue

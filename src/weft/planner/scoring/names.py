@@ -54,7 +54,7 @@ def _shortened(text: str) -> list[str]:
     words = text.split("-")
     family = words[0]
     memory = _MEMORY.search(text)
-    found = []
+    found: list[str] = []
     if "pcie" in words:
         found.append(f"{family}-pcie")
     if "nvl" in words or "nvl72" in words:

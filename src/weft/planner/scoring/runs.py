@@ -12,7 +12,7 @@ from weft.planner.scoring.cells import Row, count, number, refused, size
 from weft.planner.scoring.names import cluster_of
 from weft.planner.scoring.shapes import iteration_s, shape_of
 from weft.planner.scoring.stacks import counts_causal_half, stack_of
-from weft.planner.space.columns import PRECISIONS, Job
+from weft.planner.space import PRECISIONS, Job
 from weft.spec.cluster import ClusterSpec
 
 #: A row without one of these says too little to predict anything.

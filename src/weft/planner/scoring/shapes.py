@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.planner.scoring.cells import Row, count, number, size
-from weft.planner.space.shape import Shape
+from weft.planner.space import Shape
 
 #: Families whose heads are not hidden / heads wide, or that look back over a window in a part of their layers.
 _HEAD_DIMS = (("qwen3", 128), ("gpt-oss", 64), ("gpt_oss", 64), ("gemma", 256), ("nemotron-h", 128))
@@ -13,8 +13,13 @@ _WINDOWS = (("gpt-oss", 128), ("gpt_oss", 128))
 #: Families with latent attention: hidden width -> ranks of queries and of keys and values, width of positions.
 _LATENT = {7168: (1536, 512, 64), 5120: (1536, 512, 64), 2048: (0, 512, 64)}
 #: Width that every token passes beside its experts, and layers without experts: by word and hidden width.
-_SHARED = {("deepseek", 7168): (2048, 3), ("deepseek", 5120): (3072, 1), ("deepseek", 2048): (2816, 1)}
-_SHARED |= {("qwen2", 3584): (20_480, 0), ("llama4", 5120): (8192, 0)}
+_SHARED = {
+    ("deepseek", 7168): (2048, 3),
+    ("deepseek", 5120): (3072, 1),
+    ("deepseek", 2048): (2816, 1),
+    ("qwen2", 3584): (20_480, 0),
+    ("llama4", 5120): (8192, 0),
+}
 _GPT_VOCAB = 50_257
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from weft.planner.space.stack import Stack
+from weft.planner.space import Stack
 
 _FEATURES = frozenset(each.name for each in dataclasses.fields(Stack))
 

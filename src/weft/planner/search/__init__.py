@@ -1,1 +1,50 @@
 """From a question to ranked plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "CODE",
+    "Answer",
+    "Candidate",
+    "PlannedModel",
+    "Question",
+    "answer",
+    "changed_words",
+    "drawn_schedule",
+    "estimated",
+    "memory_by_rank",
+    "neighbours",
+    "of_decoder",
+    "read_model",
+]
+
+if TYPE_CHECKING:
+    from weft.planner.search.best_plans import answer
+    from weft.planner.search.candidate import Answer, Candidate
+    from weft.planner.search.model_source import CODE, PlannedModel, of_decoder, read_model
+    from weft.planner.search.moves import changed_words, estimated, neighbours
+    from weft.planner.search.question import Question
+    from weft.planner.search.ranks import drawn_schedule, memory_by_rank
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Answer": ".candidate",
+        "CODE": ".model_source",
+        "Candidate": ".candidate",
+        "PlannedModel": ".model_source",
+        "Question": ".question",
+        "answer": ".best_plans",
+        "changed_words": ".moves",
+        "drawn_schedule": ".ranks",
+        "estimated": ".moves",
+        "memory_by_rank": ".ranks",
+        "neighbours": ".moves",
+        "of_decoder": ".model_source",
+        "read_model": ".model_source",
+    },
+)

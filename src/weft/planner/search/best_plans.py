@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.tables import Tables
+from weft.planner.cost.machine import Tables
 from weft.planner.estimate import Estimates, estimate
-from weft.planner.search.answer import Answer, Candidate, candidates, layouts
+from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
 from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
 from weft.planner.search.refine import anneal, descend
-from weft.planner.space.columns import Columns
-from weft.planner.space.enumerate import Block, Refused, Tally, enumerate_space
-from weft.planner.space.plan_space import Space
-from weft.planner.space.shape import Shape
-from weft.spec.cluster import ClusterSpec
-from weft.spec.decoder import DecoderSpec
-from weft.spec.model import ModelSpec
-from weft.spec.traced import TracedModel
+from weft.planner.space import Block, Columns, Refused, Space, Tally, enumerate_space
+from weft.spec.plan import Plan
 from weft.units import format_bytes
 
 Floats = NDArray[np.float64]
@@ -38,32 +31,7 @@ _COUNTED = 8
 _CLOCKED = 12
 
 
-def search(
-    model: str | ModelSpec | DecoderSpec | Shape | TracedModel,
-    cluster: str | ClusterSpec,
-    *,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    fixed: str | Mapping[str, Any] = "",
-    built_only: bool = True,
-    **options: Any,
-) -> Answer:
-    """The best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
-
-    model: a size, a path to a Hugging Face config folder or to a config of Weft, or a spec. cluster: "2x8xh100", a
-    .toml file, or a ClusterSpec; a model by its code is given as weft.trace(...). seq_len: tokens of a sequence;
-    global_batch: sequences of a step; by default the
-    config's, else usual ones. fixed: decided fields as plan text, such as "tp=8 precision=bf16". built_only: only
-    plans that the runtime runs today. options: as in `Question`.
-    Raises ModelError, ConfigError or PlanError for what cannot be read.
-    """
-    question = Question.of(
-        model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options
-    )
-    return answer(question)
-
-
-def answer(question: Question) -> Answer:
+def answer(question: Question) -> Answer[Candidate]:
     """Look at the whole space of a question."""
     start = time.perf_counter()
     tally = Tally(question.facts)
@@ -105,7 +73,8 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
 
 def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
     """The ranking after the pipelines of its best layouts were run on a clock, as far as that takes little time."""
-    steps, timed = 0, {}
+    steps = 0
+    timed: dict[Plan, Candidate] = {}
     most = MOST_STEPS * (1 + 4 * question.refine_s)
     for one in layouts(ranked)[:_CLOCKED]:
         steps += num_steps(one) if one.plan.pp > 1 else 0
@@ -144,8 +113,8 @@ class _Keep:
 
     question: Question
     tables: Tables
-    kept: list[Columns] = field(default_factory=list)
-    refused: dict[str, Refused] = field(default_factory=dict)
+    kept: list[Columns] = field(default_factory=list[Columns])
+    refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
     nearest: Candidate | None = None
     num_plans: int = 0
     num_fit: int = 0
@@ -168,7 +137,8 @@ class _Keep:
         names = [name for name in found.memory if name not in ("context", "communicators", "reserve")]
         largest = np.argmax(np.stack([found.memory[name][rows] for name in names]), axis=0)
         needed = found.total_bytes[rows]
-        for code in np.unique(largest).tolist():
+        classes: list[int] = np.unique(largest).tolist()
+        for code in classes:
             of_class = largest == code
             one = rows[of_class][np.argmin(needed[of_class])]
             name = f"memory-{names[code]}"
@@ -230,19 +200,16 @@ def _best_border(found: list[Candidate]) -> list[Candidate]:
 
 def _order(memory: Floats, speed: Floats) -> NDArray[Any]:
     """Fastest first; what is equal to four digits goes by memory."""
-    rounded = np.round(speed / speed.min(), 4)
+    rounded = np.asarray(np.round(speed / speed.min(), 4), dtype=np.float64)
     return np.lexsort((memory, rounded))
 
 
 def _rows(found: Estimates, rows: Any) -> Estimates:
     """Some rows of estimates."""
     index = np.asarray(rows)
-    values: dict[str, Any] = {}
-    for each in fields(found):
-        value = getattr(found, each.name)
-        if isinstance(value, dict):
-            value = {name: array[index] for name, array in value.items()}
-        elif isinstance(value, np.ndarray):
-            value = value[index]
-        values[each.name] = value
-    return type(found)(**values)
+    return replace(
+        found,
+        terms={name: array[index] for name, array in found.terms.items()},
+        memory={name: array[index] for name, array in found.memory.items()},
+        world_size=found.world_size[index],
+    )

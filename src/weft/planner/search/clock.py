@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from weft.errors import PlanError
-from weft.planner.cost.pipeline_sim import Durations, simulate
+from weft.planner.cost.pipeline import Durations, simulate
 from weft.planner.estimate import Estimates
-from weft.planner.search.answer import Candidate
+from weft.planner.measured import HostTables
+from weft.planner.search.candidate import Candidate
 from weft.planner.search.ranks import Passes, best_split, durations, memory_by_rank, passes, schedule_of, stage_layers
 from weft.spec.schedule import stages_of
 
@@ -36,7 +37,7 @@ def clocked(one: Candidate) -> Candidate:
 
     One without a pipeline, or whose schedule cannot be run, stays as it is.
     """
-    if one.plan.pp == 1 or one.clocked or one.question.tables.laws is not None:
+    if one.plan.pp == 1 or one.clocked or isinstance(one.question.tables, HostTables):
         return one  # ranks that share cores wait for each other in ways that the clock does not know
     parts = passes(one)
     try:
@@ -102,4 +103,4 @@ def _longest(one: Candidate, seconds: Durations) -> float:
 
 def _stage_s(seconds: Durations, stage: int) -> float:
     sides = (seconds.forward_s, seconds.input_gradient_s, seconds.weight_gradient_s)
-    return sum(side if isinstance(side, float) else side[stage] for side in sides)
+    return sum(side if isinstance(side, int | float) else side[stage] for side in sides)

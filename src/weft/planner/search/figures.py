@@ -7,9 +7,8 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 
-from weft.planner.cost.traced_cost import TracedShape, model_flops
-from weft.planner.space.columns import Job
-from weft.planner.space.shape import Shape
+from weft.planner.cost import model_flops
+from weft.planner.space import Job, Shape, TracedShape
 from weft.spec.cluster import ClusterSpec
 
 #: Watts of host, fans and switches for each device, and what the building takes beside (power usage effectiveness).

@@ -7,11 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from weft.errors import ModelError, did_you_mean
-from weft.planner.cost.traced_cost import TracedShape, as_rules_see_it
-from weft.planner.space.shape import Shape
+from weft.planner.space import Shape, TracedShape, as_rules_see_it
 from weft.spec.decoder import DecoderSpec
 from weft.spec.hugging_face_config import read_numbers
 from weft.spec.model import ModelSpec, decoder_spec, model_names
@@ -113,13 +112,14 @@ def _read_run(path: Path) -> PlannedModel:
 def _read_hugging_face(path: Path) -> PlannedModel:
     file = path if path.suffix == ".json" else path / "config.json"
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
+        read: object = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"model={path}: {file} cannot be read ({error.strerror}). Check the path.") from None
     except ValueError as error:
         raise ModelError(f"model={path}: {file} is not JSON ({error}). Give the config.json of a model.") from None
-    if not isinstance(table, dict):
+    if not isinstance(read, dict):
         raise ModelError(f"model={path}: {file} holds no table. Give the config.json of a model.")
+    table = cast(dict[str, Any], read)
     if table.get("format") == FORMAT:
         return read_model(TracedModel.from_table(str(path), table))
     return _from_hugging_face(path.parent.name if path.suffix == ".json" else path.name or str(path.resolve()), table)

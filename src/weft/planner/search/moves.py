@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from weft.errors import PlanError
 from weft.planner.estimate import estimate
-from weft.planner.search.answer import Candidate, candidates
+from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
-from weft.planner.space.columns import Columns, Job, settled
-from weft.planner.space.plan_space import Space
+from weft.planner.space import Columns, Job, Space, settled
 from weft.spec.plan import AXES, Plan, plan_fields
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import common_divisors
+from weft.spec.shares import samples_per_microbatch
 
 #: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
 BUDGETS = ("75%", "50%", "25%")
@@ -123,7 +123,7 @@ def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
 def _kept_microbatch(plan: Plan, moved: Mapping[str, int], question: Question) -> dict[str, Any]:
     batch, data = question.job.global_batch, moved["dp_replicate"] * moved["dp_shard"]
     sequences = max(1, batch // data)
-    wanted = max(1, batch // (plan.dp_size * plan.microbatches_per_step))
+    wanted = max(1, samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
     fits = [each for each in common_divisors(sequences) if each <= wanted]
     return _passes(plan.replace(pp=moved["pp"]), sequences // fits[-1])
 
@@ -178,4 +178,4 @@ def changed_words(before: Plan, after: Plan) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
+    return ("+".join(cast(tuple[str, ...], value)) or "none") if isinstance(value, tuple) else str(value)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, PlanError, Problem
-from weft.planner.cost.tables import Tables
-from weft.planner.measured import here
-from weft.planner.measured.profile import Profile, load_profile
+from weft.planner import measured
+from weft.planner.cost.machine import Tables
+from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
-from weft.planner.space.columns import Job
-from weft.planner.space.shape import Shape
+from weft.planner.space import Job, Shape
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
 from weft.spec.decoder import DecoderSpec
 from weft.spec.model import ModelSpec
@@ -42,7 +41,7 @@ class Question:
     model: PlannedModel
     cluster: ClusterSpec
     job: Job
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     built_only: bool = True
     tier: str = "tables"
     fits: float = FITS
@@ -68,7 +67,7 @@ class Question:
         Raises ModelError, ConfigError or PlanError for what cannot be read.
         """
         planned = read_model(model)
-        machines, measured = find_machines(cluster, profile)
+        machines, known = find_machines(cluster, profile)
         assumed = [] if planned.config else [
             name for name, value in (("seq_len", seq_len), ("global_batch", global_batch))
             if value is None and (name == "global_batch" or planned.reads_sequence)
@@ -82,7 +81,7 @@ class Question:
             rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
         decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
-        _expect_measured(decided.get("precision"), measured, machines.num_devices)
+        _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
         return cls(
             model=planned,
@@ -94,7 +93,7 @@ class Question:
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
             ),
             fixed=decided,
-            profile=measured,
+            profile=known,
             assumed=tuple(words[name] for name in assumed),
             **options,
         )
@@ -149,11 +148,7 @@ class Question:
 @functools.lru_cache(maxsize=8)
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
     """Kept, because laws are fitted to a profile's samples."""
-    if profile is None:
-        return Tables.of(cluster.device, tier)
-    from weft.planner.measured.host import measured_tables
-
-    return measured_tables(profile, cluster, tier)
+    return Tables.of(cluster.device, tier) if profile is None else measured.measured_tables(profile, cluster, tier)
 
 
 def find_machines(cluster: str | ClusterSpec, profile: Path | str | None = None) -> tuple[ClusterSpec, Profile | None]:

@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.errors import PlanError, Problem
-from weft.planner.cost.collective_cost import Fabric
-from weft.planner.cost.layer_cost import LayerCosts, layer_costs
-from weft.planner.cost.memory_cost import _rank_bytes, layer_bytes
-from weft.planner.cost.pipeline_sim import Durations
-from weft.planner.search.answer import Candidate
-from weft.planner.search.partition import split_stages
-from weft.planner.search.question import Question
-from weft.planner.space.columns import Columns
+from weft.planner.cost import LayerCosts, layer_bytes, rank_bytes
+from weft.planner.cost.pipeline import Durations
+from weft.planner.estimate import costs_of_layer
+from weft.planner.measured import HostTables
+from weft.planner.search.candidate import Candidate
+from weft.planner.space import Columns
 from weft.spec.schedule import Schedule, build_schedule, stages_of
-from weft.spec.shares import divide_layers
+from weft.spec.shares import divide_by_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ def passes(one: Candidate) -> Passes:
     """What the estimate of a candidate takes for its parts, recompute and communication between ranks included."""
     question = one.question
     columns = Columns.of([one.plan], question.job)
-    costs = _costs(question, columns)
+    costs = costs_of_layer(question.job, question.cluster, columns, question.tables)
     layer = _layer(one, costs)
     head = _first(costs.head_gemm) + _first(costs.head_memory) + _first(costs.head_tp)
     products = _first(costs.head_gemm) / 3
@@ -56,16 +54,6 @@ def passes(one: Candidate) -> Passes:
         embedding=Pass(embedding / 2, 0.0, embedding / 2),
         head=Pass((head - products) / 2, (head - products) / 2, products),
     )
-
-
-def _costs(question: Question, columns: Columns) -> LayerCosts:
-    tables = question.tables
-    if tables.laws is not None:
-        from weft.planner.measured import layer
-
-        [(dtype, _)] = layer.dtype_of(columns)
-        return layer.layer_costs(question.job, columns, tables.laws, columns.world_size, dtype)
-    return layer_costs(question.job, columns, tables, Fabric.of(tables, question.cluster.devices_per_node))
 
 
 def _layer(one: Candidate, costs: LayerCosts) -> Pass:
@@ -92,18 +80,14 @@ def stage_layers(one: Candidate) -> list[int]:
 
     The plan's own split, or what the runtime makes of matrix elements alone.
     """
-    plan, shape = one.plan, one.question.job.shape
-    if plan.split:
-        return list(plan.split)
-    head = shape.vocab * shape.hidden
-    block = max(1, shape.dense_layer_params if not shape.num_experts else shape.moe_shared_params)
-    return list(divide_layers([1.0] * shape.layers, plan.pp * plan.virtual_stages, after=head / block))
+    plan = one.plan
+    return list(plan.split or one.question.job.shape.stage_layers(plan.pp * plan.virtual_stages))
 
 
 def best_split(one: Candidate, parts: Passes) -> list[int]:
     """The split that makes the longest rank shortest, by the seconds that were estimated."""
     plan = one.plan
-    return split_stages(
+    return divide_by_rank(
         one.question.job.shape.layers,
         [stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank) for rank in range(plan.pp)],
         first=parts.embedding.whole_s / parts.layer.whole_s,
@@ -113,13 +97,19 @@ def best_split(one: Candidate, parts: Passes) -> list[int]:
 
 def durations(one: Candidate, layers: list[int], parts: Passes, latency_s: float = 0.0) -> Durations:
     """Seconds of every stage's passes, for the clock."""
-    sides = []
-    for name in ("forward_s", "input_gradient_s", "weight_gradient_s"):
-        seconds = [count * getattr(parts.layer, name) for count in layers]
+
+    def side(name: str) -> list[float]:
+        seconds = [count * float(getattr(parts.layer, name)) for count in layers]
         seconds[0] += getattr(parts.embedding, name)
         seconds[-1] += getattr(parts.head, name)
-        sides.append(seconds)
-    return Durations(*sides, latency_s=latency_s)
+        return seconds
+
+    return Durations(
+        forward_s=side("forward_s"),
+        input_gradient_s=side("input_gradient_s"),
+        weight_gradient_s=side("weight_gradient_s"),
+        latency_s=latency_s,
+    )
 
 
 def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
@@ -134,7 +124,7 @@ def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
 def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
     """Bytes by class on every rank of the pipeline; one entry where there is none."""
     question, plan = one.question, one.plan
-    if plan.pp == 1 or question.tables.laws is not None:
+    if plan.pp == 1 or isinstance(question.tables, HostTables):
         return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
     columns = Columns.of([plan], question.job)
     layers = stage_layers(one)
@@ -146,7 +136,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
         if plan.recompute_blocks:
             columns = replace(columns, recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
         layer = layer_bytes(question.job, columns)
-        classes = _rank_bytes(question.job, columns, question.tables, layer, place)
+        classes = rank_bytes(question.job, columns, question.tables, layer, place)
         found.append({name: _first(value) for name, value in classes.items()})
     return found
 

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 
-from weft.planner.search.answer import Candidate
+from weft.planner.search.candidate import Candidate
 from weft.planner.search.moves import estimated, neighbours
 from weft.planner.search.question import Question
 from weft.spec.plan import Plan
@@ -33,7 +33,7 @@ def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     for _ in range(_ROUNDS):
         if not active:
             break
-        moved = []
+        moved: list[Candidate] = []
         for one, around in zip(active, _around(active, question), strict=True):
             better = [near for near in around if near.step_s < one.step_s * (1 - _WORTH)]
             if better:

@@ -1,1 +1,27 @@
-"""The plans that may be tried, as columns of numbers."""
+"""The plans that may be tried, as columns of numbers, and what they train."""
+
+from __future__ import annotations
+
+from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job, settled
+from weft.planner.space.enumerate import Block, Refused, Tally, enumerate_space
+from weft.planner.space.plan_space import Space
+from weft.planner.space.shape import Shape
+from weft.planner.space.stack import Stack
+from weft.planner.space.traced_shape import TracedShape, as_rules_see_it
+
+__all__ = [
+    "CP_MODES",
+    "PRECISIONS",
+    "Block",
+    "Columns",
+    "Job",
+    "Refused",
+    "Shape",
+    "Space",
+    "Stack",
+    "Tally",
+    "TracedShape",
+    "as_rules_see_it",
+    "enumerate_space",
+    "settled",
+]

@@ -16,6 +16,7 @@ from weft.planner.space.stack import Stack
 from weft.spec.context import choose_cp_mode
 from weft.spec.plan import AXES, RECOMPUTES, REDUCES, RESHARDS, SCHEDULES, Plan
 from weft.spec.plan import PRECISIONS as PLAN_PRECISIONS
+from weft.spec.shares import samples_per_microbatch
 
 #: What a code in `Columns.precision` stands for; fp8 and fp4 (matmuls of layers alone) are no plans of the runtime yet.
 PRECISIONS = (*PLAN_PRECISIONS, "fp8", "fp4")
@@ -113,7 +114,7 @@ class Columns:
         if not self.order.any():
             return usual
         found = usual.copy()
-        for code in np.unique(self.order).tolist():
+        for code in map(int, np.unique(self.order)):
             rows = self.order == code
             found[rows] = self._inside(ORDERS[code], axis, rows)
         return found
@@ -124,7 +125,7 @@ class Columns:
         return self.stride("tp")
 
     def _inside(self, order: tuple[str, ...], axis: str, rows: Any) -> Ints:
-        found = np.ones_like(self.tp[rows])
+        found: Ints = np.ones_like(np.asarray(self.tp[rows]))
         for name in order[order.index(axis) + 1 :]:
             found = found * getattr(self, name)[rows]
         return found
@@ -134,7 +135,7 @@ class Columns:
         """Columns with the given arrays or scalars; what is not named has the value of the default plan."""
         filled: dict[str, object] = {}
         for name, (default, dtype) in _DEFAULTS.items():
-            array = np.asarray(values.pop(name, default), dtype=dtype)
+            array: NDArray[Any] = np.asarray(values.pop(name, default), dtype=np.dtype(dtype))
             filled[name] = np.broadcast_to(array, (num_rows,)) if array.ndim == 0 else array
         if values:
             raise TypeError(f"no such columns: {', '.join(values)}")
@@ -167,18 +168,23 @@ class Columns:
         piped = int(self.pp[row]) > 1
         passes = int(self.num_micro[row])
         return Plan(
-            **{name: int(getattr(self, name)[row]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")},
+            pp=int(self.pp[row]),
+            dp_replicate=int(self.dp_replicate[row]),
+            dp_shard=int(self.dp_shard[row]),
+            cp=int(self.cp[row]),
+            tp=int(self.tp[row]),
+            ep=int(self.ep[row]),
             zero=int(self.zero[row]),
-            reshard=RESHARDS[self.reshard[row]],
+            reshard=RESHARDS[int(self.reshard[row])],
             sp=bool(self.sp[row]),
             order=_order_words(self, row),
-            cp_mode=CP_MODES[self.cp_mode[row]] if self.cp[row] > 1 else Plan().cp_mode,
-            schedule=SCHEDULES[self.schedule[row]],
+            cp_mode=CP_MODES[int(self.cp_mode[row])] if self.cp[row] > 1 else Plan().cp_mode,
+            schedule=SCHEDULES[int(self.schedule[row])],
             microbatches=passes if piped else 1,
             virtual_stages=int(self.virtual_stages[row]),
             accumulation=1 if piped else passes,
-            precision=PRECISIONS[self.precision[row]],
-            reduce=REDUCES[self.reduce[row]],
+            precision=PRECISIONS[int(self.precision[row])],
+            reduce=REDUCES[int(self.reduce[row])],
             recompute=_recompute_text(self, row),
             offload=_offload_words(self, row),
             compile=bool(self.compile[row]),
@@ -212,7 +218,7 @@ def _row(plan: Plan, job: Job) -> dict[str, object]:
         **{name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "sp")},
         "schedule": SCHEDULES.index(plan.schedule),
         "virtual_stages": plan.virtual_stages,
-        "microbatch": max(1, job.global_batch // (plan.dp_size * passes)),
+        "microbatch": max(1, samples_per_microbatch(job.global_batch, plan.dp_size, passes)),
         "num_micro": passes,
         "recompute": RECOMPUTES.index(recompute),
         "recompute_blocks": plan.recompute_blocks,
@@ -255,7 +261,7 @@ def _recompute_parts(text: str) -> tuple[str, float]:
 
 
 def _recompute_text(columns: Columns, row: int) -> str:
-    policy, budget = RECOMPUTES[columns.recompute[row]], float(columns.activation_budget[row])
+    policy, budget = RECOMPUTES[int(columns.recompute[row])], float(columns.activation_budget[row])
     if np.isinf(budget):
         blocks = int(columns.recompute_blocks[row])
         return f"{policy}:{blocks}" if blocks else policy
@@ -264,14 +270,13 @@ def _recompute_text(columns: Columns, row: int) -> str:
 
 def _order_words(columns: Columns, row: int) -> tuple[str, ...]:
     """The axes in use where they stand in another order than the usual one."""
-    usual, found = (
-        tuple(axis for axis in order if getattr(columns, axis)[row] > 1) for order in (AXES, ORDERS[columns.order[row]])
-    )
+    orders = (tuple(AXES), ORDERS[int(columns.order[row])])
+    usual, found = (tuple(axis for axis in order if getattr(columns, axis)[row] > 1) for order in orders)
     return () if found == usual else found
 
 
 def _offload_words(columns: Columns, row: int) -> tuple[str, ...]:
-    words = []
+    words: list[str] = []
     for name in ("optimizer", "params", "activations"):
         share = float(getattr(columns, f"offload_{name}")[row])
         if share > 0:

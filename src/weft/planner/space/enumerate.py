@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from weft.planner.space.plan_space import Space
 from weft.spec.cluster import ClusterSpec
 from weft.spec.plan import REDUCES, RESHARDS, SCHEDULES, Plan, plan_fields
 from weft.spec.rules.rule import Facts, Rule, common_divisors
+from weft.spec.shares import samples_per_microbatch
 
 #: What a plan without context parallelism says of its way.
 _NO_WAY = Plan().cp_mode
@@ -39,7 +40,7 @@ class Tally:
     """The plans that rules refuse, by rule."""
 
     facts: Facts
-    refused: dict[str, Refused] = field(default_factory=dict)
+    refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
         """Count plans that a rule refuses; `values` is one of them."""
@@ -206,12 +207,14 @@ def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: J
     choices = [batches[dp] for dp in meshes.levels["dp_size"]]
     counts = np.array([len(each) for each in choices], dtype=np.int64)[meshes.codes["dp_size"]]
     table = meshes[np.repeat(np.arange(len(meshes)), counts)]
-    passes = np.array([one for code in meshes.codes["dp_size"].tolist() for one in choices[code]], dtype=np.int64)
+    codes: list[int] = meshes.codes["dp_size"].tolist()
+    passes = np.array([one for code in codes for one in choices[code]], dtype=np.int64)
     piped = table.values("pp") > 1
     for name, values in (("microbatches", np.where(piped, passes, 1)), ("accumulation", np.where(piped, 1, passes))):
         table = table.with_values(name, np.where(passes > 0, values, space.fixed.get(name, 1)))
     table = table.with_values("microbatches_per_step", passes)
-    return table.with_values("microbatch", np.maximum(1, job.global_batch // (table.values("dp_size") * passes)))
+    rows = samples_per_microbatch(job.global_batch, table.values("dp_size"), passes)
+    return table.with_values("microbatch", np.maximum(1, rows))
 
 
 def _with_schedules(meshes: PartialPlans, space: Space) -> PartialPlans:
@@ -298,6 +301,6 @@ def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
     return columns
 
 
-def _codes(table: PartialPlans, name: str, known: tuple[str, ...]) -> NDArray[np.uint8]:
+def _codes(table: PartialPlans, name: str, known: Sequence[str]) -> NDArray[np.uint8]:
     """Codes of `Columns` for a field of names."""
     return np.array([known.index(level) for level in table.levels[name]], dtype=np.uint8)[table.codes[name]]

@@ -7,16 +7,15 @@ without being written twice, and one that somebody adds tomorrow does so too.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.spec.plan import Plan, plan_fields
+from weft.spec.rules.open_plan import MISSING, OpenPlan, Undecided
 from weft.spec.rules.rule import Facts, Rule, UnknownFact
 
 Rows = NDArray[np.int64]
@@ -71,37 +70,25 @@ class PartialPlans:
         return cls({name: grid.ravel() for name, grid in zip(levels, grids, strict=True)}, dict(levels))
 
 
-class _Undecided(Exception):
-    """A rule reads a field that the partial plan does not have yet."""
-
-
 #: A row of a table.
 Place = tuple[PartialPlans, int]
 
 
-class _Watched:
-    """A partial plan in the eyes of a rule, from rows of tables; notes which of their fields are read.
+class _Watched(OpenPlan):
+    """A plan from rows of tables. There are tens of thousands of rows, and a rule reads few of their fields."""
 
-    Values are looked up as they are asked for: a rule reads few of them, and there are tens of thousands of rows.
-    """
-
-    __slots__ = ("_places", "reads")
+    __slots__ = ("_places",)
 
     def __init__(self, *places: Place):
-        self._places, self.reads = places, set[str]()
+        super().__init__()
+        self._places = places
 
-    def __getattr__(self, name: str) -> Any:
+    def decided(self, name: str) -> Any:
         for table, row in self._places:
             codes = table.codes.get(name)
             if codes is not None:
-                self.reads.add(name)
                 return table.levels[name][codes[row]]
-        known = vars(Plan).get(name)
-        if isinstance(known, property) and known.fget is not None:
-            return known.fget(self)
-        if isinstance(known, FunctionType):
-            return functools.partial(known, self)
-        raise _Undecided(name)
+        return MISSING
 
 
 def verdicts(rule: Rule, table: PartialPlans, facts: Facts) -> NDArray[np.uint8]:
@@ -125,7 +112,7 @@ def verdicts(rule: Rule, table: PartialPlans, facts: Facts) -> NDArray[np.uint8]
 def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
     try:
         return BROKEN if rule.predicate(plan, facts) else KEPT  # pyright: ignore[reportArgumentType]
-    except _Undecided:
+    except Undecided:
         return OPEN
     except UnknownFact:
         return KEPT

@@ -8,7 +8,7 @@ of flags, and rows are made only where they are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ class Space:
     cp_modes: tuple[str, ...] = CP_MODES
     splits: str = "all"
     experts: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     left_out: tuple[str, ...] = ()
 
     @classmethod
@@ -105,7 +105,7 @@ def _few_stages(space: Space) -> tuple[tuple[str, int], ...]:
 
 
 #: What leaves a space that is too large to be looked at whole, in this order; refinement comes back to it.
-_NARROWER = (
+_NARROWER: tuple[tuple[str, Callable[[Space], dict[str, Any]]], ...] = (
     ("fp32 (half precision is faster)", lambda space: {"precisions": space.precisions[:1]}),
     ("sp=off (sp=on needs less memory)", lambda space: {"sequence_parallel": _without(space.sequence_parallel, False)}),
     ("schedule=gpipe", lambda space: {"schedules": _without(space.schedules, ("gpipe", 1))}),

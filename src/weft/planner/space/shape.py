@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.spec.decoder import DecoderSpec
+from weft.spec.shares import divide_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,21 @@ class Shape:
     def expert_params(self) -> int:
         """Parameters of one expert."""
         return self.mlp_params(self.expert_ffn)
+
+    @property
+    def layer_weights(self) -> float:
+        """What the runtime weighs a layer with to divide layers into stages: the parameters of the commonest kind."""
+        mixture = self.moe_shared_params + self.num_experts * self.expert_params
+        return float(max(1, mixture if 2 * self.moe_layers >= self.layers else self.dense_layer_params))
+
+    @property
+    def head_weights(self) -> float:
+        """The same of the head."""
+        return float(self.vocab * self.hidden)
+
+    def stage_layers(self, num_stages: int) -> tuple[int, ...]:
+        """Layers of each stage, from the embedding on, as the runtime divides them. ValueError for too few layers."""
+        return divide_layers([1.0] * self.layers, num_stages, after=self.head_weights / self.layer_weights)
 
     @property
     def num_params(self) -> int:

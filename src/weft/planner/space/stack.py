@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.spec.shares import BUCKET_PARAMS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
@@ -35,7 +37,9 @@ class Stack:
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
     times tp. balanced_stages: layers are split over a pipeline so that embedding and head count as the layers
-    that they cost. bucket_bytes: buffers beside the gradients, in which they and the parameters travel under ZeRO 1, 2.
+    that they cost. bucket_params: parameters whose gradients travel together, or bucket_params_per_rank for each rank
+    that shares them where that is more. bucket_bytes: buffers beside the gradients, in which they and the parameters
+    travel under ZeRO 1, 2.
     """
 
     name: str = "weft"
@@ -73,4 +77,6 @@ class Stack:
     fold_experts: bool = True
     vocab_multiple: int = 1
     balanced_stages: bool = False
+    bucket_params: float = BUCKET_PARAMS
+    bucket_params_per_rank: float = 0.0
     bucket_bytes: float = 0.0

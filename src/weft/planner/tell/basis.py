@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.planner.cost.tables import Tables
+from weft.planner.cost.machine import Tables
 
 #: The constant that decides most of a term.
 DECIDED_BY = {

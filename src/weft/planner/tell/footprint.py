@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.planner.cost import layer_bytes
+from weft.planner.space import Columns, Job, Shape
 from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
@@ -44,31 +46,18 @@ class Remedy:
     enough: bool
 
 
-def layer_elements(shape: DecoderSpec, recompute: str) -> float:
-    """Values that one layer keeps for backward per token and unit of width, with fused attention and norms.
-
-    "attention" keeps as much as "none": fused attention holds no scores.
-    """
-    kv_share, ffn_share = shape.num_kv_heads / shape.num_heads, shape.visited_ffn_dim / shape.dim
-    if recompute == "full":
-        return 1.0  # the layer's input
-    if shape.family == "gpt2":
-        return 6 + ffn_share if recompute == "selective" else 8 + 2 * ffn_share
-    # Products of gate and up, and their silu and product beside, where all is kept.
-    return (4 + 2 * kv_share + 2 * ffn_share) if recompute == "selective" else 6 + 2 * kv_share + 4 * ffn_share
-
-
 def activation_bytes(shape: DecoderSpec, num_tokens: int, precision: str, recompute: str) -> int:
     """Bytes that one microbatch of a decoder keeps at the end of forward, logits and their loss in fp32 included.
 
-    Under recompute one layer more is whole while its backward runs.
+    Under recompute one layer more is whole while its backward runs. A budget may keep everything.
     """
     width = _WIDTHS[precision]
-    # A budget may keep everything.
-    policies = ("none", recompute if recompute in _LEFT else "none")
-    whole, kept = (layer_elements(shape, name) * shape.dim for name in policies)
-    layers = shape.num_layers * kept + (whole - kept)
-    return int(num_tokens * (layers * width + 2 * shape.dim * width + shape.vocab_size * (width + max(width, 4))))
+    job = Job(shape=Shape.of_decoder(shape), seq_len=num_tokens, global_batch=1)
+    plan = Plan(precision=precision, recompute=recompute if recompute in _LEFT else "none")
+    layer = layer_bytes(job, Columns.of([plan], job))
+    whole, kept = float(layer.whole[0]), float(layer.kept[0])
+    ends = num_tokens * (2 * shape.dim * width + shape.vocab_size * (width + max(width, 4)))
+    return int(shape.num_layers * kept + (whole - kept) + ends)
 
 
 def remedies(
@@ -80,7 +69,7 @@ def remedies(
     who holds what, then what is computed twice, then number formats, the host, and last more devices. Changes that
     a rule refuses are left out. missing_bytes: 0 where unknown.
     """
-    found = []
+    found: list[Remedy] = []
     for change in _changes(plan, usage, missing_bytes, shape):
         candidate = plan.replace(**change)
         if check(candidate, facts if candidate.world_size == plan.world_size else None):
@@ -97,7 +86,7 @@ def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) 
     """Candidates, the least disturbing first; each the smallest of its kind that is enough, or its largest."""
     ranks = plan.dp_size
     changes: list[dict[str, object]] = [*_more_passes(plan, usage, missing, shape)]
-    sharded = {"dp_shard": ranks, "dp_replicate": 1} if plan.zero == 0 else {}
+    sharded: dict[str, object] = {"dp_shard": ranks, "dp_replicate": 1} if plan.zero == 0 else {}
     stages = range(plan.zero + 1, 4) if ranks > 1 else range(0)
     changes += [{"zero": zero, **sharded} for zero in stages if zero < 3]
     if plan.recompute in ("none", "attention"):

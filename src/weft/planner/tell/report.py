@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.planner.search.answer import Answer, Candidate
-from weft.planner.search.question import Question
+from weft.planner.search import Answer, Candidate, Question
 from weft.planner.tell.basis import spread, time_by_rung
-from weft.planner.tell.compare import Comparison
-from weft.planner.tell.what_if import Scenario
-from weft.planner.tell.why_not import WhyNot
+from weft.planner.tell.comparison import Comparison
+from weft.planner.tell.scenario import Scenario
+from weft.planner.tell.verdict import WhyNot
 
 
 def question_table(question: Question) -> dict[str, Any]:
@@ -22,7 +21,7 @@ def question_table(question: Question) -> dict[str, Any]:
         "seq_len": question.job.seq_len,
         "global_batch": question.job.global_batch,
         "assumed": list(question.assumed),
-        "fixed": {name: list(value) if isinstance(value, tuple) else value for name, value in question.fixed.items()},
+        "fixed": {name: [*value] if isinstance(value, tuple) else value for name, value in question.fixed.items()},
         "built_only": question.built_only,
         "tier": question.tier,
         "fits_from": question.fits,
@@ -56,7 +55,7 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
     }
 
 
-def answer_table(found: Answer, limit: int, hour_price: float | None = None) -> dict[str, Any]:
+def answer_table(found: Answer[Candidate], limit: int, hour_price: float | None = None) -> dict[str, Any]:
     """The ranked plans, the border of memory against speed, and the reasons for all others."""
     return {
         "question": question_table(found.question),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.errors import ConfigError, ModelError
-from weft.planner.search.answer import Candidate
+from weft.planner.search import Candidate
 from weft.spec.decoder import DecoderSpec
 from weft.spec.model import decoder_spec, model_names
 

@@ -6,37 +6,28 @@ that agree in them, so whole branches fall at once; a rule that reads an undecid
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from weft.spec.plan import AXES, Plan, plan_fields
+from weft.spec.rules.open_plan import MISSING, OpenPlan, Undecided
 from weft.spec.rules.plan_rules import RULES
 from weft.spec.rules.rule import Facts, Rule, UnknownFact
 
 Choices = Mapping[str, Sequence[object]]
 
 
-class _Undecided(Exception):
-    """A rule asked for a field that is not decided yet."""
+class _Values(OpenPlan):
+    """The plan of the fields decided so far."""
 
-
-class _Partial:
-    """A plan of which only some fields are decided. What Plan derives from its fields is derived from these."""
+    __slots__ = ("_values",)
 
     def __init__(self, values: Mapping[str, object]):
+        super().__init__()
         self._values = values
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._values:
-            return self._values[name]
-        derived = getattr(Plan, name)
-        if isinstance(derived, property):
-            assert derived.fget is not None
-            return derived.fget(self)
-        if callable(derived):
-            return functools.partial(derived, self)
-        raise _Undecided(name)
+    def decided(self, name: str) -> Any:
+        return self._values.get(name, MISSING)
 
 
 def legal_plans(choices: Choices, facts: Facts, rules: Sequence[Rule] = RULES) -> Iterator[Plan]:
@@ -72,7 +63,7 @@ def _decide(
 
 def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[Rule]) -> list[Rule] | None:
     """The rules that have no verdict yet; None where one is broken whatever comes."""
-    plan = cast(Plan, _Partial(values))
+    plan = cast(Plan, _Values(values))
     waiting: list[Rule] = []
     for rule in rules:
         try:
@@ -80,7 +71,7 @@ def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[Rule]) -
                 return None
         except UnknownFact:
             continue
-        except _Undecided:
+        except Undecided:
             waiting.append(rule)
     return waiting
 

@@ -17,6 +17,7 @@ from weft.spec.rules.limit_rules import LIMIT_RULES
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.rules.rule import Facts, Rule, Violation, alternatives, asks, common_divisors, nearest
+from weft.spec.shares import batch_unit
 
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
@@ -34,7 +35,7 @@ def _product(plan: Plan) -> str:
 
 
 def _batch_unit(plan: Plan) -> int:
-    return plan.dp_size * plan.microbatches_per_step
+    return batch_unit(plan.dp_size, plan.microbatches_per_step)
 
 
 def _batch_choices(plan: Plan, facts: Facts) -> list[int]:

@@ -21,10 +21,9 @@ from weft.memory.offload import HostPart
 from weft.mesh import Axis
 from weft.parallel.placement.axes import Axes
 from weft.private_torch import version_of
+from weft.spec.shares import BUCKET_BYTES
 from weft.units import format_bytes
 
-#: Large enough to amortise a collective's latency, small enough that several are under way at once.
-BUCKET_BYTES = 16 * 2**20
 #: Parameters and parts begin at multiples of this many elements: aligned for vector units and for GPU copies.
 ALIGNMENT = 16
 #: `whole` accepts this share of a bucket as fill between the parts.

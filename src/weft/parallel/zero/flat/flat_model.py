@@ -36,13 +36,14 @@ from weft.parallel.placement.precision import Precision, cast_inputs, formats
 from weft.parallel.placement.state_guard import guard_optimizer
 from weft.parallel.zero.across_stages import across_stages
 from weft.parallel.zero.adopt import refuse_closures
-from weft.parallel.zero.flat.buckets import BUCKET_BYTES, Bucket, Slot, fill, lay_out, put_in_order
+from weft.parallel.zero.flat.buckets import Bucket, Slot, fill, lay_out, put_in_order
 from weft.parallel.zero.flat.follow_loads import FollowLoads
 from weft.parallel.zero.flat.own_loop import OwnLoop
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.flat.slot_states import gather_states, load_states
 from weft.private_torch import version_of
+from weft.spec.shares import BUCKET_BYTES
 
 
 class FlatModel:

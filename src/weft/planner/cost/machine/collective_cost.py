@@ -1,0 +1,86 @@
+"""Seconds of collectives by where their ranks lie: inside one scale-up domain, or over the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost.machine.tables import Tables
+
+Array = NDArray[np.float64]
+
+#: Transfers of the whole buffer that a ring makes: 2 (n - 1)/n or (n - 1)/n times this.
+_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+#: Share of the network that all-to-alls of many nodes lose to conflicts (arXiv-free: AutoParallel's H100 fit).
+_ALL_TO_ALL_LOSS = 0.44
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """The links of a cluster, as far as collectives need them. Rates in bytes/s that programs reach."""
+
+    link_rate: float
+    link_alpha_s: float
+    nic_rate: float
+    nic_alpha_s: float
+    half_bytes: float
+    domain: int
+    mesh: bool
+
+    @classmethod
+    def of(cls, tables: Tables, devices_per_node: int) -> Fabric:
+        """The links that the tables describe; a node of fewer devices than a domain is a domain of its own."""
+        domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
+        return cls(
+            link_rate=tables.link_rate * tables.link_eff,
+            link_alpha_s=tables.link_alpha_s,
+            nic_rate=tables.nic_rate * tables.nic_eff,
+            nic_alpha_s=tables.nic_alpha_s,
+            half_bytes=tables.half_bytes,
+            domain=max(1, domain),
+            mesh=tables.link_mesh,
+        )
+
+    def inside(self, n: Any, stride: Any) -> Array:
+        """Ranks of a group of n, `stride` apart, that share a scale-up domain."""
+        return np.clip(self.domain // np.maximum(1, np.asarray(stride)), 1, np.asarray(n)).astype(np.float64)
+
+    def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:
+        """Seconds of an all_reduce, all_gather or reduce_scatter of `size` bytes (the unsharded buffer) over n ranks.
+
+        stride: ranks from one member of the group to the next. The groups beside it are taken to be at work at the
+        same time, so that each device has its own share of the network.
+        """
+        n = np.asarray(n, dtype=np.float64)
+        size = np.asarray(size, dtype=np.float64)
+        passes = _PASSES[kind]
+        inner = self.inside(n, stride)
+        outer = np.ceil(n / inner)
+        moved = passes * (n - 1) / n * size
+        link = self.link_rate * np.where(self.mesh, (inner - 1) / max(1, self.domain - 1), 1.0)
+        rate = np.where(outer > 1, np.minimum(np.maximum(link, self.nic_rate), self.nic_rate * inner), link)
+        # Rings over few nodes, trees and their like over many.
+        hops = np.minimum(outer - 1, (2 if kind == "all_reduce" else 8) * np.log2(np.maximum(2, outer)))
+        alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * passes * hops, 0.0)
+        ramp = 1.0 + np.sqrt(self.half_bytes / np.maximum(size, 1.0))
+        return np.where(n > 1, alpha + moved / np.maximum(rate, 1.0) * ramp, 0.0)
+
+    def all_to_all_s(self, size: Any, n: Any, stride: Any) -> Array:
+        """Seconds of an all-to-all in which each of n ranks sends `size` bytes, its own share included."""
+        n = np.asarray(n, dtype=np.float64)
+        size = np.asarray(size, dtype=np.float64)
+        inner = self.inside(n, stride)
+        outer = np.ceil(n / inner)
+        far = size * (n - inner) / n / (self.nic_rate * (1 - _ALL_TO_ALL_LOSS / np.maximum(outer, 2)))
+        near = size * (inner - 1) / n / self.link_rate
+        alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * np.sqrt(outer), 0.0)
+        return np.where(n > 1, alpha + far + near, 0.0)
+
+    def send_s(self, size: Any, stride: Any) -> Array:
+        """Seconds to send `size` bytes to the rank `stride` further on."""
+        near = np.asarray(stride) < self.domain
+        rate = np.where(near, self.link_rate, self.nic_rate)
+        return np.where(near, self.link_alpha_s, self.nic_alpha_s) + np.asarray(size, dtype=np.float64) / rate

@@ -1,0 +1,29 @@
+"""Pipelines: in closed form for many plans at once, and a schedule carried out on a clock."""
+
+from __future__ import annotations
+
+from weft.planner.cost.pipeline.pipeline_cost import (
+    Stages,
+    balanced_layers,
+    bubble_s,
+    chunks_per_rank,
+    hidden_sends,
+    in_flight,
+    sends,
+    split_layers,
+)
+from weft.planner.cost.pipeline.pipeline_sim import Durations, Timeline, simulate
+
+__all__ = [
+    "Durations",
+    "Stages",
+    "Timeline",
+    "balanced_layers",
+    "bubble_s",
+    "chunks_per_rank",
+    "hidden_sends",
+    "in_flight",
+    "sends",
+    "simulate",
+    "split_layers",
+]

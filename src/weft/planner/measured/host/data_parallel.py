@@ -1,0 +1,69 @@
+"""Seconds of gradients, parameters and the optimizer's step on a measured host, by ZeRO stage."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost import rank_shares
+from weft.planner.measured.host.crowd import Crowd
+from weft.planner.measured.host.host_layer import VALUE, Clock
+from weft.planner.space import Columns, Job
+from weft.spec.shares import BUCKET_PARAMS
+
+Array = NDArray[np.float64]
+
+
+def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> tuple[Array, Array, Array]:
+    """Of a step: what travels over the data-parallel axes, with its copies; and sums, norm, scaling and update.
+
+    Last, in how many pieces gradients travel under ZeRO 0 to 2.
+    """
+    dense, ends = _params(job, columns, crowd)
+    params = dense + ends
+    shard = (columns.dp_shard * columns.cp).astype(float)
+    # cp ranks add up gradients too: without sharding they are replicas.
+    group = np.where(columns.zero > 0, shard, 1.0)
+    replicas = columns.dp_replicate * np.where(columns.zero > 0, 1.0, shard)
+    stride = columns.tp
+    m = columns.num_micro.astype(float)
+    whole = params * VALUE
+    pieces = np.maximum(1.0, np.ceil(params / BUCKET_PARAMS))
+    reduce = pieces * clock.travel("reduce_scatter", whole / pieces, group, stride)
+    reduce = reduce + pieces * clock.travel("all_reduce", whole / pieces / group, replicas, stride * group)
+    gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)
+    flat = reduce + gather
+    travel = np.where(columns.zero == 3, _sharded(job, columns, clock, dense, ends, m), flat)
+    own = params / group
+    added = np.where(columns.zero == 3, own, params)
+    sums = (m - 1) * clock.of("add_to", added / job.shape.hidden, float(job.shape.hidden))
+    return travel, sums + clock.of("adamw", own) + clock.of("clip", own), pieces
+
+
+def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:
+    """Parameters of the busiest rank: of its layers, and of embedding and head."""
+    inside = rank_shares(job, columns, crowd.layers, False, False)
+    table = job.shape.vocab * job.shape.hidden / columns.tp.astype(float)
+    both = crowd.has_embedding + crowd.has_head
+    if job.shape.tied:
+        both = np.minimum(both, 1.0)
+    return inside.dense + inside.experts, table * both
+
+
+def _sharded(job: Job, columns: Columns, clock: Clock, dense: Array, ends: Array, m: Array) -> Array:
+    """ZeRO 3: units are gathered for forward and again for backward, and their gradients scattered, in every pass."""
+    group = (columns.dp_shard * columns.cp).astype(float)
+    stride = columns.tp
+    once = columns.reduces_once
+    again = np.where(columns.reshard == 0, 2.0, 1.0)
+    h = float(job.shape.hidden)
+    total = np.zeros(len(columns))
+    for params, units in ((dense, float(job.shape.layers) / columns.pp), (ends, 2.0)):
+        each = params / units * VALUE
+        # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
+        moved = clock.of("copy", params / units / h, h)
+        gather = clock.travel("all_gather", each, group, stride) + moved
+        reduce = clock.travel("reduce_scatter", each, group, stride) + moved
+        reduce = reduce + clock.travel("all_reduce", each / group, columns.dp_replicate, stride * group)
+        total = total + units * (gather * again * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
+    return total

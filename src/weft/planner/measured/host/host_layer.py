@@ -1,0 +1,270 @@
+"""Seconds of one layer, of the embedding and of the head on one rank of a measured host, from laws of its primitives.
+
+Everything is counted as the runtime calls it: one kernel after another, nothing under anything else, since the ranks
+of a host communicate on the cores that they compute on.
+
+Letters: M tokens of a pass on a rank, h hidden, q and kv widths of queries and keys on a rank, f feed-forward width on
+a rank, V vocabulary on a rank, t tensor-parallel size, c context-parallel size, s sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost import LayerCosts, padded_vocab
+from weft.planner.measured import TINY, Laws
+from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
+
+Array = NDArray[np.float64]
+
+#: Of a rank's queries, how many meet what a piece of another rank's keys is, in the mean.
+_MET = 0.75
+#: Bytes of a value that travels between ranks.
+VALUE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Laws with the crowd in which they are asked: ranks at work at the same time, by row."""
+
+    laws: Laws
+    active: Array
+    dtype: str
+
+    def of(self, op: str, *size: Any) -> Array:
+        """Seconds of compute."""
+        return self.laws.seconds(op, *size, active=self.active, dtype=self.dtype)
+
+    def passes(self, op: str, tokens: Any, width: Any) -> Array:
+        """Seconds of an element-wise operation, forward and backward."""
+        return np.stack([self.of(f"{op}_f", tokens, width), self.of(f"{op}_b", tokens, width)])
+
+    def linear(self, m: Any, n: Any, k: Any) -> Array:
+        """Seconds of a product: forward, towards the input, towards the weight."""
+        return np.stack([self.of(op, m, n, k) for op in ("linear_f", "linear_dx", "linear_dw")])
+
+    def travel(self, op: str, num_bytes: Any, group: Any, stride: Any = 1) -> Array:
+        """Seconds of a collective over groups of so many ranks, by row."""
+        return self._by_group(
+            lambda part, size, step, crowd: self.laws.travel(op, part, group=size, active=crowd, stride=step),
+            num_bytes, group, stride,
+        )  # fmt: skip
+
+    def waiting(self, compute_s: Any, group: Any) -> Array:
+        """Seconds that groups of so many ranks wait for each other at a meeting after so much compute, by row."""
+        return self._by_group(
+            lambda part, size, _, crowd: self.laws.waiting(part, group=size, active=crowd), compute_s, group, 1
+        )
+
+    def _by_group(self, ask: Callable[[Array, int, int, int], Array], amount: Any, group: Any, stride: Any) -> Array:
+        """What `ask` says of the amounts of each kind of group: (amounts, ranks, stride, ranks at work)."""
+        rows = np.broadcast_arrays(np.asarray(amount, float), np.asarray(group), np.asarray(stride), self.active)
+        amount, group, stride, active = rows
+        result = np.zeros(amount.shape)
+        for size, step, crowd in {*zip(group.tolist(), stride.tolist(), active.tolist(), strict=True)}:
+            if size > 1:
+                here = (group == size) & (stride == step) & (active == crowd)
+                result[here] = ask(amount[here], int(size), int(step), int(max(size, crowd)))
+        return result
+
+
+def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
+    """Costs of every row with all ranks at work; the rows have one number format."""
+    [(dtype, _)] = dtype_of(columns)
+    return layer_costs(job, columns, laws, columns.world_size.astype(float), dtype)
+
+
+def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: str) -> LayerCosts:
+    """Costs of every row, with `active` ranks at work."""
+    clock = Clock(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
+    shape = job.shape
+    t, c = columns.tp.astype(float), columns.cp.astype(float)
+    tokens = columns.microbatch * (job.seq_len / c)
+    q = np.ceil(shape.heads / t) * shape.head_dim
+    kv = np.ceil(shape.kv_heads / t) * shape.head_dim
+    products = _products(job, columns, clock, tokens, q, kv)
+    dense = (shape.layers - shape.moe_layers) / shape.layers
+    attention = _attention(job, columns, clock, q, kv)
+    passes = _passes(job, columns, clock, tokens, q, kv)
+    tp = _tp(job, columns, clock, tokens)
+    cp = _cp(job, columns, clock, tokens, q, kv)
+    ep = _ep(job, columns, clock, tokens)
+    host = _host(clock)
+    head = _head(job, columns, clock, tokens)
+    return LayerCosts(
+        gemm_f=products[0],
+        last_f=dense * clock.of("linear_f", tokens, float(shape.hidden), shape.ffn / t),
+        gemm_b=products[1] + products[2],
+        wgrad=products[2],
+        attn_f=attention[0],
+        attn_b=attention[1],
+        memory_f=passes[0] + host[0],
+        memory_b=passes[1] + host[1],
+        tp_f=tp[0],
+        tp_b=tp[1],
+        cp_f=cp[0],
+        cp_b=cp[1],
+        ep_f=ep,
+        ep_b=ep,
+        host_f=host[0],
+        head_gemm=head[0],
+        head_memory=head[1],
+        head_tp=head[2],
+        embed=clock.of("embedding", tokens, float(shape.hidden), padded_vocab(job, t) / t),
+        embed_tp=_embed_tp(job, columns, clock, tokens),
+    )
+
+
+def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:
+    """The rows of each number format that was measured: fp32, and bf16 for all narrower ones."""
+    narrow = ~np.isin(columns.precision, [PRECISIONS.index(name) for name in ("fp32", "fp64")])
+    return [(name, rows) for name, rows in (("fp32", ~narrow), ("bf16", narrow)) if rows.any()]
+
+
+def _products(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: Array) -> Array:
+    shape, t = job.shape, columns.tp.astype(float)
+    h = float(shape.hidden)
+    dense = (shape.layers - shape.moe_layers) / shape.layers
+    if shape.kv_rank:
+        down = float(shape.q_rank + shape.kv_rank + shape.rope_dim)
+        wide = q * (1 + shape.rope_dim / shape.head_dim)
+        total = clock.linear(tokens, down, h) + clock.linear(tokens, wide, float(shape.q_rank or h))
+        total = total + clock.linear(tokens, 2 * q, float(shape.kv_rank))
+    else:
+        total = clock.linear(tokens, q, h) + 2 * clock.linear(tokens, kv, h)
+    total = total + clock.linear(tokens, h, q)
+    ups = 2 if shape.gated else 1
+    for width, share in ((shape.ffn, dense), (shape.shared_ffn, 1 - dense)):
+        if width and share:
+            each = np.ceil(width / t)
+            total = total + share * (ups * clock.linear(tokens, each, h) + clock.linear(tokens, h, each))
+    if shape.moe_layers:
+        local = np.maximum(1.0, shape.num_experts / columns.ep)
+        each, wide = tokens / t * shape.top_k / local, float(shape.expert_ffn)
+        expert = ups * clock.linear(each, wide, h) + clock.linear(each, h, wide)
+        total = total + (1 - dense) * (local * expert + clock.linear(tokens / t, float(shape.num_experts), h))
+    return total
+
+
+def _attention(job: Job, columns: Columns, clock: Clock, q: Array, kv: Array) -> Array:
+    """Forward and backward. Ring and gather take the keys in pieces without a mask; ulysses whole sequences."""
+    shape, s = job.shape, float(job.seq_len)
+    c = columns.cp.astype(float)
+    ulysses = columns.cp_mode == CP_MODES.index("ulysses")
+    heads = q / shape.head_dim / np.where(ulysses, c, 1.0)
+    rows = np.where(ulysses, s, s / c)
+    # A causal call over its own rows counts its square; pieces beside it see rectangles, twice as much each.
+    cut = (c > 1) & ~ulysses
+    pieces = np.where(cut, c + 0.5 * (c - 1), 1.0)  # what a rank meets of each other one is one rectangle or two
+    width = float(shape.head_dim)
+    calls = np.stack(
+        [
+            clock.of(op, columns.microbatch, heads, rows, width, s) + (pieces - 1) * clock.of(op, 0.0, 1.0, 1.0, 1.0)
+            for op in ("attention_f", "attention_b")
+        ]
+    )
+    # Outputs of pieces are weighed and added to what was seen before, gradients of each to those of the others.
+    tokens = columns.microbatch * rows
+    add_q, add_kv = clock.of("add_to", tokens, q), clock.of("add_to", tokens, kv)
+    packed = clock.of("copy", tokens, q + 2 * kv)
+    joins = np.stack([packed + (pieces - 1) * 3 * _MET * add_q, packed + pieces * _MET * (add_q + 2 * add_kv)])
+    return calls + np.where(cut, joins, 0.0)
+
+
+def _passes(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: Array) -> Array:
+    """Element-wise kernels of a mean layer: forward, backward."""
+    shape, t = job.shape, columns.tp.astype(float)
+    h = float(shape.hidden)
+    outside = tokens / np.where(columns.sp, t, 1.0)
+    add = clock.of("add", outside, h)
+    total = 2 * clock.passes("layer_norm" if shape.layer_norm else "norm", outside, h)
+    # Forward: two residual sums. Backward: where the stream forked, and where several products read one input.
+    whole = np.where(columns.tp > 1, 0.0, clock.of("add", tokens, h))  # cut layers add inside their products
+    total = total + np.stack([2 * add, 2 * add + (3 if shape.gated else 2) * whole])
+    if not shape.learned_positions:
+        total = total + clock.passes("rope", tokens, q) + clock.passes("rope", tokens, kv)
+    dense = (shape.layers - shape.moe_layers) / shape.layers
+    width = dense * shape.ffn / t + (1 - dense) * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    total = total + clock.passes("swiglu" if shape.gated else "gelu", tokens, width)
+    if shape.moe_layers:
+        total = total + (1 - dense) * 4 * clock.of("copy", tokens * shape.top_k / t, h)
+    return total
+
+
+def _host(clock: Clock) -> Array:
+    """Seconds by which a whole layer takes longer than the calls of its parts: modules, views, autograd's nodes."""
+    t, d, f, heads = map(float, TINY)
+    parts = 4 * clock.linear(t, d, d) + 2 * clock.linear(t, f, d) + clock.linear(t, d, f)
+    attention = np.stack([clock.of(op, 1.0, heads, t, d / heads) for op in ("attention_f", "attention_b")])
+    adds = clock.of("add", t, d)
+    passes = 2 * clock.passes("norm", t, d) + 2 * clock.passes("rope", t, d) + clock.passes("swiglu", t, f)
+    known = np.stack([parts[0], parts[1] + parts[2]]) + attention + passes + np.stack([2 * adds, 5 * adds])
+    return np.maximum(0.0, clock.passes("block", t, d) - known)
+
+
+def _head(job: Job, columns: Columns, clock: Clock, tokens: Array) -> tuple[Array, Array, Array]:
+    """Products, passes (final norm, loss) and communication of the head, forward and backward."""
+    shape, t = job.shape, columns.tp.astype(float)
+    h, vocab = float(shape.hidden), padded_vocab(job, t) / t
+    products = clock.linear(tokens, vocab, h).sum(axis=0)
+    norm = clock.passes("layer_norm" if shape.layer_norm else "norm", tokens / np.where(columns.sp, t, 1.0), h).sum(
+        axis=0
+    )
+    whole = clock.of("loss_f", tokens, vocab) + clock.of("loss_b", tokens, vocab)
+    loss = np.where(columns.tp > 1, clock.of("cut_loss", tokens, vocab), whole)
+    wide = tokens * h * VALUE
+    sums = clock.travel("all_reduce", tokens * VALUE, columns.tp) + clock.travel(
+        "all_reduce", 2 * tokens * VALUE, columns.tp
+    )
+    cut = clock.travel("all_gather", wide, columns.tp) + clock.travel("reduce_scatter", wide, columns.tp)
+    return products, norm + loss, sums + np.where(columns.sp, cut, clock.travel("all_reduce", wide, columns.tp))
+
+
+def _embed_tp(job: Job, columns: Columns, clock: Clock, tokens: Array) -> Array:
+    wide = tokens * job.shape.hidden * VALUE
+    cut = clock.travel("reduce_scatter", wide, columns.tp) + clock.travel("all_gather", wide, columns.tp)
+    return np.where(columns.sp, cut, clock.travel("all_reduce", wide, columns.tp))
+
+
+def _tp(job: Job, columns: Columns, clock: Clock, tokens: Array) -> Array:
+    """Collectives of a layer over tp: forward, backward. Under sp inputs are gathered again in backward."""
+    wide = tokens * job.shape.hidden * VALUE
+    whole = 2 * clock.travel("all_reduce", wide, columns.tp)
+    gather = clock.travel("all_gather", wide, columns.tp)
+    scatter = clock.travel("reduce_scatter", wide, columns.tp)
+    # Several sequences: the ranks' parts are put together and taken apart by copies.
+    moved = np.where(
+        (columns.microbatch > 1) & (columns.tp > 1), clock.of("copy", tokens, float(job.shape.hidden)), 0.0
+    )
+    forward, backward = 2 * (gather + scatter + 2 * moved), 4 * (gather + moved) + 2 * (scatter + moved)
+    return np.stack([np.where(columns.sp, forward, whole), np.where(columns.sp, backward, whole)])
+
+
+def _cp(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: Array) -> Array:
+    """Traffic of a layer over cp: forward, backward."""
+    c = columns.cp
+    stride = columns.tp
+    both = 2 * tokens * kv * VALUE
+    ring = np.stack([(c - 1) * clock.travel("shift", both, c, stride),
+                     2 * (c - 1) * clock.travel("shift", both, c, stride)])  # fmt: skip
+    gather = clock.travel("all_gather", both * c, c, stride)
+    gathered = np.stack([gather, gather + clock.travel("reduce_scatter", both * c, c, stride)])
+    swap = sum(clock.travel("all_to_all", tokens * width * VALUE, c, stride) for width in (q, kv, kv, q))
+    swap = swap + clock.of("copy", tokens, 4 * q + 4 * kv)
+    modes = {"ring": ring, "gather": gathered, "ulysses": np.stack([swap, swap])}
+    chosen = np.select([columns.cp_mode == CP_MODES.index(name) for name in modes], list(modes.values()))
+    return np.where(c > 1, chosen, 0.0)
+
+
+def _ep(job: Job, columns: Columns, clock: Clock, tokens: Array) -> Array:
+    """Tokens to their experts and back, in a mean layer."""
+    shape = job.shape
+    if not shape.moe_layers:
+        return np.zeros(len(columns))
+    size = tokens / columns.tp * shape.top_k * shape.hidden * VALUE
+    return 2 * clock.travel("all_to_all", size, columns.ep) * shape.moe_layers / shape.layers

@@ -1,0 +1,169 @@
+"""What the planner answers: ranked candidates with their figures, and why every other plan is not among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from weft.planner.estimate import Estimates
+from weft.planner.search.figures import Cost, model_flops_utilisation, step_cost
+from weft.planner.search.question import Question
+from weft.planner.space import Columns, Refused
+from weft.spec.plan import Plan
+from weft.spec.rules.plan_rules import check
+
+#: Terms in which devices do arithmetic; the rest of a step they wait or move data.
+_BUSY = ("gemm", "attention", "memory_bound", "recompute", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One plan and what is expected of it. Times in seconds a step, memory in bytes on the fullest rank.
+
+    terms: parts of the step, which add up to step_s. memory: by class; they add up to total_bytes, which is what the
+    driver's tools show; reserved_bytes is what torch's allocator holds, allocated_bytes what lies in tensors.
+    fits: probability that it fits into usable_bytes. clocked: its pipeline's schedule was run on a clock, stage by
+    stage; else the bubble is a closed form.
+    """
+
+    question: Question
+    plan: Plan
+    microbatch: int
+    terms: Mapping[str, float]
+    step_s: float
+    memory: Mapping[str, float]
+    allocated_bytes: float
+    reserved_bytes: float
+    total_bytes: float
+    usable_bytes: float
+    fits: float
+    clocked: bool = False
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices together."""
+        job = self.question.job
+        return job.global_batch * job.seq_len / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over peak, attention counted whole, as Megatron-LM and PaLM do; recompute not counted."""
+        return self._utilisation(causal=False)
+
+    @property
+    def causal_mfu(self) -> float:
+        """The same with attention counted as far as the causal mask leaves it."""
+        return self._utilisation(causal=True)
+
+    def _utilisation(self, *, causal: bool) -> float:
+        question = self.question
+        return model_flops_utilisation(question.job, question.cluster, self.step_s, self.plan.precision, causal=causal)
+
+    @property
+    def busy(self) -> float:
+        """Share of the step in which devices compute."""
+        return min(1.0, sum(self.terms.get(name, 0.0) for name in _BUSY) / self.step_s)
+
+    def cost(self, hour_price: float | None = None) -> Cost:
+        """Price and energy of one step; hour_price: dollars of one device for one hour."""
+        return step_cost(self.question.cluster, self.step_s, self.busy, hour_price)
+
+    @property
+    def built(self) -> bool:
+        """Whether the runtime runs this plan today."""
+        return not check(self.plan, self.question.facts)
+
+
+One = TypeVar("One", bound=Candidate)
+Found = TypeVar("Found", bound=Candidate, covariant=True)
+Other = TypeVar("Other", bound=Candidate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Generic[Found]):
+    """Ranked candidates, fastest first, and the account of all others.
+
+    ranked: the best plans. pareto: from least memory to least time. refused: plans that are out, by reason.
+    num_plans: in the space; num_estimated: those that keep the rules; num_fit: those of them that fit.
+    left_out: how the space was made narrower.
+    nearest: where nothing fits, the plan that comes nearest to fitting. seconds: what the search took.
+    """
+
+    question: Question
+    ranked: tuple[Found, ...]
+    pareto: tuple[Found, ...]
+    refused: tuple[Refused, ...]
+    num_plans: int
+    num_estimated: int
+    num_fit: int
+    left_out: tuple[str, ...]
+    nearest: Found | None
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.ranked)
+
+    def __getitem__(self, index: int) -> Found:
+        return self.ranked[index]
+
+    def __iter__(self) -> Iterator[Found]:
+        return iter(self.ranked)
+
+    @property
+    def best(self) -> Found | None:
+        """The fastest plan that fits, or None."""
+        return self.ranked[0] if self.ranked else None
+
+    def each(self, change: Callable[[Found], Other]) -> Answer[Other]:
+        """The same answer with every candidate changed."""
+        return Answer(
+            question=self.question,
+            ranked=tuple(map(change, self.ranked)),
+            pareto=tuple(map(change, self.pareto)),
+            refused=self.refused,
+            num_plans=self.num_plans,
+            num_estimated=self.num_estimated,
+            num_fit=self.num_fit,
+            left_out=self.left_out,
+            nearest=None if self.nearest is None else change(self.nearest),
+            seconds=self.seconds,
+        )
+
+    def layouts(self, limit: int = 10) -> list[Found]:
+        """The best plan of each layout, fastest first."""
+        return layouts(self.ranked)[:limit]
+
+
+def layouts(ranked: Iterable[One]) -> list[One]:
+    """The first of each layout in a ranking: layouts differ in an axis of the mesh or in the ZeRO stage."""
+    found: dict[tuple[object, ...], One] = {}
+    for one in ranked:
+        found.setdefault((*one.plan.axis_sizes().values(), one.plan.ep, one.plan.zero), one)
+    return list(found.values())
+
+
+def candidates(
+    question: Question, columns: Columns, found: Estimates, plans: Sequence[Plan] | None = None
+) -> list[Candidate]:
+    """Rows of columns with their estimates, in their order. plans: those of the rows, where they are at hand."""
+    sums = {
+        name: getattr(found, name).tolist()
+        for name in ("step_s", "allocated_bytes", "reserved_bytes", "total_bytes", "fits_probability")
+    }
+    return [
+        Candidate(
+            question=question,
+            plan=columns.plan(row) if plans is None else plans[row],
+            microbatch=int(columns.microbatch[row]),
+            terms={name: float(values[row]) for name, values in found.terms.items()},
+            step_s=sums["step_s"][row],
+            memory={name: float(values[row]) for name, values in found.memory.items()},
+            allocated_bytes=sums["allocated_bytes"][row],
+            reserved_bytes=sums["reserved_bytes"][row],
+            total_bytes=sums["total_bytes"][row],
+            usable_bytes=found.usable_bytes,
+            fits=sums["fits_probability"][row],
+        )
+        for row in range(len(columns))
+    ]

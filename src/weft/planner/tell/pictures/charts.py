@@ -1,0 +1,118 @@
+"""What `weft plan` draws: memory against speed, a step as a waterfall, memory rank by rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from weft.planner.search import Answer, Candidate
+from weft.planner.tell import TERM_WORDS
+from weft.planner.tell.pictures.canvas import FAINT, PALETTE, Dot, Drawing, Line, Rect, Text
+from weft.units import format_bytes, format_count, format_seconds
+
+_LEFT, _TOP, _WIDTH, _HEIGHT = 90.0, 60.0, 820.0, 420.0
+
+
+def pareto(found: Answer[Candidate]) -> Drawing:
+    """Memory of the fullest rank against tokens a second: every kept plan a dot, the border a line."""
+    drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
+    question = found.question
+    title = f"{question.model.name} on {question.cluster}: memory against speed"
+    drawing.add(
+        Text(_LEFT, 28, title, 16), Text(_LEFT, 46, "up and left is better; the line is what no plan beats", 11)
+    )
+    dots = [*found.ranked, *found.pareto]
+    if not dots:
+        drawing.add(Text(_LEFT + 20, _TOP + 40, "no plan fits"))
+        return drawing
+    most_x = dots[0].usable_bytes
+    most_y = _round_up(max(one.tokens_per_s for one in dots))
+    _axes(drawing, most_x, most_y, question.unit)
+    for one in found.ranked:
+        drawing.add(Dot(*_place(one, most_x, most_y), 3, PALETTE[5], _dot_title(one)))
+    border = [_place(one, most_x, most_y) for one in found.pareto]
+    drawing.add(Line(tuple(border), PALETTE[3], 1.5))
+    for one in found.pareto:
+        drawing.add(Dot(*_place(one, most_x, most_y), 4, PALETTE[3], _dot_title(one)))
+    best = found.ranked[0]
+    x, y = _place(best, most_x, most_y)
+    drawing.add(Text(min(x, _LEFT + _WIDTH - 10), y - 10, "best", 12, "end"))
+    return drawing
+
+
+def _place(one: Candidate, most_x: float, most_y: float) -> tuple[float, float]:
+    x = _LEFT + _WIDTH * min(1.0, one.total_bytes / most_x)
+    return x, _TOP + _HEIGHT * (1 - one.tokens_per_s / most_y)
+
+
+def _dot_title(one: Candidate) -> str:
+    return f"{one.plan}\n{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} {one.question.unit}/s"
+
+
+def _axes(drawing: Drawing, most_x: float, most_y: float, unit: str) -> None:
+    bottom = _TOP + _HEIGHT
+    for part in range(5):
+        x, y = _LEFT + _WIDTH * part / 4, bottom - _HEIGHT * part / 4
+        drawing.add(Line(((x, _TOP), (x, bottom)), FAINT, 0.5), Line(((_LEFT, y), (_LEFT + _WIDTH, y)), FAINT, 0.5))
+        drawing.add(Text(x, bottom + 18, format_bytes(most_x * part / 4), 11, "middle"))
+        drawing.add(Text(_LEFT - 8, y + 4, format_count(most_y * part / 4), 11, "end"))
+    drawing.add(
+        Text(_LEFT + _WIDTH / 2, bottom + 42, "memory on the fullest rank, up to what the device has", 12, "middle")
+    )
+    drawing.add(Text(_LEFT - 8, _TOP - 10, f"{unit}/s", 12, "end"))
+
+
+def _round_up(value: float) -> float:
+    scale = 10 ** math.floor(math.log10(value))
+    return next(step * scale for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * scale >= value * 1.02)
+
+
+def waterfall(one: Candidate) -> Drawing:
+    """The parts of a step, each beginning where the one before ends."""
+    rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
+    left, height = 280.0, 24.0
+    drawing = Drawing(left + 710, _TOP + height * (len(rows) + 1) + 30)
+    drawing.add(Text(20, 26, f"{one.question.model.name}: a step of {format_seconds(one.step_s)}", 16))
+    drawing.add(Text(20, 44, str(one.plan), 11))
+    done = 0.0
+    for row, (name, value) in enumerate(rows):
+        x, width = left + 580 * done / one.step_s, 580 * value / one.step_s
+        y = _TOP + row * height
+        words = f"{format_seconds(value)}  {value / one.step_s:.1%}"
+        drawing.add(
+            Rect(x, y, max(width, 1.0), height - 6, PALETTE[row % len(PALETTE)], f"{name}: {words}"),
+            Text(left - 10, y + 13, TERM_WORDS.get(name, name), 12, "end"),
+            Text(x + max(width, 1.0) + 6, y + 13, words, 11),
+        )
+        done += value
+    return drawing
+
+
+def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing:
+    """Bytes by class on every rank of the pipeline; one bar where all ranks hold alike.
+
+    ranks: bytes by class, rank by rank.
+    """
+    most = max(one.usable_bytes, max(sum(each.values()) for each in ranks))
+    row = 26.0 if len(ranks) <= 32 else 12.0
+    drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + row * len(ranks) + 90)
+    drawing.add(
+        Text(20, 26, f"{one.question.model.name}: memory by rank of the pipeline", 16), Text(20, 44, str(one.plan), 11)
+    )
+    names = [name for name in ranks[0] if any(each.get(name, 0.0) > 0 for each in ranks)]
+    colours = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
+    for index, parts_of_rank in enumerate(ranks):
+        x, y = _LEFT, _TOP + index * row
+        drawing.add(Text(_LEFT - 8, y + row / 2 + 3, "every rank" if len(ranks) == 1 else f"pp {index}", 11, "end"))
+        for name in names:
+            width = _WIDTH * parts_of_rank.get(name, 0.0) / most
+            title = f"{name}: {format_bytes(parts_of_rank.get(name, 0.0))}"
+            drawing.add(Rect(x, y, width, row - 4, colours[name], title))
+            x += width
+        drawing.add(Text(x + 6, y + row / 2 + 3, format_bytes(sum(parts_of_rank.values())), 10))
+    bottom = _TOP + row * len(ranks)
+    limit = _LEFT + _WIDTH * one.usable_bytes / most
+    drawing.add(Line(((limit, _TOP - 6), (limit, bottom + 4)), PALETTE[3], 2))
+    drawing.add(Text(limit, bottom + 18, f"{format_bytes(one.usable_bytes)} are there", 11, "end"))
+    drawing.legend([(name, colours[name]) for name in names], 20, bottom + 42, _WIDTH)
+    return drawing

@@ -1,0 +1,158 @@
+"""The same question under other conditions: more devices, a faster network, longer sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft import units
+from weft.errors import ConfigError, Problem, did_you_mean
+from weft.planner.search import Answer, Candidate, Question, answer
+from weft.spec.cluster import ClusterSpec, device
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A changed question, as it was typed, and its answer."""
+
+    text: str
+    question: Question
+    answer: Answer[Candidate]
+
+
+def _devices(question: Question, value: float) -> Question:
+    cluster, count = question.cluster, int(value)
+    per_node = cluster.devices_per_node
+    if count <= per_node:
+        return _cluster(question, nodes=1, devices_per_node=count)
+    if count % per_node:
+        raise _error("gpus", f"gpus={count}: nodes have {per_node} devices. Use a multiple of {per_node}.")
+    return _cluster(question, nodes=count // per_node)
+
+
+def _cluster(question: Question, **changes: Any) -> Question:
+    return replace(question, cluster=replace(question.cluster, **changes))
+
+
+def _device(question: Question, field: str, value: float) -> Question:
+    spec = question.cluster.device
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return _cluster(question, device=replace(spec, **{"name": name, field: value}))
+
+
+def _flops(question: Question, value: float) -> Question:
+    """Peak of bf16 in TFLOP/s; the other precisions change alike."""
+    spec = question.cluster.device
+    base = spec.peak_flops("bf16") or spec.peak_flops("fp16") or 1.0
+    factor = value * 1e12 / base
+    changed = replace(spec, peaks=tuple((name, peak * factor) for name, peak in spec.peaks))
+    if spec.measured_flops is not None:
+        changed = replace(changed, measured_flops=spec.measured_flops * factor)
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return _cluster(question, device=replace(changed, name=name))
+
+
+def _job(question: Question, field: str, value: float) -> Question:
+    return replace(question, job=replace(question.job, **{field: int(value)}))
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """A condition that can be changed: in which unit it is typed, its value now, and how it is set."""
+
+    unit: str
+    now: Callable[[Question], float]
+    set: Callable[[Question, float], Question]
+    whole: bool = False
+
+
+LEVERS: dict[str, Lever] = {
+    "gpus": Lever("devices", lambda q: q.cluster.num_devices, _devices, whole=True),
+    "nodes": Lever("nodes", lambda q: q.cluster.nodes, lambda q, v: _cluster(q, nodes=int(v)), whole=True),
+    "seq": Lever("tokens", lambda q: q.job.seq_len, lambda q, v: _job(q, "seq_len", v), whole=True),
+    "batch": Lever("sequences", lambda q: q.job.global_batch, lambda q, v: _job(q, "global_batch", v), whole=True),
+    "nic": Lever(
+        "GB/s for each device",
+        lambda q: (q.cluster.device.nic_bytes_per_s or 0.0) / 1e9,
+        lambda q, v: _device(q, "nic_bytes_per_s", v * 1e9),
+    ),
+    "link": Lever(
+        "GB/s for each device",
+        lambda q: q.cluster.device.scale_up_bytes_per_s / 1e9,
+        lambda q, v: _device(q, "scale_up_bytes_per_s", v * 1e9),
+    ),
+    "domain": Lever(
+        "devices",
+        lambda q: q.cluster.device.scale_up_domain,
+        lambda q, v: _device(q, "scale_up_domain", int(v)),
+        whole=True,
+    ),
+    "hbm": Lever(
+        "GiB",
+        lambda q: q.cluster.device.memory_bytes / 2**30,
+        lambda q, v: _device(q, "memory_bytes", int(v * 2**30)),
+    ),
+    "bandwidth": Lever(
+        "GB/s",
+        lambda q: q.cluster.device.memory_bytes_per_s / 1e9,
+        lambda q, v: _device(q, "memory_bytes_per_s", v * 1e9),
+    ),
+    "tflops": Lever(
+        "bf16 TFLOP/s",
+        lambda q: (q.cluster.device.peak_flops("bf16") or q.cluster.device.peak_flops("fp16") or 0.0) / 1e12,
+        _flops,
+    ),
+}  # fmt: skip
+
+
+def change(question: Question, text: str) -> Question:
+    """The question under "gpus=16,nic=2x": each word sets a lever to a number, or to a multiple of what it is.
+
+    `cluster=4x8xh200` or `device=h200` changes the machines. Raises ConfigError.
+    """
+    for word in text.split(","):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not equals or not value:
+            raise _error("what-if", f"what-if={word!r}: a change is name=value. Write e.g. 'gpus=16,nic=2x,seq=16384'.")
+        if name in ("cluster", "device"):
+            machines = (
+                ClusterSpec.parse(value) if name == "cluster" else replace(question.cluster, device=device(value))
+            )
+            question = replace(question, cluster=machines)
+            continue
+        lever = LEVERS.get(name)
+        if lever is None:
+            known = ["cluster", "device", *LEVERS]
+            hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
+            raise _error("what-if", f"what-if={name}: nothing that can be changed has this name.{hint}")
+        question = lever.set(question, _number(name, value, lever, lever.now(question)))
+    if question.job.seq_len > 1 and not question.model.reads_sequence:
+        raise _error("seq", f"seq={question.job.seq_len}: {question.model.name} reads no sequence. Leave it out.")
+    if question.job.seq_len > question.model.spec.max_seq_len:
+        rule = f"{question.model.name} reads at most {question.model.spec.max_seq_len} tokens"
+        raise _error("seq", f"seq={question.job.seq_len}: {rule}. Use less.")
+    return question
+
+
+def _number(name: str, text: str, lever: Lever, now: float) -> float:
+    try:
+        plain = text.replace(".", "", 1).isdigit()
+        value = now * float(text[:-1]) if text.endswith("x") else float(text) if plain else units.parse_count(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e12 or (lever.whole and value != int(value)):
+        kind = "whole number" if lever.whole else "number"
+        rule = f"a {kind} of {lever.unit} above 0 is needed, or a multiple of today's {now:g}"
+        raise _error(name, f"{name}={text}: {rule}. Write e.g. {name}={max(1, round(2 * now))} or {name}=2x.")
+    return value
+
+
+def what_if(text: str, question: Question) -> Scenario:
+    """Answer the question under a change. Raises ConfigError where the change cannot be read."""
+    changed = change(question, text)
+    return Scenario(text, changed, answer(changed))
+
+
+def _error(field: str, message: str) -> ConfigError:
+    return ConfigError([Problem(field, message)])

@@ -1,0 +1,103 @@
+"""Context parallelism costs what the runtime does: its bytes, its pieces, and nothing is free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from weft.planner.cost import context_cost
+from weft.planner.cost.machine.collective_cost import Fabric
+from weft.planner.cost.machine.kernels import flash_s
+from weft.planner.cost.machine.tables import Tables
+from weft.planner.cost.memory_cost import layer_bytes
+from weft.planner.estimate import estimate
+from weft.planner.space.columns import CP_MODES, Columns, Job
+from weft.planner.space.shape import Shape
+from weft.planner.space.stack import Stack
+from weft.planner.tell.explained import search
+from weft.spec.cluster import ClusterSpec
+from weft.spec.context import sent_bytes
+from weft.spec.model import decoder_spec
+
+SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
+JOB = Job(shape=SHAPE, seq_len=8192, global_batch=64)
+CLUSTER = ClusterSpec.parse("8xh100")
+TABLES = Tables.of(CLUSTER.device)
+#: One byte takes one second, and nothing else takes any.
+BYTES = Fabric(link_rate=1.0, link_alpha_s=0.0, nic_rate=1.0, nic_alpha_s=0.0, half_bytes=0.0, domain=8, mesh=False)
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("mode", CP_MODES)
+def test_bytes_are_those_of_the_ledger(mode, cp):
+    """The ledger counts the larger side of a collective, of which a rank's own share does not travel."""
+    columns = Columns.make(1, cp=cp, cp_mode=CP_MODES.index(mode))
+    tokens = np.array([8192.0 / cp])
+    q, kv = (np.array([float(heads * SHAPE.head_dim)]) for heads in (SHAPE.heads, SHAPE.kv_heads))
+    even = TABLES.changed(overlap_comm=1.0)
+    nothing = np.zeros(1)
+    found = context_cost.traffic_s(JOB, columns, even, BYTES, tokens, q, kv, nothing, nothing)
+    travels = 1.0 if mode == "ring" else (cp - 1) / cp
+    for backward, seconds in zip((False, True), found, strict=True):
+        counted = sent_bytes(
+            mode, cp=cp, tokens=8192 // cp, num_heads=SHAPE.heads, num_kv_heads=SHAPE.kv_heads,
+            head_dim=SHAPE.head_dim, itemsize=2, sum_itemsize=4, backward=backward,
+        )  # fmt: skip
+        assert seconds[0] == pytest.approx(counted * travels)
+
+
+def test_a_ring_under_long_attention_leaves_its_last_gradients_in_the_open():
+    columns = Columns.make(1, cp=4, cp_mode=CP_MODES.index("ring"))
+    tokens, width, long = np.array([2048.0]), np.array([1024.0]), np.array([1e12])
+    even = TABLES.changed(overlap_comm=1.0, overlap_compute=1.0)
+    forward, backward = context_cost.traffic_s(JOB, columns, even, BYTES, tokens, width, width, long, long)
+    assert forward[0] == 0
+    assert backward[0] == 2 * 2048 * 1024 * 4
+
+
+def test_pieces_do_the_same_arithmetic_as_the_whole():
+    """The own triangle and half of what the others hold: without ramps, gains and launches the same seconds."""
+    flat = TABLES.changed(attn_s0=0.0, flash2_gain=1.0, launch_s=0.0)
+    columns = Columns.make(3, cp=[2, 4, 8], cp_mode=CP_MODES.index("ring"))
+    width = np.full(3, 4096.0)
+    found = context_cost.pieces_s(JOB, columns, flat, width, backward=False, peak=TABLES.flops["bf16"])
+    flops = 4.0 * (8192 / columns.cp) * (8192 + 128) / 2 * 4096
+    whole = flash_s(flat, flops, 8192, SHAPE.head_dim, False, TABLES.flops["bf16"])
+    assert found == pytest.approx(whole)
+
+
+def test_pieces_take_the_kernels_of_an_older_generation_on_newer_devices():
+    columns = Columns.make(2, cp=2, cp_mode=[CP_MODES.index("ring"), CP_MODES.index("ulysses")])
+    ring, ulysses = estimate(JOB, CLUSTER, columns, TABLES).terms["attention"]
+    assert ring > 1.3 * ulysses
+    fused = replace(JOB, stack=Stack(eager_pieces=False))
+    ring, ulysses = estimate(fused, CLUSTER, columns, TABLES).terms["attention"]
+    assert ring < 1.1 * ulysses
+    ampere = ClusterSpec.parse("8xa100")
+    ring, ulysses = estimate(JOB, ampere, columns, Tables.of(ampere.device)).terms["attention"]
+    assert ring < 1.1 * ulysses
+
+
+def test_cutting_a_sequence_that_fits_is_never_better_than_more_sequences():
+    """The same tokens on a rank in a pass: cp ranks on one sequence, or each its own half of the batch."""
+    for mode in range(len(CP_MODES)):
+        columns = Columns.make(2, dp_shard=[8, 4], cp=[1, 2], cp_mode=mode, microbatch=[1, 2], num_micro=8, zero=3)
+        whole, cut = estimate(JOB, CLUSTER, columns, TABLES).step_s
+        assert cut > 1.03 * whole
+
+
+def test_backward_holds_what_travels():
+    columns = Columns.make(4, cp=[1, 4, 4, 4], cp_mode=[0, 0, 1, 2], dp_shard=2, zero=3)
+    none, ring, gather, ulysses = layer_bytes(JOB, columns).beside
+    assert none == 0
+    assert gather > ring > 0
+    assert ulysses > 0
+
+
+def test_short_sequences_are_not_cut_and_long_ones_are():
+    assert search("llama3-8b", "8xh100", seq_len=8192, global_batch=128)[0].plan.cp == 1
+    longer = replace(decoder_spec("llama3-8b"), max_seq_len=131_072)
+    long = search(longer, "8xh100", seq_len=131_072, global_batch=8, fixed="offload=none")
+    assert long[0].plan.cp * long[0].plan.tp > 1

@@ -1,0 +1,95 @@
+"""Kernels and collectives: limits that physics sets, and directions that must not turn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.planner.cost.machine.collective_cost import Fabric
+from weft.planner.cost.machine.kernels import bytes_s, core_s, flash_s, gemm_s
+from weft.planner.cost.machine.tables import Tables
+from weft.spec.cluster import device, devices
+
+H100 = Tables.of(device("h100"))
+PEAK = H100.flops["bf16"]
+WIDTHS = st.integers(1, 2**17)
+
+
+@settings(deadline=None, max_examples=100)
+@given(WIDTHS, WIDTHS, WIDTHS, st.integers(1, 64), st.sampled_from(sorted(devices())))
+def test_a_matmul_is_slower_than_its_limits(m, n, k, batch, name):
+    tables = Tables.of(device(name))
+    peak = tables.flops["bf16"]
+    seconds = gemm_s(tables, m, n, k, batch, peak)
+    assert seconds >= 2.0 * m * n * k * batch / (peak * tables.gemm_ceiling)
+    assert seconds >= 2.0 * batch * (m * k + k * n + m * n) / tables.memory_rate
+
+
+def test_large_matmuls_reach_the_ceiling_and_small_ones_do_not():
+    def share(m, n, k):
+        return 2.0 * m * n * k / gemm_s(H100, m, n, k, 1, PEAK) / PEAK
+
+    top = H100.gemm_ceiling * H100.gemm_sustained
+    assert 0.95 * top < share(16384, 16384, 16384) < top
+    assert share(2048, 2048, 2048) < 0.9 * top
+    assert share(128, 128, 16384) < 0.2 * top
+    # One tile too many fills a whole wave more.
+    assert share(128 * 12, 256 * 11, 8192) > 1.1 * share(128 * 12 + 1, 256 * 11, 8192)
+
+
+def test_widths_that_are_no_multiples_of_8_lose_the_tensor_units():
+    fast, slow = (gemm_s(H100, 4096, 4096, k, 1, PEAK) for k in (1024, 1025))
+    assert slow > 4 * fast
+    narrow, odd = (core_s(H100, 1e12, 1e9, width, PEAK) for width in (144, 150))
+    assert odd > 4 * narrow
+
+
+def test_attention_speeds_up_with_length_and_width():
+    rates = [1e13 / flash_s(H100, 1e13, length, 128, False, PEAK) for length in (512, 2048, 8192, 65536)]
+    assert rates == sorted(rates)
+    assert rates[-1] < H100.attn_fwd * H100.gemm_ceiling * PEAK
+    assert flash_s(H100, 1e13, 8192, 64, False, PEAK) > flash_s(H100, 1e13, 8192, 128, False, PEAK)
+    assert flash_s(H100, 1e13, 8192, 128, True, PEAK) > flash_s(H100, 1e13, 8192, 128, False, PEAK)
+    assert bytes_s(H100, 3.35e12) == pytest.approx(1 / H100.memory_eff)
+
+
+FABRIC = Fabric.of(H100, 8)
+KINDS = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"])
+
+
+@settings(deadline=None, max_examples=100)
+@given(KINDS, st.floats(1, 1e12), st.integers(2, 4096), st.sampled_from([1, 2, 4, 8]))
+def test_collectives_take_at_least_what_the_links_allow(kind, size, ranks, stride):
+    seconds = FABRIC.ring_s(kind, size, ranks, stride)
+    passes = 2 if kind == "all_reduce" else 1
+    assert seconds >= passes * (ranks - 1) / ranks * size / H100.link_rate
+    assert FABRIC.ring_s(kind, 2 * size, ranks, stride) > seconds
+    assert FABRIC.ring_s(kind, size, 1, stride) == 0
+
+
+def test_placement_decides():
+    size = 1e9
+    inside, across = (float(FABRIC.ring_s("all_gather", size, 8, stride)) for stride in (1, 8))
+    assert across > 5 * inside
+    # Two ranks in each node use two of its adapters.
+    spread, paired = (float(FABRIC.ring_s("all_gather", size, 16, stride)) for stride in (8, 4))
+    assert 1.5 < spread / paired < 2.5
+    halves = FABRIC.ring_s("reduce_scatter", size, 8, 1) + FABRIC.ring_s("all_gather", size, 8, 1)
+    assert FABRIC.ring_s("all_reduce", size, 8, 1) == pytest.approx(halves, rel=0.02)
+    assert FABRIC.all_to_all_s(size, 8, 1) < FABRIC.all_to_all_s(size, 16, 1)
+    assert FABRIC.all_to_all_s(size, 1, 1) == 0
+    assert FABRIC.send_s(size, 1) < FABRIC.send_s(size, 8)
+
+
+def test_in_a_mesh_a_small_group_has_few_links():
+    mesh = Fabric.of(Tables.of(device("mi300x")), 8)
+    pair, all_of_them = (1e9 * (n - 1) / n / float(mesh.ring_s("all_gather", 1e9, n, 1)) for n in (2, 8))
+    assert all_of_them > 6 * pair
+
+
+def test_the_domain_of_a_rack_is_wider_than_its_machines():
+    rack = Fabric.of(Tables.of(device("gb200")), 4)
+    assert np.isclose(rack.inside(64, 1), 64)
+    assert Fabric.of(H100, 4).inside(64, 1) == 4

@@ -1,0 +1,74 @@
+"""The clock agrees with the closed forms of each schedule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.spec.schedule.cases import schedules
+from weft.planner.cost.pipeline.pipeline_sim import Durations, simulate
+from weft.spec.schedule import Action, Schedule, build_schedule
+
+
+def test_what_a_pair_hides_makes_its_forward_leave_later():
+    """Between overlapped pairs the paper's bubble: (p - 1)(F&B + B - 3W), with a pair F&B as long as its parts."""
+    timeline = simulate(build_schedule("dualpipe_v", 4, 16, 2), Durations(1, 1, 1, hidden=1e-9))
+    assert timeline.bubble_s == pytest.approx(3 * (3 + 2 - 3))
+
+
+def test_the_figures_of_the_study():
+    """p=8, m=32, F = B = W: bubbles, and activations in flight on the first and the last rank."""
+    found = {}
+    for name, v in [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_interleaved", 2), ("zb_v", 2)]:
+        timeline = simulate(build_schedule(name, 8, 32, v), Durations(1 / v, 1 / v, 1 / v))
+        found[name, v] = (timeline.bubble_s, timeline.in_flight[0] / v, timeline.in_flight[-1] / v)
+    assert found == {
+        ("1f1b", 1): (21, 8, 1),
+        ("interleaved", 2): (10.5, 11.5, 4.5),
+        ("interleaved", 4): (5.25, 9.75, 6.25),
+        ("zb_interleaved", 2): (3.5, 8, 8),
+        ("zb_v", 2): (3.5, 8, 8),
+    }
+
+
+@pytest.mark.parametrize("latency_s", [0.01, 0.1])
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 16), (8, 32), (8, 64)])
+def test_latency_of_messages(p, m, latency_s):
+    """It adds 2[(p - 1)(1 + m / p) - 1] of them to 1F1B, and 2(vp - 1) to interleaving, whatever m."""
+    step = Durations(1.0, 1.0, 1.0, latency_s=latency_s)
+    extra = simulate(build_schedule("1f1b", p, m), step).makespan_s - 3 * (m + p - 1)
+    assert extra == pytest.approx(2 * ((p - 1) * (1 + m / p) - 1) * latency_s)
+    for v in (2, 4):
+        extra = simulate(build_schedule("interleaved", p, m, v), step).makespan_s - 3 * (m * v + p - 1)
+        assert extra == pytest.approx(2 * (v * p - 1) * latency_s)
+
+
+def test_uneven_stages_wait_for_the_slowest():
+    forward, backward = [1.0, 1.0, 3.0, 1.0], [2.0, 2.0, 6.0, 2.0]
+    timeline = simulate(build_schedule("1f1b", 4, 64), Durations(forward, backward, [0.0] * 4))
+    assert timeline.makespan_s == pytest.approx(64 * 9 + 3 * 3, rel=0.01)
+    assert timeline.idle_s.index(min(timeline.idle_s)) == 2
+
+
+def test_a_pair_hides_the_shorter_part():
+    plain, hidden = (
+        simulate(build_schedule("dualpipe_v", 4, 32, 2), Durations(1, 1, 1, hidden=share)).makespan_s
+        for share in (0.0, 1.0)
+    )
+    assert hidden < 0.75 * plain
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedule=schedules(), times=st.tuples(*[st.floats(0.1, 3.0)] * 3), latency_s=st.floats(0, 0.5))
+def test_no_step_starts_before_what_it_needs(schedule, times, latency_s):
+    timeline = simulate(schedule, Durations(*times, latency_s=latency_s))
+    for starts, ends in zip(timeline.starts_s, timeline.ends_s, strict=True):
+        assert all(end <= start + 1e-9 for end, start in zip(ends, starts[1:], strict=False))
+    assert min(timeline.idle_s) >= -1e-9
+
+
+def test_ranks_that_wait_for_each_other_are_found():
+    ranks = ((Action("F", 0, 0), Action("BW", 0, 0)), (Action("BW", 1, 0), Action("F", 1, 0)))
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate(Schedule("1f1b", 2, 1, 1, ranks), Durations(1, 1, 1))

@@ -1,0 +1,69 @@
+"""Pipelines on a clock: agreement with the closed forms, uneven layers, memory rank by rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.planner.search.clock import clocked
+from weft.planner.search.moves import estimated
+from weft.planner.search.question import Question
+from weft.planner.search.ranks import best_split, drawn_schedule, memory_by_rank, passes, stage_layers
+from weft.planner.tell.verdict import read_plan
+
+QUESTION = Question.of("llama3-70b", "8x8xh100", seq_len=8192, global_batch=512, built_only=False)
+PLANS = [
+    "pp=4 tp=8 dp_shard=2 sp=on zero=1 microbatches=64 precision=bf16 recompute=full",
+    "pp=8 tp=8 sp=on microbatches=64 precision=bf16 recompute=full",
+    "pp=8 tp=8 sp=on schedule=zb_h1 microbatches=64 precision=bf16 recompute=selective",
+    "pp=4 tp=8 dp_shard=2 sp=on zero=1 schedule=interleaved virtual_stages=5 microbatches=64 precision=bf16",
+    "pp=4 tp=8 dp_shard=2 sp=on zero=1 schedule=zb_v virtual_stages=2 microbatches=64 precision=bf16",
+]
+
+
+def candidate(text):
+    return estimated([read_plan(text, QUESTION)], QUESTION)[0]
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_the_clock_agrees_with_the_closed_form(text):
+    one = candidate(text)
+    found = clocked(one)
+    assert found.clocked
+    assert found.step_s == pytest.approx(one.step_s, rel=0.03)
+    assert sum(found.terms.values()) == pytest.approx(found.step_s)
+    assert sum(found.memory.values()) == pytest.approx(found.total_bytes)
+    assert clocked(found) is found
+
+
+def test_a_plan_without_a_pipeline_stays_as_it_is():
+    one = candidate("dp_shard=64 zero=3 precision=bf16")
+    assert clocked(one) is one
+    assert memory_by_rank(one) == [dict(one.memory)]
+
+
+def test_a_bad_split_is_slower_and_the_layers_are_those_of_the_plan():
+    text = "pp=4 tp=8 dp_shard=2 sp=on zero=1 microbatches=64 precision=bf16"
+    bad = candidate(f"{text} split=8+24+24+24")
+    assert stage_layers(bad) == [8, 24, 24, 24]
+    assert clocked(bad).plan.split == (8, 24, 24, 24)
+    assert clocked(bad).step_s > clocked(candidate(text)).step_s * 1.1
+
+
+def test_early_ranks_hold_more_and_all_ranks_are_told():
+    ranks = memory_by_rank(candidate("pp=8 tp=8 sp=on microbatches=64 precision=bf16"))
+    activations = [each["activations"] for each in ranks]
+    assert len(ranks) == 8
+    assert activations == sorted(activations, reverse=True)
+    assert ranks[-1]["logits"] > 0
+    assert ranks[0]["logits"] == 0
+
+
+def test_the_schedule_that_is_drawn_is_the_plan_s():
+    schedule, seconds = drawn_schedule(candidate(PLANS[3]))
+    assert (schedule.name, schedule.num_ranks, schedule.virtual_stages) == ("interleaved", 4, 5)
+    assert len(seconds.forward_s) == 20
+
+
+def test_a_better_split_has_all_layers():
+    one = candidate(PLANS[1])
+    assert sum(best_split(one, passes(one))) == 80

@@ -1,0 +1,99 @@
+"""Pictures: well-formed, within their sheet, and with what they are to show."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from weft.planner.search import ranks
+from weft.planner.search.best_plans import answer
+from weft.planner.search.moves import estimated
+from weft.planner.search.question import Question
+from weft.planner.tell.explanation import explain, fit_words, memory_bars, waterfall
+from weft.planner.tell.pictures.canvas import Drawing, Line, Rect, Text
+from weft.planner.tell.pictures.charts import memory_by_rank, pareto
+from weft.planner.tell.pictures.charts import waterfall as draw_waterfall
+from weft.planner.tell.verdict import read_plan
+
+QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128, built_only=False, most_plans=20_000)
+PIPED = "pp=4 dp_shard=2 zero=1 microbatches=16 precision=bf16 recompute=full compile=on"
+
+
+@pytest.fixture(scope="module")
+def piped():
+    return estimated([read_plan(PIPED, QUESTION)], QUESTION)[0]
+
+
+def inside(drawing: Drawing) -> bool:
+    rects = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
+    return all(
+        shape.x >= 0
+        and shape.x + shape.width <= drawing.width + 1
+        and shape.y >= 0
+        and shape.y + shape.height <= drawing.height
+        for shape in rects
+    )
+
+
+def words(drawing: Drawing) -> str:
+    ElementTree.fromstring(drawing.svg())
+    return "\n".join(shape.text for shape in drawing.shapes if isinstance(shape, Text))
+
+
+def test_the_border_of_memory_and_speed():
+    found = answer(QUESTION)
+    drawing = pareto(found)
+    assert inside(drawing)
+    assert "llama3-8b on 8xh100" in words(drawing)
+    border = next(shape for shape in reversed(drawing.shapes) if isinstance(shape, Line) and len(shape.points) > 2)
+    assert len(border.points) == len(found.pareto)
+    assert [y for _, y in border.points] == sorted((y for _, y in border.points), reverse=True)
+
+
+def test_a_border_without_plans_says_so():
+    nothing = answer(Question.of("llama3-70b", "rtx4090", built_only=False))
+    assert "no plan fits" in words(pareto(nothing))
+
+
+def test_the_waterfall_ends_where_the_step_does(piped):
+    drawing = draw_waterfall(piped)
+    bars = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
+    assert inside(drawing)
+    assert len(bars) == sum(value > 0 for value in piped.terms.values())
+    assert bars[0].width > bars[-1].width
+    assert bars[-1].x <= bars[0].x + 581
+
+
+def test_bars_of_every_rank(piped):
+    every = ranks.memory_by_rank(piped)
+    drawing = memory_by_rank(piped, every)
+    assert inside(drawing)
+    text = words(drawing)
+    assert [f"pp {rank}" in text for rank in range(4)] == [True] * 4
+    assert "are there" in text
+    alone = estimated([read_plan("dp_shard=8 zero=3 precision=bf16", QUESTION)], QUESTION)[0]
+    assert "every rank" in words(memory_by_rank(alone, ranks.memory_by_rank(alone)))
+
+
+def test_text_of_a_plan(piped):
+    text = explain(piped)
+    for part in ("plan ", "job ", "speed ", "MFU ", "cost ", "step ", "memory ", "pipeline bubble"):
+        assert part in text
+    shares = [float(line.split("%")[0].split()[-1]) for line in waterfall(piped)[1:]]
+    assert sum(shares) == pytest.approx(100, abs=1)
+    assert len(memory_bars(piped)) == 1 + sum(value > 0 for value in piped.memory.values())
+
+
+@pytest.mark.parametrize(
+    ("probability", "text"),
+    [(0.9999, "fits (> 99%)"), (0.97, "fits (97%)"), (0.6, "may not fit (60%)"), (0.01, "does not fit")],
+)
+def test_words_of_probability(probability, text):
+    assert fit_words(probability) == text
+
+
+def test_text_is_escaped():
+    drawing = Drawing(10, 10)
+    drawing.add(Text(0, 0, "a < b & c"), Rect(0, 0, 1, 1, "#000000", "x < y"))
+    ElementTree.fromstring(drawing.svg())

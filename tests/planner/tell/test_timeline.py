@@ -1,0 +1,39 @@
+"""The picture shows every step where the clock puts it."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+from hypothesis import given, settings
+
+from tests.spec.schedule.cases import schedules
+from weft.planner.cost.pipeline.pipeline_sim import Durations
+from weft.planner.tell.pictures.timeline import Bar, draw_bars, draw_schedule
+from weft.spec.schedule import build_schedule, parts
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@settings(max_examples=15, deadline=None)
+@given(schedule=schedules())
+def test_every_action_has_a_bar(schedule):
+    picture = ElementTree.fromstring(draw_schedule(schedule))
+    assert len(picture.findall(f"{SVG}g")) == sum(len(parts(step)) for steps in schedule.ranks for step in steps)
+
+
+def test_bars_lie_to_scale():
+    picture = ElementTree.fromstring(draw_schedule(build_schedule("1f1b", 2, 2), Durations(1.0, 1.0, 1.0)))
+    bars = {group.find(f"{SVG}title").text: group.find(f"{SVG}rect").attrib for group in picture.findall(f"{SVG}g")}
+    first = bars["forward of microbatch 0 on stage 0"]
+    last = bars["backward of microbatch 1 on stage 0"]
+    unit = float(first["width"])
+    assert abs(float(last["width"]) - 2 * unit) < 0.1
+    assert abs(float(last["x"]) - float(first["x"]) - 7 * unit) < 0.1
+    texts = [text.text for text in picture.iter(f"{SVG}text")]
+    assert texts[0] == "1f1b: 2 ranks, 2 microbatches; 33.3 % waiting, 2 microbatches in flight"
+    assert {"rank 0", "rank 1", "forward", "backward"} <= set(texts)
+
+
+def test_words_cannot_break_the_picture():
+    picture = draw_bars([("<a>", [Bar(0, 1, "#fff", "&", '"<')])], "<&>", [("x<y", "#000")])
+    assert "<&>" in [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]

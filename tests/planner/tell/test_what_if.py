@@ -1,0 +1,84 @@
+"""Other conditions: what each lever sets, and what cannot be read."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.errors import ConfigError
+from weft.planner.search.question import Question
+from weft.planner.tell.nearest import nearest_yes
+from weft.planner.tell.report import scenario_table
+from weft.planner.tell.scenario import LEVERS, change, what_if
+
+BASE = Question.of("llama3-8b", "2x8xh100", seq_len=4096, global_batch=64, built_only=False, most_plans=20_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "value"),
+    [
+        ("gpus=32", lambda q: str(q.cluster), "4x8xh100"),
+        ("gpus=4", lambda q: str(q.cluster), "4xh100"),
+        ("nodes=3", lambda q: q.cluster.num_devices, 24),
+        ("seq=8k", lambda q: q.job.seq_len, 8000),
+        ("seq=2x", lambda q: q.job.seq_len, 8192),
+        ("batch=128", lambda q: q.job.global_batch, 128),
+        ("nic=100", lambda q: q.cluster.device.nic_bytes_per_s, 100e9),
+        ("nic=0.5x", lambda q: q.cluster.device.nic_bytes_per_s, 25e9),
+        ("hbm=141", lambda q: q.cluster.device.memory_bytes, 141 * 2**30),
+        ("link=900", lambda q: q.cluster.device.scale_up_bytes_per_s, 900e9),
+        ("domain=72", lambda q: q.cluster.device.scale_up_domain, 72),
+        ("bandwidth=4800", lambda q: q.cluster.device.memory_bytes_per_s, 4800e9),
+        ("tflops=2x", lambda q: q.cluster.device.peak_flops("bf16"), 1978e12),
+        ("tflops=2x", lambda q: q.cluster.device.peak_flops("fp8"), 3958e12),
+        ("device=h200", lambda q: str(q.cluster), "2x8xh200"),
+        ("cluster=a100", lambda q: str(q.cluster), "1xa100"),
+        ("gpus=8, hbm=2x", lambda q: (q.cluster.num_devices, q.cluster.device.name), (8, "h100*")),
+    ],
+)
+def test_every_lever_sets_its_number(text, read, value):
+    found = read(change(BASE, text))
+    assert found == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+def test_all_levers_leave_the_rest_alone():
+    for name, lever in LEVERS.items():
+        same = change(BASE, f"{name}=1x")
+        for other, each in LEVERS.items():
+            assert each.now(same) == pytest.approx(each.now(BASE)), (name, other)
+        assert lever.unit
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu=16", "what-if=gpu: nothing that can be changed has this name. Did you mean 'gpus'?"),
+        ("gpus", "what-if='gpus': a change is name=value. Write e.g. 'gpus=16,nic=2x,seq=16384'."),
+        ("gpus=12", "gpus=12: nodes have 8 devices. Use a multiple of 8."),
+        ("gpus=many", "gpus=many: a whole number of devices above 0 is needed, or a multiple of today's 16."),
+        ("gpus=2.5", "a whole number of devices above 0"),
+        ("nic=0", "nic=0: a number of GB/s for each device above 0 is needed"),
+        ("seq=1M", "seq=1000000: llama3-8b reads at most 8192 tokens. Use less."),
+        ("device=h1000", "device=h1000: not a device that Weft knows."),
+    ],
+)
+def test_changes_that_cannot_be_read(text, message):
+    with pytest.raises(ConfigError) as caught:
+        change(BASE, text)
+    assert message in str(caught.value)
+
+
+def test_more_of_everything_helps():
+    now = what_if("gpus=1x", BASE).answer.best
+    for text in ("gpus=2x", "nic=4x", "tflops=2x", "hbm=2x"):
+        found = what_if(text, BASE)
+        assert found.answer.best.tokens_per_s >= now.tokens_per_s * 0.999, text
+        assert scenario_table(found)["best"]["step_s"] == found.answer.best.step_s
+
+
+def test_where_nothing_fits_the_nearest_yes_fits():
+    question = Question.of("llama3-70b", "rtx4090", built_only=False)
+    found = nearest_yes(question)
+    assert found
+    for each in found:
+        assert each.answer.best.fits >= question.fits
+    assert found[0].text.startswith("cluster=")
