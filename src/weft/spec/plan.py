@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from weft.errors import PlanError, Problem, did_you_mean
-from weft.spec.context import CP_MODES
-from weft.spec.plan_values import (
-    LARGEST,
-    axis_names,
-    choice,
-    offload_words,
-    recompute_word,
-    refused,
-    shown,
-    split_counts,
+from weft.errors import PlanError, Problem
+from weft.spec.context import CP_MODES, CP_WAYS
+from weft.spec.plan_choices import (
+    microbatches_tried,
+    offloads_near,
+    orders_near,
+    passes_tried,
+    precisions,
+    recomputes,
+    recomputes_near,
+    schedules,
+    sizes_tried,
 )
+from weft.spec.plan_field import described, descriptions
+from weft.spec.plan_lists import AxisOrder, Counts, Shares, share_of
+from weft.spec.plan_text import read_values, split_plan, unknown_fields
+from weft.spec.plan_values import Choice, Passes, Policy, Switch, Whole, refused
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+#: Those, and what the planner estimates without the runtime having them: fp8 and fp4 in the matmuls of layers.
+PLANNED_PRECISIONS = (*PRECISIONS, "fp8", "fp4")
 #: Formats in which gradients travel between ranks; "fp32" is that of the master weights.
 REDUCES = ("fp32", "bf16")
 RECOMPUTES = ("none", "full", "attention", "selective")
@@ -38,75 +44,123 @@ OFFLOADS = ("optimizer", "params", "activations")
 RESHARDS = ("after_forward", "after_backward", "after_step")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
 
-#: Fields that are one of a few words.
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "reshard": RESHARDS,
-    "cp_mode": CP_MODES,
-    "schedule": SCHEDULES,
-    "precision": PRECISIONS,
-    "reduce": REDUCES,
-}
-
-_SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
-_COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
-_WHOLE = re.compile(r"[0-9]{1,18}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a model is laid over the machines.
+    """How a model is laid over the machines: a field for each thing that may be chosen, described where it is declared.
 
-    pp, dp_replicate, dp_shard, cp, tp: sizes of the mesh axes; their product is the world size.
-    ep: expert-parallel size, a second view over dp_shard x cp x tp.
-    order: the axes in use from outermost to innermost ("tp+dp_shard"); empty: the order in which they stand here.
-        Ranks that are neighbours on the innermost axis are neighbours on the machine.
-    zero: ZeRO stage; what is sharded over dp_shard (0 nothing, 1 optimizer, 2 + gradients, 3 + parameters).
-    reshard: when zero=3 lets gathered parameters go: "after_forward" (least memory), "after_backward" (gathered
-        once in a pass), "after_step" (once in a step, in which gradients travel once too). Under a pipeline the latter
-        two are the same.
-    sp: sequence parallel between tensor-parallel regions.
-    cp_mode: how a sequence that is cut over cp attends to all of itself: "gather" (keys and values of all ranks),
-        "ring" (they go around, under the computation), "ulysses" (all tokens of some heads, by all_to_all), or "auto":
-        the one that suits heads, sequence and memory (`weft.spec.context.choose_cp_mode`).
-    schedule, microbatches, virtual_stages: the pipeline's; microbatches per optimizer step.
-    split: how many of the model's blocks each stage takes, in order ("3+4+4+3"); empty: stages of equal work.
-    accumulation: forward-backward passes per optimizer step when there is no pipeline.
-    precision: of forward and backward; master weights and optimizer states stay fp32 (fp64 under "fp64").
-    reduce: the format in which gradients travel between ranks: "fp32" (fp64 under "fp64") or "bf16", half the bytes.
-        They are rounded for the collective alone, and accumulated and applied in fp32.
-    recompute: "none", "full", "attention", "selective", each also for the first blocks of a rank alone ("full:8"), or
-        a budget for saved activations ("12GiB", "50%").
-    offload: what lives on the host: any of optimizer, params, activations, each whole or with a share of it
-        ("optimizer:0.5"); `offload_share` reads it.
-    compile: run blocks through torch.compile.
+    `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
     Raises PlanError, with every field that cannot be used, when it is made.
     """
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    order: tuple[str, ...] = ()
-    zero: int = 0
-    reshard: str = "after_forward"
-    sp: bool = False
-    cp_mode: str = "auto"
-    schedule: str = "1f1b"
-    microbatches: int = 1
-    virtual_stages: int = 1
-    split: tuple[int, ...] = ()
-    accumulation: int = 1
-    precision: str = "fp32"
-    reduce: str = "fp32"
-    recompute: str = "none"
-    offload: tuple[str, ...] = ()
-    compile: bool = False
+    # One field after another, in the order in which they are printed.
+    # fmt: off
+    pp: int = described(
+        Whole(star=True), 1, "Stages of the pipeline; a mesh axis.", tried=sizes_tried, asks="use", probed=True,
+    )
+    dp_replicate: int = described(
+        Whole(star=True), 1, "Groups of ranks that hold the same states and read different samples; a mesh axis.",
+        tried=sizes_tried,
+    )
+    dp_shard: int = described(
+        Whole(star=True), 1, "Ranks that share states as `zero` says and read different samples; a mesh axis.",
+        tried=sizes_tried,
+    )
+    cp: int = described(
+        Whole(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
+    )
+    tp: int = described(
+        Whole(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
+    )
+    ep: int = described(
+        Whole(), 1,
+        "Expert parallel: ranks that share the experts of a layer; a second view over dp_shard x cp x tp.",
+        tried=sizes_tried, asks="use", probed=True,
+    )
+    order: tuple[str, ...] = described(
+        AxisOrder(AXES), (),
+        "The axes in use from outermost to innermost; without it, the order in which they stand here. Ranks that are "
+        "neighbours on the innermost axis are neighbours on the machine.", nearby=orders_near, divides_work=False,
+        tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
+    )
+    zero: int = described(
+        Whole(0, 3, rule="ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
+        "ZeRO stage, what is shared over dp_shard and cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters "
+        "too.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
+        searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
+    )
+    reshard: str = described(
+        Choice(RESHARDS), RESHARDS[0],
+        "When zero=3 lets gathered parameters go: after_forward (least memory), after_backward (gathered once in a "
+        "pass), after_step (once in a step, in which gradients travel once too). Under a pipeline the latter two are "
+        "the same.", needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
+    )
+    sp: bool = described(
+        Switch(), False, "Sequence parallel between tensor-parallel regions.", needs=("tp",), searched=(False, True),
+        tried=(False, True), asks="use", probed=True,
+    )
+    cp_mode: str = described(
+        Choice(CP_MODES, open="auto", codes=CP_WAYS), "auto",
+        "How a sequence that is cut over cp attends to all of itself: gather (keys and values of all ranks), ring "
+        "(they go around, under the computation), ulysses (all tokens of some heads, by all_to_all), or auto: the one "
+        "that suits heads, sequence and memory.", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
+        probed=True,
+    )
+    schedule: str = described(
+        Choice(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
+        searched=schedules, tried=SCHEDULES, asks="value",
+    )
+    microbatches: int = described(
+        Passes(), 1, "Passes of an optimizer step under a pipeline.", needs=("pp",), tried=microbatches_tried,
+        divides_work=False,
+    )
+    virtual_stages: int = described(
+        Whole(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule", tried=(1, 2),
+        asks="value",
+    )
+    split: tuple[int, ...] = described(
+        Counts(), (),
+        "How many of the model's blocks each stage takes, in order (`3+4+4+3`); without it, stages of equal work.",
+        needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
+    )
+    accumulation: int = described(
+        Passes(), 1, "Passes of an optimizer step without a pipeline.", tried=passes_tried, divides_work=False,
+    )
+    precision: str = described(
+        Choice(PRECISIONS, codes=PLANNED_PRECISIONS), "fp32",
+        "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64).",
+        searched=precisions, tried=("fp64",), divides_work=False,
+    )
+    reduce: str = described(
+        Choice(REDUCES), "fp32",
+        "Format in which gradients travel between ranks: fp32 (fp64 under fp64) or bf16, half the bytes. They are "
+        "rounded for the collective alone, and accumulated and applied in fp32.", tried=("fp32",),
+        divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
+    )
+    recompute: str = described(
+        Policy(RECOMPUTES), "none",
+        "What backward computes again instead of keeping it: a policy, one of the first blocks of each rank alone, or "
+        "a budget for what is kept.", searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value",
+        tried=("none", "full", "selective", "attention", "full:1"),
+    )
+    offload: tuple[str, ...] = described(
+        Shares(OFFLOADS), (), "What lives on the host.",
+        searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
+                  ("params", "activations")),
+        tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
+        nearby=offloads_near, divides_work=False, asks="value",
+    )
+    compile: bool = described(
+        Switch(), False, "Run blocks through torch.compile.", searched=(False, True), divides_work=False,
+        tried=(False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
+    )
+    # fmt: on
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
-        for name in plan_fields():
+        for name in PLAN_FIELDS:
             try:
                 object.__setattr__(self, name, _remembered(name, getattr(self, name)))
             except PlanError as error:
@@ -142,8 +196,7 @@ class Plan:
 
     def offload_share(self, name: str) -> float:
         """Which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
-        shares = [part.partition(":")[2] or "1" for part in self.offload if part.partition(":")[0] == name]
-        return float(shares[0]) if shares else 0.0
+        return share_of(self.offload, name)
 
     @property
     def axis_order(self) -> tuple[str, ...]:
@@ -156,7 +209,7 @@ class Plan:
 
     def replace(self, **changes: object) -> Plan:
         """A new plan with some fields changed."""
-        problems = _unknown(changes)
+        problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
@@ -194,7 +247,7 @@ class Plan:
         found: dict[str, object] = {open_axis: world_size // rest}
         if open_axis == "dp_shard" and world_size == rest and plan.cp == 1 and plan.zero:
             # One line from laptop to cluster: with nobody to share with, ZeRO has nothing to do.
-            found |= {"zero": 0, "reshard": type(plan).__dataclass_fields__["reshard"].default}
+            found |= {"zero": 0, "reshard": PLAN_FIELDS["reshard"].default}
         return plan.replace(**found)
 
     @classmethod
@@ -203,23 +256,8 @@ class Plan:
 
         Raises PlanError with every mistake found.
         """
-        table, problems = split_plan(source) if isinstance(source, str) else (source, [])
-        problems += _unknown(table)
-        values: dict[str, object] = {}
-        stars = [name for name, value in table.items() if value == "*"]
-        for name, value in table.items():
-            if name in plan_fields() and name not in stars:
-                try:
-                    values[name] = _checked(name, _read(name, value))
-                except PlanError as error:
-                    problems += error.problems
-        if len(stars) > 1 or not set(stars) <= set(AXES):
-            where = f"{' and '.join(stars)} have '*'" if len(stars) > 1 else f"{stars[0]}=*"
-            rule = "'*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate."
-            problems.append(Problem(stars[-1], f"{where}: {rule}"))
-        if problems:
-            raise PlanError(problems)
-        return cls(**values), stars[0] if stars else None  # pyright: ignore[reportArgumentType]
+        values, open_axis = read_values(source, PLAN_FIELDS)
+        return cls(**values), open_axis
 
     def format(self, open_axis: str | None = None) -> str:
         """The one-line text form; the empty string is the default plan (one rank, fp32).
@@ -227,24 +265,25 @@ class Plan:
         open_axis: a mesh axis to be written as `*`, so that `format(*read_open(text))` keeps the meaning.
         """
         words: list[str] = []
-        for field in fields(self):
-            value = "*" if field.name == open_axis else getattr(self, field.name)
-            if value != field.default:
-                words.append(f"{field.name}={_word(value)}")
+        for name, field in PLAN_FIELDS.items():
+            value = getattr(self, name)
+            if name == open_axis:
+                words.append(f"{name}=*")
+            elif value != field.default:
+                words.append(f"{name}={field.kind.write(value)}")
         return " ".join(words)
 
     def __str__(self) -> str:
         return self.format() or "dp_replicate=1"
 
 
+#: What each field of the plan is, by name, in the order in which they are printed.
+PLAN_FIELDS = descriptions(Plan)
+
+
 def plan_fields() -> tuple[str, ...]:
     """Names of the plan's fields, in the order in which they are printed."""
-    return tuple(field.name for field in fields(Plan))
-
-
-def is_auto(text: str) -> bool:
-    """Whether the planner is to choose: "auto", or "auto" and fields that are decided ("auto zero=3")."""
-    return text.split()[:1] == ["auto"]
+    return tuple(PLAN_FIELDS)
 
 
 def auto_fields(text: str) -> dict[str, object]:
@@ -256,91 +295,17 @@ def auto_fields(text: str) -> dict[str, object]:
     return {name: getattr(plan, name) for name in words}
 
 
-def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
-    """The words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
-
-    "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Wrong: a word without a value, a field given twice, and "auto".
-    """
-    table: dict[str, object] = {}
-    problems: list[Problem] = []
-    if is_auto(text):
-        rule = "the planner chooses for a whole run, and here a plan itself is needed. Use e.g. 'dp_replicate=*'."
-        return table, [Problem("", f"plan=auto: {rule}")]
-    for word in text.split():
-        name, equals, value = word.partition("=")
-        if not name or not equals or not value:
-            rule = "a plan is made of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'."
-            problems.append(Problem(name, f"plan word {word!r}: {rule}"))
-        elif name in table:
-            problems.append(Problem(name, f"plan field {name!r} is given twice in {text!r}. Keep one."))
-        else:
-            table[name] = value
-    return table, problems
+def _checked(name: str, value: object) -> Any:
+    """The value in its normal form, or PlanError."""
+    return PLAN_FIELDS[name].kind.check(name, value)
 
 
-def _unknown(names: Iterable[str]) -> list[Problem]:
-    known = plan_fields()
-    every = f" Known: {', '.join(known)}."
-    return [
-        Problem(name, f"unknown plan field {name!r}.{did_you_mean(name, known) or every}")
-        for name in names
-        if name not in known
-    ]
+_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)
 
 
-def _word(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "+".join(map(str, cast(tuple[object, ...], value))) if isinstance(value, tuple) else str(value)
-
-
-def _read(name: str, value: object) -> object:
-    """Turn one value of a text or table into the field's type, where it can be; `_checked` refuses the rest."""
-    if name in ("sp", "compile") and isinstance(value, str):
-        return _SWITCHES.get(value.lower(), value)
-    if name == "offload" and isinstance(value, str):
-        return tuple(part for part in value.split("+") if part != "none")
-    if name == "split" and isinstance(value, str) and _COUNTS.fullmatch(value):
-        return tuple(map(int, value.split("+")))
-    if name == "order" and isinstance(value, str):
-        return tuple(value.split("+"))
-    if name in ("offload", "order", "split") and isinstance(value, list):
-        return tuple(cast(list[object], value))
-    if name in CHOICES or name == "recompute":
-        return value
-    return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
-
-
-def _remembered(name: str, value: object) -> object:
+def _remembered(name: str, value: object) -> Any:
     """`_checked`, of values that may have been seen: a search makes thousands of plans of few values.
 
     Tuples are looked at each time: (1, 2) and (True, 2) would be one entry.
     """
     return _checked_once(name, value) if isinstance(value, (str, int)) else _checked(name, value)
-
-
-def _checked(name: str, value: object) -> object:
-    """The value in its normal form, or PlanError."""
-    if name in ("sp", "compile"):
-        if not isinstance(value, bool):
-            raise refused(name, f"{name}={shown(value)}: this is a switch. Use {name}=on or {name}=off.")
-        return value
-    if name in CHOICES:
-        return choice(name, value, CHOICES[name])
-    if name == "recompute":
-        return recompute_word(value, RECOMPUTES)
-    if name == "offload":
-        return offload_words(value, OFFLOADS)
-    if name == "split":
-        return split_counts(value)
-    if name == "order":
-        return axis_names(value, AXES)
-    low, high = (0, 3) if name == "zero" else (1, LARGEST)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        size = f"a whole number from 1 to {high} is needed. Use {name}=1 to leave it out."
-        rule = "ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3." if name == "zero" else size
-        raise refused(name, f"{name}={shown(value)}: {rule}")
-    return value
-
-
-_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)

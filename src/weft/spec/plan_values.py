@@ -1,18 +1,237 @@
-"""Values of a plan's fields: what may be written, in its normal form. `plan.py` has the fields."""
+"""Kinds of values that a plan's fields hold: how each is read, checked, printed, and turned into the planner's numbers.
+
+A kind knows nothing of the plan. `plan_field.py` says what else belongs to a field; `plan.py` has the fields.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from decimal import Decimal
-from typing import cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from weft import units
 from weft.errors import PlanError, Problem, did_you_mean
 
 LARGEST = 999_999_999
+_SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_WHOLE = re.compile(r"[0-9]{1,18}")
 _BLOCKS = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
 _FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
-_SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
+
+#: JSON Schema of a value.
+Schema = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One array of the planner, with a number for each plan. dtype: as numpy names it."""
+
+    name: str
+    dtype: str
+
+
+class Kind(ABC):
+    """What the values of a field are. `check` gives the normal form, which all other methods then take."""
+
+    def read(self, value: object) -> object:
+        """A value of a text or table in the field's type, where it can be; `check` refuses the rest."""
+        return value
+
+    @abstractmethod
+    def check(self, name: str, value: object) -> Any:
+        """The value of the field `name` in its normal form. Raises PlanError."""
+
+    def write(self, value: Any) -> str:
+        """The value as it is typed."""
+        return str(value)
+
+    @abstractmethod
+    def words(self) -> str:
+        """The values that may be typed, for the documentation."""
+
+    @abstractmethod
+    def schema(self) -> Schema:
+        """JSON Schema of the value in a TOML table."""
+
+    def columns(self, name: str) -> tuple[Column, ...]:
+        """The planner's arrays for the field `name`; none: its estimates do not depend on the field."""
+        return ()
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        """One number for each of the columns."""
+        return ()
+
+    def decode(self, *numbers: Any) -> Any:
+        """The value of these numbers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Kind):
+    """A whole number. rule: what an error says of the limits. star: `*` may stand for the ranks that are left."""
+
+    low: int = 1
+    high: int = LARGEST
+    rule: str = ""
+    star: bool = False
+    dtype: str = "int64"
+
+    def read(self, value: object) -> object:
+        return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
+
+    def check(self, name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not self.low <= value <= self.high:
+            size = f"a whole number from {self.low} to {self.high} is needed. Use {name}={self.low} to leave it out."
+            raise refused(name, f"{name}={shown(value)}: {self.rule or size}")
+        return value
+
+    def words(self) -> str:
+        most = "" if self.high == LARGEST else f" to {self.high}"
+        return f"a whole number from {self.low}{most}{', or `*`' if self.star else ''}"
+
+    def schema(self) -> Schema:
+        whole: Schema = {"type": "integer", "minimum": self.low, "maximum": self.high}
+        return {"anyOf": [whole, {"const": "*"}]} if self.star else whole
+
+    def columns(self, name: str) -> tuple[Column, ...]:
+        return (Column(name, self.dtype),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (value,)
+
+    def decode(self, *numbers: Any) -> int:
+        return int(numbers[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Passes(Whole):
+    """Passes of a step. The planner counts them under every plan alike, in columns of its own."""
+
+    def columns(self, name: str) -> tuple[Column, ...]:
+        return ()
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Kind):
+    """On or off."""
+
+    def read(self, value: object) -> object:
+        return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+    def check(self, name: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise refused(name, f"{name}={shown(value)}: this is a switch. Use {name}=on or {name}=off.")
+        return value
+
+    def write(self, value: Any) -> str:
+        return "on" if value else "off"
+
+    def words(self) -> str:
+        return "`on`, `off`"
+
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
+    def columns(self, name: str) -> tuple[Column, ...]:
+        return (Column(name, "bool"),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (value,)
+
+    def decode(self, *numbers: Any) -> bool:
+        return bool(numbers[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Kind):
+    """One of a few words.
+
+    open: the word that leaves the choice of another one to the machine. codes: what the planner's numbers stand for,
+    where these are not the words; it names the way that an open word stands for before it encodes a plan.
+    """
+
+    known: tuple[str, ...]
+    open: str = ""
+    codes: tuple[str, ...] = ()
+
+    def check(self, name: str, value: object) -> str:
+        return choice(name, value, self.known)
+
+    def words(self) -> str:
+        return listed(self.known)
+
+    def schema(self) -> Schema:
+        return {"enum": list(self.known)}
+
+    def columns(self, name: str) -> tuple[Column, ...]:
+        return (Column(name, "uint8"),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (0 if value == self.open else (self.codes or self.known).index(value),)
+
+    def decode(self, *numbers: Any) -> str:
+        return (self.codes or self.known)[int(numbers[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy(Kind):
+    """A policy, one of the first blocks of a rank alone ("full:8"), or a budget of bytes ("12GiB", "50%")."""
+
+    known: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str):
+            if value in self.known or self._of_some_blocks(value) or _FRACTION.fullmatch(value):
+                return value
+            try:
+                if not value.isdigit() and units.parse_bytes(value) > 0:
+                    return "".join(value.split())
+            except ValueError:
+                pass  # neither a name nor a size: refused below with what it may be
+        raise refused(
+            name,
+            f"{name}={shown(value)}: not one of {', '.join(self.known)}, nor a budget. "
+            f"Use one of them, or e.g. {name}=full:8, {name}=12GiB or {name}=50%.",
+        )
+
+    def _of_some_blocks(self, value: str) -> bool:
+        name, colon, count = value.partition(":")
+        return bool(colon) and name in self.known and name != "none" and _BLOCKS.fullmatch(count) is not None
+
+    def words(self) -> str:
+        return f"{listed(self.known)}, each but `none` also of some blocks (`full:8`), or a budget (`12GiB`, `50%`)"
+
+    def schema(self) -> Schema:
+        return {"type": "string"}
+
+    def columns(self, name: str) -> tuple[Column, ...]:
+        return (Column(name, "uint8"), Column(f"{name}_blocks", "int64"), Column("activation_budget", "float64"))
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        """The policy, so many blocks (0: all), and bytes (inf: no budget; below 1: a share)."""
+        policy, _, blocks = str(value).partition(":")
+        if policy in self.known:
+            return self.known.index(policy), int(blocks or 0), math.inf
+        return self.known.index("none"), 0, _budget(str(value))
+
+    def decode(self, *numbers: Any) -> str:
+        policy, blocks, budget = self.known[int(numbers[0])], int(numbers[1]), float(numbers[2])
+        if math.isinf(budget):
+            return f"{policy}:{blocks}" if blocks else policy
+        return f"{budget * 100:.0f}%" if budget < 1 else f"{budget / 2**30:.2f}GiB"
+
+
+def _budget(text: str) -> float:
+    """ "50%" -> 0.5, "12GiB" -> bytes."""
+    if text.endswith("%"):
+        return float(text[:-1]) / 100
+    return float(text) if text.startswith(("0.", ".")) else float(units.parse_bytes(text))
 
 
 def refused(field: str, message: str) -> PlanError:
@@ -29,6 +248,7 @@ def shown(value: object) -> str:
 
 
 def choice(name: str, value: object, known: tuple[str, ...]) -> str:
+    """The value, which must be one of the known words. Raises PlanError."""
     if not isinstance(value, str) or value not in known:
         hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
         rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"
@@ -36,73 +256,6 @@ def choice(name: str, value: object, known: tuple[str, ...]) -> str:
     return value
 
 
-def offload_words(value: object, known: tuple[str, ...]) -> tuple[str, ...]:
-    """What lives on the host, in the order of `known`, with shares."""
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, tuple):
-        rule = "name what is kept on the host. Use e.g. offload=optimizer+activations."
-        raise refused("offload", f"offload={shown(value)}: {rule}")
-    chosen: dict[str, str] = {}
-    for part in cast(tuple[object, ...], value):
-        name, word = _offload_part(part, known)
-        if chosen.setdefault(name, word) != word:
-            raise refused("offload", f"offload={shown(part)}: {name} has another share already. Keep one.")
-    return tuple(chosen[name] for name in known if name in chosen)
-
-
-def split_counts(value: object) -> tuple[int, ...]:
-    """The blocks of each stage."""
-    counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
-    if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= LARGEST for count in counts):
-        return cast(tuple[int, ...], counts)
-    rule = "the blocks of each stage are whole numbers from 1. Use e.g. split=3+4+4+3, or leave it out."
-    raise refused("split", f"split={shown(cast(object, value))}: {rule}")
-
-
-def axis_names(value: object, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes, each once."""
-    names = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
-    for name in names:
-        choice("order", name, known)
-    if len(set(names)) < len(names):
-        rule = "each axis appears in it once. Use e.g. order=tp+dp_shard, or leave it out."
-        raise refused("order", f"order={'+'.join(map(str, names))}: {rule}")
-    return cast(tuple[str, ...], names)
-
-
-def _offload_part(part: object, known: tuple[str, ...]) -> tuple[str, str]:
-    """ "optimizer", and "optimizer" or "optimizer:0.5": what lives on the host, and the word with its share."""
-    if not isinstance(part, str):
-        return choice("offload", part, known), ""
-    name, colon, share = part.partition(":")
-    choice("offload", name, known)
-    if not colon:
-        return name, name
-    fraction = Decimal(share.rstrip("%")) / (100 if "%" in share else 1) if _SHARE.fullmatch(share) else Decimal(0)
-    if not 0 < fraction <= 1:
-        rule = f"a share is a number above 0 and at most 1. Use e.g. offload={name}:0.5."
-        raise refused("offload", f"offload={shown(part)}: {rule}")
-    return name, name if fraction == 1 else f"{name}:{fraction.normalize():f}"
-
-
-def recompute_word(value: object, known: tuple[str, ...]) -> str:
-    """A policy, one of some blocks, or a budget."""
-    if isinstance(value, str):
-        if value in known or _of_some_blocks(value, known) or _FRACTION.fullmatch(value):
-            return value
-        try:
-            if not value.isdigit() and units.parse_bytes(value) > 0:
-                return "".join(value.split())
-        except ValueError:
-            pass  # neither a name nor a size: refused below with what it may be
-    raise refused(
-        "recompute",
-        f"recompute={shown(value)}: not one of {', '.join(known)}, nor a budget. "
-        f"Use one of them, or e.g. recompute=full:8, recompute=12GiB or recompute=50%.",
-    )
-
-
-def _of_some_blocks(value: str, known: tuple[str, ...]) -> bool:
-    name, colon, count = value.partition(":")
-    return bool(colon) and name in known and name != "none" and _BLOCKS.fullmatch(count) is not None
+def listed(words: Sequence[str]) -> str:
+    """The words for the documentation."""
+    return ", ".join(f"`{word}`" for word in words)
