@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 from weft.deepspeed.keys import Group, groups
 from weft.spec.config import RunConfig
 from weft.spec.plan import PLAN_FIELDS
-from weft.spec.plan_field import PlanField
+from weft.spec.plan.plan_field import PlanField
 from weft.spec.rules.config_rules import CONFIG_RULES
 from weft.spec.rules.plan_rules import RULES
 

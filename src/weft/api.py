@@ -34,8 +34,7 @@ from weft.parallel.expert.foreign_router import balance_routers
 from weft.parallel.local_means import global_mean, trust_loss
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, ModelSpec
-from weft.spec.plan import Plan, auto_fields
-from weft.spec.plan_text import is_auto
+from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules.plan_rules import Facts, check
 from weft.train.loss_check import LossFn
 from weft.train.script_state import ScriptState

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from weft.spec.plan import PLAN_FIELDS, Plan
-from weft.spec.plan_lists import AxisOrder, Counts, Shares
-from weft.spec.plan_values import Choice, Kind, Policy, Switch, Whole
+from weft.spec.plan.plan_lists import AxisOrder, Counts, Shares
+from weft.spec.plan.plan_values import Choice, Kind, Policy, Switch, Whole
 
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
     "{}%".format, st.integers(1, 99)

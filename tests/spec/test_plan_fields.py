@@ -14,7 +14,7 @@ import pytest
 import weft
 from weft.errors import PlanError
 from weft.spec.plan import PLAN_FIELDS, Plan
-from weft.spec.plan_values import Whole
+from weft.spec.plan.plan_values import Whole
 
 #: A switch that the planner searches under tensor parallelism, and a number that refinement moves.
 DECLARED = """
@@ -70,7 +70,7 @@ def with_two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
     """What a copy of Weft says whose plan declares two fields more."""
     home = tmp_path_factory.mktemp("copy")
     shutil.copytree(Path(weft.__file__).parent, home / "weft", ignore=shutil.ignore_patterns("__pycache__"))
-    source = home / "weft" / "spec" / "plan.py"
+    source = home / "weft" / "spec" / "plan" / "plan.py"
     before, place, after = source.read_text().partition("\n    def __post_init__")
     source.write_text(before + DECLARED + place + after)
     done = subprocess.run(

@@ -23,8 +23,7 @@ from weft.planner.tell.report import candidate_table
 from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.spec.config import RunConfig
 from weft.spec.model import resolve_decoder
-from weft.spec.plan import Plan, auto_fields
-from weft.spec.plan_text import is_auto
+from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules.config_rules import least_vocab
 from weft.units import format_bytes, format_seconds
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from weft import env
 from weft.errors import LaunchError
-from weft.spec.plan import Plan
-from weft.spec.plan_text import is_auto
+from weft.spec.plan import Plan, is_auto
 
 if TYPE_CHECKING:
     from weft.spec.config import RunConfig

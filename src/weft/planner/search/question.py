@@ -17,8 +17,7 @@ from weft.planner.space.columns import Job
 from weft.planner.space.shape import Shape
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
 from weft.spec.model import DecoderSpec, ModelSpec
-from weft.spec.plan import PLAN_FIELDS, Plan
-from weft.spec.plan_text import split_plan
+from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
 from weft.spec.rules.limit_rules import LIMIT_RULES
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.plan_rules import LASTING, RULES

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
 from weft.spec.context import CP_WAYS, choose_cp_mode
-from weft.spec.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan
-from weft.spec.plan_lists import orders
-from weft.spec.plan_values import Column
+from weft.spec.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan, orders
 
 #: What a code in `Columns.precision` stands for, the formats that the runtime does not have included.
 PRECISIONS = PLANNED_PRECISIONS
@@ -46,20 +44,16 @@ class Job:
 
 #: What is not named where columns are made: what a plan has by default, but bf16, as nearly all published runs have.
 _STARTS = {"precision": "bf16"}
-#: Columns that follow from several fields and the job, with what they are by default.
-_DERIVED = {
-    Column("microbatch", "int64"): 1,
-    Column("num_micro", "int64"): 1,
-    Column("recompute_share", "float64"): 1.0,
-}
-#: The arrays of `Columns` with what they are by default.
-_DEFAULTS: Mapping[str, tuple[Column, float]] = MappingProxyType(
+#: Columns that follow from several fields and the job: their types, and what they are by default.
+_DERIVED = {"microbatch": ("int64", 1), "num_micro": ("int64", 1), "recompute_share": ("float64", 1.0)}
+#: The arrays of `Columns`: their types, and what they are by default.
+_DEFAULTS: Mapping[str, tuple[str, float]] = MappingProxyType(
     {
-        column.name: (column, start)
+        column.name: (column.dtype, start)
         for each in PLAN_FIELDS.values()
         for column, start in zip(each.columns, each.kind.encode(_STARTS.get(each.name, each.default)), strict=True)
     }
-    | {column.name: (column, start) for column, start in _DERIVED.items()}
+    | _DERIVED
 )
 
 
@@ -136,8 +130,8 @@ class Columns:
     def make(cls, num_rows: int, **values: object) -> Columns:
         """Columns with the given arrays or scalars; what is not named has the value of the default plan."""
         filled: dict[str, NDArray[Any]] = {}
-        for name, (column, start) in _DEFAULTS.items():
-            array = np.asarray(values.pop(name, start), dtype=column.dtype)
+        for name, (dtype, start) in _DEFAULTS.items():
+            array = np.asarray(values.pop(name, start), dtype=dtype)
             filled[name] = np.broadcast_to(array, (num_rows,)) if array.ndim == 0 else array
         if values:
             raise TypeError(f"no such columns: {', '.join(values)}")

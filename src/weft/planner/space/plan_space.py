@@ -14,8 +14,7 @@ from typing import Any
 
 from weft.planner.space.columns import Job
 from weft.spec.cluster import ClusterSpec
-from weft.spec.plan import PLAN_FIELDS
-from weft.spec.plan_field import SearchFacts
+from weft.spec.plan import PLAN_FIELDS, SearchFacts
 
 Choices = Mapping[str, tuple[Any, ...]]
 

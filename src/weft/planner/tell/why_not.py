@@ -10,8 +10,7 @@ from weft.planner.search.answer import Answer, Candidate
 from weft.planner.search.moves import changed_words, estimated, neighbours
 from weft.planner.search.question import Question
 from weft.planner.tell.explain import TERMS, differences, fit_words
-from weft.spec.plan import Plan, plan_fields
-from weft.spec.plan_text import split_plan
+from weft.spec.plan import Plan, plan_fields, split_plan
 from weft.spec.rules.plan_rules import LASTING, check
 from weft.spec.rules.rule import Violation
 from weft.units import format_bytes, format_seconds

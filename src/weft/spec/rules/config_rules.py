@@ -15,8 +15,7 @@ from weft.spec.files.expect import shown
 from weft.spec.files.origins import origin_of
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
-from weft.spec.plan import Plan, plan_fields
-from weft.spec.plan_text import is_auto
+from weft.spec.plan import Plan, is_auto, plan_fields
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft.spec.divisors import common_divisors
-from weft.spec.plan_field import SearchFacts
+from weft.spec.plan.plan_field import SearchFacts
 
 #: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
 _BUDGETS = ("75%", "50%", "25%")

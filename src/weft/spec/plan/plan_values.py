@@ -156,7 +156,7 @@ class Choice(Kind):
     where these are not the words; it names the way that an open word stands for before it encodes a plan.
     """
 
-    known: tuple[str, ...]
+    known: Sequence[str]
     open: str = ""
     codes: tuple[str, ...] = ()
 
@@ -247,7 +247,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def choice(name: str, value: object, known: tuple[str, ...]) -> str:
+def choice(name: str, value: object, known: Sequence[str]) -> str:
     """The value, which must be one of the known words. Raises PlanError."""
     if not isinstance(value, str) or value not in known:
         hint = did_you_mean(str(value), known) if isinstance(value, str) else ""

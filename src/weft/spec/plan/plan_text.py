@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from weft.errors import PlanError, Problem, did_you_mean
-from weft.spec.plan_field import PlanField
+from weft.spec.plan.plan_field import PlanField
 
 
 def is_auto(text: str) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from weft.spec.plan_values import Choice, Column, Kind, Whole
+from weft.spec.plan.plan_values import Choice, Column, Kind, Whole
 
 _KEY = "weft"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.errors import PlanError, Problem
 from weft.spec.context import CP_MODES, CP_WAYS
-from weft.spec.plan_choices import (
+from weft.spec.plan.plan_choices import (
     microbatches_tried,
     offloads_near,
     orders_near,
@@ -25,10 +25,10 @@ from weft.spec.plan_choices import (
     schedules,
     sizes_tried,
 )
-from weft.spec.plan_field import described, descriptions
-from weft.spec.plan_lists import AxisOrder, Counts, Shares, share_of
-from weft.spec.plan_text import read_values, split_plan, unknown_fields
-from weft.spec.plan_values import Choice, Passes, Policy, Switch, Whole, refused
+from weft.spec.plan.plan_field import described, descriptions
+from weft.spec.plan.plan_lists import AxisOrder, Counts, Shares, share_of
+from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
+from weft.spec.plan.plan_values import Choice, Passes, Policy, Switch, Whole, refused
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
