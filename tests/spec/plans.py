@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from weft.spec.plan import PLAN_FIELDS, Plan
-from weft.spec.plan.plan_lists import AxisOrder, Counts, Shares
-from weft.spec.plan.plan_values import Choice, Kind, Policy, Switch, Whole
+from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares
+from weft.spec.plan.plan_values import Kind, OneOf, PolicyOrBudget, Switch, Whole
 
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
     "{}%".format, st.integers(1, 99)
@@ -25,9 +25,9 @@ def _values(kind: Kind) -> st.SearchStrategy:
             return st.integers(kind.low, min(64, kind.high)) | st.integers(kind.low, kind.high)
         case Switch():
             return st.booleans()
-        case Choice():
+        case OneOf():
             return st.sampled_from(kind.known)
-        case Policy():
+        case PolicyOrBudget():
             return st.sampled_from(kind.known) | _budgets
         case Counts():
             return st.lists(st.integers(1, 99), max_size=8).map(tuple)
@@ -35,7 +35,7 @@ def _values(kind: Kind) -> st.SearchStrategy:
             return st.permutations(kind.axes).flatmap(
                 lambda axes: st.integers(0, len(axes)).map(lambda count: tuple(axes[:count]))
             )
-        case Shares():
+        case WordShares():
             return st.dictionaries(st.sampled_from(kind.known), _shares).map(
                 lambda found: tuple(name + share for name, share in found.items())
             )

@@ -26,9 +26,9 @@ from weft.spec.plan.plan_choices import (
     sizes_tried,
 )
 from weft.spec.plan.plan_field import described, descriptions
-from weft.spec.plan.plan_lists import AxisOrder, Counts, Shares, share_of
+from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
 from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
-from weft.spec.plan.plan_values import Choice, Passes, Policy, Switch, Whole, refused
+from weft.spec.plan.plan_values import OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
@@ -92,7 +92,7 @@ class Plan:
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
     reshard: str = described(
-        Choice(RESHARDS), RESHARDS[0],
+        OneOf(RESHARDS), RESHARDS[0],
         "When zero=3 lets gathered parameters go: after_forward (least memory), after_backward (gathered once in a "
         "pass), after_step (once in a step, in which gradients travel once too). Under a pipeline the latter two are "
         "the same.", needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
@@ -102,18 +102,18 @@ class Plan:
         tried=(False, True), asks="use", probed=True,
     )
     cp_mode: str = described(
-        Choice(CP_MODES, open="auto", codes=CP_WAYS), "auto",
+        OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
         "How a sequence that is cut over cp attends to all of itself: gather (keys and values of all ranks), ring "
         "(they go around, under the computation), ulysses (all tokens of some heads, by all_to_all), or auto: the one "
         "that suits heads, sequence and memory.", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
         probed=True,
     )
     schedule: str = described(
-        Choice(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
+        OneOf(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
         searched=schedules, tried=SCHEDULES, asks="value",
     )
     microbatches: int = described(
-        Passes(), 1, "Passes of an optimizer step under a pipeline.", needs=("pp",), tried=microbatches_tried,
+        PassCount(), 1, "Passes of an optimizer step under a pipeline.", needs=("pp",), tried=microbatches_tried,
         divides_work=False,
     )
     virtual_stages: int = described(
@@ -126,27 +126,27 @@ class Plan:
         needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
     )
     accumulation: int = described(
-        Passes(), 1, "Passes of an optimizer step without a pipeline.", tried=passes_tried, divides_work=False,
+        PassCount(), 1, "Passes of an optimizer step without a pipeline.", tried=passes_tried, divides_work=False,
     )
     precision: str = described(
-        Choice(PRECISIONS, codes=PLANNED_PRECISIONS), "fp32",
+        OneOf(PRECISIONS, codes=PLANNED_PRECISIONS), "fp32",
         "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64).",
         searched=precisions, tried=("fp64",), divides_work=False,
     )
     reduce: str = described(
-        Choice(REDUCES), "fp32",
+        OneOf(REDUCES), "fp32",
         "Format in which gradients travel between ranks: fp32 (fp64 under fp64) or bf16, half the bytes. They are "
         "rounded for the collective alone, and accumulated and applied in fp32.", tried=("fp32",),
         divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
     )
     recompute: str = described(
-        Policy(RECOMPUTES), "none",
+        PolicyOrBudget(RECOMPUTES), "none",
         "What backward computes again instead of keeping it: a policy, one of the first blocks of each rank alone, or "
         "a budget for what is kept.", searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value",
         tried=("none", "full", "selective", "attention", "full:1"),
     )
     offload: tuple[str, ...] = described(
-        Shares(OFFLOADS), (), "What lives on the host.",
+        WordShares(OFFLOADS), (), "What lives on the host.",
         searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
                   ("params", "activations")),
         tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),

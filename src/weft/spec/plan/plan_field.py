@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from weft.spec.plan.plan_values import Choice, Column, Kind, Whole
+from weft.spec.plan.plan_values import Kind, OneOf, PlanColumn, Whole
 
 _KEY = "weft"
 
@@ -66,7 +66,7 @@ class PlanField:
     probed: bool
 
     @property
-    def columns(self) -> tuple[Column, ...]:
+    def columns(self) -> tuple[PlanColumn, ...]:
         """The planner's arrays for it."""
         return self.kind.columns(self.name)
 
@@ -78,7 +78,7 @@ class PlanField:
     @property
     def open_word(self) -> str:
         """The word that leaves the choice to the planner, or the empty string."""
-        return self.kind.open if isinstance(self.kind, Choice) else ""
+        return self.kind.open if isinstance(self.kind, OneOf) else ""
 
 
 def described(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast
 
-from weft.spec.plan.plan_values import LARGEST, Column, Kind, Schema, choice, listed, refused, shown
+from weft.spec.plan.plan_values import LARGEST, Kind, PlanColumn, Schema, choice, listed, refused, shown
 
 _COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
 _SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
@@ -81,8 +81,8 @@ class AxisOrder(_Listed):
         names: Schema = {"type": "array", "items": {"enum": list(self.axes)}, "uniqueItems": True}
         return {"anyOf": [names, {"type": "string"}]}
 
-    def columns(self, name: str) -> tuple[Column, ...]:
-        return (Column(name, "uint8"),)
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"),)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return (orders(self.axes).index((*(axis for axis in self.axes if axis not in value), *value)),)
@@ -98,7 +98,7 @@ def orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares(_Listed):
+class WordShares(_Listed):
     """Any of a few words, each whole or with a share of it: "optimizer", "optimizer:0.5", "optimizer:50%"."""
 
     known: tuple[str, ...]
@@ -141,8 +141,8 @@ class Shares(_Listed):
     def schema(self) -> Schema:
         return {"type": "array", "items": {"type": "string", "pattern": f"^({'|'.join(self.known)})(:.+)?$"}}
 
-    def columns(self, name: str) -> tuple[Column, ...]:
-        return tuple(Column(f"{name}_{word}", "float64") for word in self.known)
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return tuple(PlanColumn(f"{name}_{word}", "float64") for word in self.known)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return tuple(share_of(value, word) for word in self.known)
@@ -153,6 +153,6 @@ class Shares(_Listed):
 
 
 def share_of(value: Sequence[str], word: str) -> float:
-    """The share that a value of `Shares` has of a word: 0.0 to 1.0."""
+    """The share that a value of `WordShares` has of a word: 0.0 to 1.0."""
     shares = [part.partition(":")[2] or "1" for part in value if part.partition(":")[0] == word]
     return float(shares[0]) if shares else 0.0

@@ -26,7 +26,7 @@ Schema = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class PlanColumn:
     """One array of the planner, with a number for each plan. dtype: as numpy names it."""
 
     name: str
@@ -56,7 +56,7 @@ class Kind(ABC):
     def schema(self) -> Schema:
         """JSON Schema of the value in a TOML table."""
 
-    def columns(self, name: str) -> tuple[Column, ...]:
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
         """The planner's arrays for the field `name`; none: its estimates do not depend on the field."""
         return ()
 
@@ -96,8 +96,8 @@ class Whole(Kind):
         whole: Schema = {"type": "integer", "minimum": self.low, "maximum": self.high}
         return {"anyOf": [whole, {"const": "*"}]} if self.star else whole
 
-    def columns(self, name: str) -> tuple[Column, ...]:
-        return (Column(name, self.dtype),)
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, self.dtype),)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return (value,)
@@ -107,10 +107,10 @@ class Whole(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Passes(Whole):
+class PassCount(Whole):
     """Passes of a step. The planner counts them under every plan alike, in columns of its own."""
 
-    def columns(self, name: str) -> tuple[Column, ...]:
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
         return ()
 
     def encode(self, value: Any) -> tuple[float, ...]:
@@ -138,8 +138,8 @@ class Switch(Kind):
     def schema(self) -> Schema:
         return {"type": "boolean"}
 
-    def columns(self, name: str) -> tuple[Column, ...]:
-        return (Column(name, "bool"),)
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "bool"),)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return (value,)
@@ -149,7 +149,7 @@ class Switch(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Kind):
+class OneOf(Kind):
     """One of a few words.
 
     open: the word that leaves the choice of another one to the machine. codes: what the planner's numbers stand for,
@@ -169,8 +169,8 @@ class Choice(Kind):
     def schema(self) -> Schema:
         return {"enum": list(self.known)}
 
-    def columns(self, name: str) -> tuple[Column, ...]:
-        return (Column(name, "uint8"),)
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"),)
 
     def encode(self, value: Any) -> tuple[float, ...]:
         return (0 if value == self.open else (self.codes or self.known).index(value),)
@@ -180,7 +180,7 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy(Kind):
+class PolicyOrBudget(Kind):
     """A policy, one of the first blocks of a rank alone ("full:8"), or a budget of bytes ("12GiB", "50%")."""
 
     known: tuple[str, ...]
@@ -210,8 +210,12 @@ class Policy(Kind):
     def schema(self) -> Schema:
         return {"type": "string"}
 
-    def columns(self, name: str) -> tuple[Column, ...]:
-        return (Column(name, "uint8"), Column(f"{name}_blocks", "int64"), Column("activation_budget", "float64"))
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (
+            PlanColumn(name, "uint8"),
+            PlanColumn(f"{name}_blocks", "int64"),
+            PlanColumn("activation_budget", "float64"),
+        )
 
     def encode(self, value: Any) -> tuple[float, ...]:
         """The policy, so many blocks (0: all), and bytes (inf: no budget; below 1: a share)."""
