@@ -37,10 +37,7 @@ if TYPE_CHECKING:
     from weft.models import describe
     from weft.parallel.traced import trace
     from weft.planner.search.best_plans import search
-    from weft.spec.cluster import ClusterSpec
-    from weft.spec.config import RunConfig
-    from weft.spec.layout import Layout
-    from weft.spec.model import ModelSpec
+    from weft.spec import ClusterSpec, Layout, ModelSpec, RunConfig
     from weft.spec.plan import Plan
     from weft.train import Microbatches, TrainStep
 

@@ -50,7 +50,7 @@ def build_model(name: str) -> tuple[Any, Any]:
     """
     import torch
 
-    from weft.spec.model import model_names
+    from weft.spec import model_names
 
     with torch.device("meta"):
         if ":" in name:
@@ -65,7 +65,7 @@ def build_model(name: str) -> tuple[Any, Any]:
 
 def _from_size(name: str) -> Any:
     from weft.models import build_decoder
-    from weft.spec.model import decoder_spec, model_names
+    from weft.spec import decoder_spec, model_names
 
     if name not in model_names():
         hint = did_you_mean(name, model_names()) or " `weft models` lists the sizes."
@@ -76,7 +76,7 @@ def _from_size(name: str) -> Any:
 
 
 def _from_function(name: str) -> tuple[Any, Any]:
-    from weft.models.code import call_function
+    from weft.models import call_function
 
     built, rest = call_function(name)
     return built, rest[0] if rest and not callable(rest[0]) else None

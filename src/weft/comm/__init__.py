@@ -9,15 +9,20 @@ from weft.comm.collectives import (
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
+    start_reduce_parts,
     start_reduce_scatter,
 )
+from weft.comm.hang_watch import Watch
 from weft.comm.ledger import Ledger
 from weft.comm.meet import Choice, transports
+from weft.comm.word import FirstWord
 
 __all__ = [
     "Choice",
+    "FirstWord",
     "Ledger",
     "Pending",
+    "Watch",
     "all_gather",
     "all_reduce",
     "barrier",
@@ -25,6 +30,7 @@ __all__ = [
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
+    "start_reduce_parts",
     "start_reduce_scatter",
     "transports",
 ]

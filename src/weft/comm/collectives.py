@@ -11,8 +11,7 @@ import time
 
 import torch
 
-from weft.comm.links.link import Operation, finish
-from weft.comm.links.parts import Parts
+from weft.comm.links import Operation, Parts, finish
 from weft.comm.meet import link_of, links_of
 from weft.errors import CommError
 from weft.mesh import Axis

@@ -17,10 +17,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from weft.comm.links.backend import BackendLink, ExchangeLink
-from weft.comm.links.link import Link
-from weft.comm.links.segment import Segment, host_mark
-from weft.comm.links.shared import SharedLink
+from weft.comm.links import BackendLink, ExchangeLink, Link, Segment, SharedLink, host_mark
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import Pending, all_reduce
-from weft.comm.links.link import Operation, failed
+from weft.comm.links import Operation, failed
 from weft.errors import CommError
 from weft.mesh import Axis
 

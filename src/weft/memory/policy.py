@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
-from weft.comm.links.link import unobserved
+from weft.comm.links import unobserved
 from weft.errors import ModelError
 
 Forward = Callable[..., Any]

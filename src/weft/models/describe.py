@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from weft.errors import ModelError
-from weft.spec.model import DecoderSpec, LayerSpec, ModelSpec
+from weft.spec import DecoderSpec, ModelSpec
+from weft.spec.model import LayerSpec
 
 #: What makes two blocks the same: class, and name, shape and dtype of each parameter.
 Kind = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]

@@ -7,7 +7,8 @@ import torch
 from weft.errors import ModelError
 from weft.models.initialise import initialise
 from weft.models.transformer import Decoder
-from weft.spec.model import DecoderSpec, shape_problems
+from weft.spec import DecoderSpec
+from weft.spec.model import shape_problems
 
 
 def build_decoder(

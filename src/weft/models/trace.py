@@ -19,7 +19,8 @@ from weft.errors import ModelError
 from weft.models.trace_layers import Layers
 from weft.models.trace_parts import Measured, PartOfRun, PartReader
 from weft.models.trace_record import Recorder, Row
-from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer, TracedModel
+from weft.spec import TracedModel
+from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer
 
 #: Batches and sequences of the runs: with a sequence (in units of its step), and without one. The last is the trial.
 _POINTS = ((2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))

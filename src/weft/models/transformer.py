@@ -23,7 +23,7 @@ from weft.models.attention import Attention, Visible, see_causally
 from weft.models.cache import Cache, LayerCache
 from weft.models.moe import MoE
 from weft.models.rotary import Rotation, rotation
-from weft.spec.model import DecoderSpec
+from weft.spec import DecoderSpec
 
 #: Standard deviation of initial matrices; `initialise` reads a module's own `init_std` where it has one.
 INIT_STD = 0.02

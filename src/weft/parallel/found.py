@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.spec.layout import Layout
+from weft.spec import Layout
 
 
 @dataclass(frozen=True, slots=True)

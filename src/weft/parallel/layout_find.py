@@ -11,7 +11,7 @@ from weft.models import Decoder
 from weft.parallel.found import FoundLayout
 from weft.parallel.layout_trace import trace_layout
 from weft.parallel.tensor.cut_modules import asked, input_embeddings
-from weft.spec.layout import Layout
+from weft.spec import Layout
 
 #: How the styles of a `base_model_tp_plan` of transformers are called here.
 _HF_STYLES = {

@@ -19,7 +19,7 @@ from weft.errors import LayoutError, ModelError
 from weft.parallel.found import FoundLayout
 from weft.parallel.numberless import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.parallel.tensor.cut_modules import input_embeddings, is_linear, weight_of
-from weft.spec.layout import Layout
+from weft.spec import Layout
 from weft.structure.feature_flow import FeatureFlow, Mark
 
 

@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError, WeftWarning
-from weft.memory import apply_recompute, repeated_blocks
-from weft.memory.activations import offload_activations
-from weft.memory.offload import Host, offload_lines, open_host
-from weft.memory.pool import MOST_OF_HOST
+from weft.memory import (
+    MOST_OF_HOST,
+    Host,
+    apply_recompute,
+    offload_activations,
+    offload_lines,
+    open_host,
+    repeated_blocks,
+)
 from weft.mesh import Mesh
-from weft.models.moe import MoE
+from weft.models import MoE
 from weft.parallel.context import apply_context
 from weft.parallel.dropout import FunctionalDropout, follow_positions
 from weft.parallel.expert.expert_balance import divide_sequences
@@ -32,7 +37,7 @@ from weft.parallel.placement.state_guard import guard_model
 from weft.parallel.tensor.cut_tensors import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero.flat.flat_model import FlatModel
 from weft.parallel.zero.sharded.sharded_model import FullyShardedModel
-from weft.spec.layout import Layout
+from weft.spec import Layout
 
 #: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.
 _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"

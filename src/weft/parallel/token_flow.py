@@ -20,7 +20,7 @@ from weft.errors import LayoutError, ModelError
 from weft.memory import repeated_blocks
 from weft.models import Decoder
 from weft.parallel.numberless import call_without_numbers, example_of, in_some_format, without_numbers
-from weft.spec.layout import Style
+from weft.spec import Style
 from weft.structure.feature_flow import FeatureFlow, Mark, Step, plain_name
 
 _TOKENS = frozenset(("tokens",))

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import LayoutError, ModelError
 from weft.memory import repeated_blocks
-from weft.models import Decoder
-from weft.models.code import call_function
+from weft.models import Decoder, call_function
 from weft.models.trace import Structure, trace_model
 from weft.parallel.context.hugging_face import is_hugging_face
 from weft.parallel.layout_find import explain_layout, find_lm_head
@@ -26,8 +25,7 @@ from weft.parallel.numberless import example_of
 from weft.parallel.pipeline.chain import find_chain
 from weft.parallel.placement.precision import Precision, cast_inputs, formats
 from weft.parallel.tensor.cut_tensors import check_layout
-from weft.spec.layout import Layout
-from weft.spec.traced import Limit, TracedModel
+from weft.spec import Layout, Limit, TracedModel
 
 #: Tokens of the shortest sequence that is traced; the longest has three times as many.
 _STEP = 8

@@ -26,7 +26,7 @@ from weft.planner.cost.pipeline_cost import (
 from weft.planner.cost.recompute_cost import budget_s, replay_s
 from weft.planner.cost.tables import Tables
 from weft.planner.space.columns import Columns, Job
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]

@@ -16,7 +16,7 @@ from torch import nn
 
 from weft import env
 from weft.errors import MissingExtra, ModelError
-from weft.spec.model import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.train.loss import IGNORE
 
 #: Where configs keep a number of layers beside num_hidden_layers.

@@ -16,8 +16,7 @@ from weft.planner.estimate import estimate
 from weft.planner.measured.memory import host_memory
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
-from weft.spec.cluster import ClusterSpec
-from weft.spec.model import DecoderSpec
+from weft.spec import ClusterSpec, DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing.between_steps import live_bytes, plain_tensors
 from weft.testing.live import LiveBytes

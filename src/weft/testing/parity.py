@@ -16,11 +16,10 @@ from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero.flat import flat_model
-from weft.spec.model import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
+from weft.train import Microbatches, TrainStep
 from weft.train.loss import IGNORE, model_forward, token_cross_entropy
-from weft.train.microbatches import Microbatches
-from weft.train.step import TrainStep
 
 Batch = dict[str, torch.Tensor]
 #: (what, name, whole tensor), where what is "gradient" or "weight".

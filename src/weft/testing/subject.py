@@ -23,14 +23,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.errors import ConfigError, ModelError
-from weft.models import build_decoder
-from weft.models.code import call_function
+from weft.models import build_decoder, call_function
 from weft.optim import build_optimizer
 from weft.parallel.placement.batches import map_tensors
+from weft.spec import DecoderSpec, Layout, decoder_spec, model_names, resolve_decoder
 from weft.spec.config import OptimizerSection
-from weft.spec.files.config_file import load_config
-from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec, decoder_spec, model_names, resolve_decoder, shape_problems
+from weft.spec.files import load_config
+from weft.spec.model import shape_problems
 from weft.testing.foreign_config import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
 from weft.train.forward import call_model
 from weft.train.loss import model_forward, token_cross_entropy

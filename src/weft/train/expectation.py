@@ -28,9 +28,7 @@ from weft.planner.search.model_source import of_decoder
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns
 from weft.planner.tell.basis import time_by_rung
-from weft.spec.cluster import ClusterSpec, device_by_torch_name
-from weft.spec.config import RunConfig
-from weft.spec.model import DecoderSpec
+from weft.spec import ClusterSpec, DecoderSpec, RunConfig, device_by_torch_name
 from weft.units import format_bytes, format_seconds
 
 #: Parts of the report, where their share of a step is at least this.

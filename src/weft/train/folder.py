@@ -25,14 +25,10 @@ from typing import Any
 
 from weft.data import PreparedData, prepare_data
 from weft.errors import CheckpointError, ConfigError, DataError, PlanError, Problem
-from weft.spec.config import RunConfig
-from weft.spec.files.config_file import load_config, parse_config
-from weft.spec.files.config_text import format_config
-from weft.spec.files.expect import as_toml
-from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec, resolve_decoder
+from weft.spec import DecoderSpec, Layout, RunConfig, resolve_decoder
+from weft.spec.files import as_toml, format_config, load_config, parse_config
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import Facts, check
+from weft.spec.rules import Facts, check
 from weft.train.epochs import with_steps
 from weft.train.run_lock import run_lock
 

@@ -19,8 +19,8 @@ from weft.memory import repeated_blocks
 from weft.mesh import Mesh
 from weft.monitor import memory_bytes
 from weft.planner.tell.footprint import Usage, activation_bytes, remedies
-from weft.spec.model import DecoderSpec
-from weft.spec.rules.rule import Facts
+from weft.spec import DecoderSpec
+from weft.spec.rules import Facts
 from weft.units import format_bytes, parse_bytes
 
 _P = ParamSpec("_P")

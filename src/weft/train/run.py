@@ -24,10 +24,8 @@ from weft.monitor import Meter, busy, flops_per_token, make_display, tail_events
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
-from weft.spec.cluster import device_by_torch_name
-from weft.spec.config import RunConfig, SampleSection
-from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec import DecoderSpec, Layout, ModelSpec, RunConfig, device_by_torch_name
+from weft.spec.config import SampleSection
 from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
 from weft.train.keeping import Keeper

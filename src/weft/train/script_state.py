@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
-from weft.checkpoint.folders import folder_name
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint import (
+    Checkpoint,
+    folder_name,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from weft.errors import CheckpointError, ModelError
 from weft.mesh import Mesh
 from weft.parallel import data_parallel

@@ -18,8 +18,8 @@ from weft.models import build_decoder
 from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel
 from weft.parallel.placement.state_guard import pieces_allowed
+from weft.spec import DecoderSpec
 from weft.spec.config import OptimizerSection
-from weft.spec.model import DecoderSpec
 
 
 def capture(

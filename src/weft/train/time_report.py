@@ -12,11 +12,11 @@ from torch import nn
 
 from weft.comm import all_gather, all_reduce
 from weft.mesh import Mesh
-from weft.monitor.meter import memory_bytes
+from weft.monitor import memory_bytes
 from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
 from weft.parallel.pipeline.runtime import Pipeline, pipeline_of
 from weft.planner.cost.pipeline_sim import Durations, Timeline, simulate
-from weft.spec.config import RunConfig
+from weft.spec import RunConfig
 from weft.train.expectation import expectation_lines
 from weft.train.folder import RunFolder
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from weft.comm.hang_watch import Watch
+from weft.comm import Watch
 from weft.mesh import Mesh
 from weft.monitor import Display
 from weft.monitor.display import LastingStream
-from weft.spec.config import RunConfig
+from weft.spec import RunConfig
 from weft.train.folder import RunFolder
 from weft.units import parse_seconds
 

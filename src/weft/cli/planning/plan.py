@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.planner.tell.compare import Comparison
     from weft.planner.tell.what_if import Scenario
     from weft.planner.tell.why_not import WhyNot
-    from weft.spec.traced import TracedModel
+    from weft.spec import TracedModel
 
 #: Exit code where no plan fits: as of a rank that runs out of memory.
 NOTHING_FITS = 4

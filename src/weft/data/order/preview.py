@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weft.data.order.stream import IGNORED, Sample
-from weft.data.tokens.tokenizer import Tokenizer
+from weft.data.tokens import Tokenizer
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 

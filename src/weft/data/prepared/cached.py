@@ -13,23 +13,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.data.order.packing import write_plan
+from weft.data.order import write_plan
 from weft.data.prepared.lock import locked, new_folder
 from weft.data.prepared.prepared_data import key_of
 from weft.data.prepared.shards import SplitReader, size_problems, verify_split
 from weft.data.prepared.wanted import WantedSource, content_digests
-from weft.data.read.schema import Schema
-from weft.data.tokens.bpe import train_bpe
-from weft.data.tokens.tokenise import (
+from weft.data.read import Schema
+from weft.data.tokens import (
     FORMAT_VERSION,
     QUARANTINE,
     Manifest,
     Report,
+    Tokenizer,
+    find_tokenizer_file,
+    import_tokenizer,
+    save_bytes_tokenizer,
     split_of,
     tokenise_source,
     too_many_broken,
+    train_bpe,
 )
-from weft.data.tokens.tokenizer import Tokenizer, find_tokenizer_file, import_tokenizer, save_bytes_tokenizer
 from weft.errors import DataError
 from weft.spec.config import TokenizerSection
 

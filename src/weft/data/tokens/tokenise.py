@@ -12,11 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.prepared.shards import SHARD_BYTES, SplitCounts, SplitWriter
-from weft.data.read.documents import Document, read_document
-from weft.data.read.records import Broken, RecordReader
-from weft.data.read.schema import Schema
-from weft.data.read.source import FileSet
+from weft.data.prepared import SHARD_BYTES, SplitCounts, SplitWriter
+from weft.data.read import Broken, Document, FileSet, RecordReader, Schema, read_document
 from weft.data.tokens.encode import cut_text, encode_documents
 from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError

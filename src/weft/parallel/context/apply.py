@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.models.transformer import Decoder
+from weft.models import Decoder
 from weft.parallel.context.context import Context
 from weft.parallel.context.decoder import replace_cores
 from weft.parallel.context.hugging_face import heads_of, is_hugging_face, replace_attention

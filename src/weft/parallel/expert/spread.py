@@ -28,11 +28,11 @@ from weft.comm import all_gather
 from weft.comm.autograd import exchange, gather_slice, slice_to
 from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
+from weft.models import Experts
 from weft.models.grouped import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
-from weft.models.moe import Experts
 from weft.parallel.pipeline.absent import StandIn
 from weft.parallel.placement.placement import Placement
-from weft.spec.layout import Layout
+from weft.spec import Layout
 from weft.structure.surgery import become
 
 #: What an expert of this rank gives for rows in order of the experts: (rows (N, D), number of rows up to each).

@@ -36,8 +36,8 @@ from weft.parallel.tensor.head import fuse_head, make_head
 from weft.parallel.tensor.heads import Heads, localise
 from weft.parallel.tensor.sequence import Sequence, cut_sequence, plan_sequence
 from weft.parallel.token_flow import check_tokens
-from weft.spec.layout import Layout, Style
-from weft.spec.rules.rule import alternatives
+from weft.spec import Layout, Style
+from weft.spec.rules import alternatives
 from weft.structure.surgery import become
 
 

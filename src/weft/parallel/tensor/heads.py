@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.spec.layout import Style
+from weft.spec import Style
 
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")

@@ -26,7 +26,7 @@ from weft.models import Decoder
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.tensor.cut_linear import TOKENS, Line, token_share
 from weft.parallel.tensor.cut_modules import weight_of
-from weft.spec.layout import Layout, Style
+from weft.spec import Layout, Style
 from weft.structure.mixers import mixes_tokens
 
 

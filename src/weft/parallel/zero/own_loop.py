@@ -18,8 +18,7 @@ import torch
 from torch.autograd.variable import Variable
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from weft.comm import all_reduce
-from weft.comm.collectives import start_all_reduce
+from weft.comm import all_reduce, start_all_reduce
 from weft.errors import ModelError
 from weft.optim import clip_factor, global_norm
 from weft.parallel.placement.axes import Axes

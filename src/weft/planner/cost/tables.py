@@ -10,7 +10,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, Problem, did_you_mean
-from weft.spec.cluster import DeviceSpec
+from weft.spec import DeviceSpec
 
 if TYPE_CHECKING:
     from weft.planner.measured.laws import Laws

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from weft.planner.cost.kernels import bytes_s, flash_s, gemm_s
 from weft.planner.cost.tables import Tables
 from weft.planner.space.shape import Shape
-from weft.spec.model import DecoderSpec
-from weft.spec.traced import Parts, TracedLayer, TracedModel
+from weft.spec import DecoderSpec, TracedModel
+from weft.spec.traced import Parts, TracedLayer
 
 Array = NDArray[np.float64]
 

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from weft.planner.cost.pipeline_cost import bubble_s, sends
 from weft.planner.space.columns import Columns, Job
+from weft.spec import divide_layers
 from weft.spec.plan import SCHEDULES
 from weft.spec.schedule import stage_owner
-from weft.spec.shares import divide_layers
 
 Array = NDArray[np.float64]
 

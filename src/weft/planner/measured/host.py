@@ -15,7 +15,7 @@ from weft.planner.measured.learn import factors
 from weft.planner.measured.memory import host_memory
 from weft.planner.measured.profile import Profile
 from weft.planner.space.columns import Columns, Job
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 
 #: What decides terms of traffic: measured here only where as many ranks were at work.
 _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")

@@ -71,7 +71,7 @@ class Candidate:
     @property
     def built(self) -> bool:
         """Whether the runtime runs this plan today."""
-        from weft.spec.rules.plan_rules import check
+        from weft.spec.rules import check
 
         return not check(self.plan, self.question.facts)
 

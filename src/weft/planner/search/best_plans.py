@@ -20,9 +20,7 @@ from weft.planner.space.columns import Columns
 from weft.planner.space.enumerate import Block, Refused, Tally, enumerate_space
 from weft.planner.space.plan_space import Space
 from weft.planner.space.shape import Shape
-from weft.spec.cluster import ClusterSpec
-from weft.spec.model import DecoderSpec, ModelSpec
-from weft.spec.traced import TracedModel
+from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel
 from weft.units import format_bytes
 
 Floats = NDArray[np.float64]

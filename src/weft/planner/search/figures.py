@@ -10,7 +10,7 @@ from importlib import resources
 from weft.planner.cost.traced_cost import TracedShape, model_flops
 from weft.planner.space.columns import Job
 from weft.planner.space.shape import Shape
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 
 #: Watts of host, fans and switches for each device, and what the building takes beside (power usage effectiveness).
 HOST_WATTS, BUILDING = 125.0, 1.2

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import ModelError, did_you_mean
 from weft.planner.cost.traced_cost import TracedShape, as_rules_see_it
 from weft.planner.space.shape import Shape
-from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec, model_names
-from weft.spec.traced import FORMAT, Limit, TracedModel
+from weft.spec import DecoderSpec, Limit, ModelSpec, TracedModel, decoder_spec, model_names
+from weft.spec.traced import FORMAT
 
 if TYPE_CHECKING:
-    from weft.spec.config import RunConfig
+    from weft.spec import RunConfig
 
 #: Families of Hugging Face whose configs are read, and whether two matrices go up in their feed-forward layers.
 _FAMILIES = {
@@ -120,9 +120,9 @@ def _read_text(text: str) -> PlannedModel:
 
 
 def _read_run(path: Path) -> PlannedModel:
-    from weft.spec.files.config_file import load_config
-    from weft.spec.model import resolve_decoder
-    from weft.spec.rules.config_rules import least_vocab
+    from weft.spec import resolve_decoder
+    from weft.spec.files import load_config
+    from weft.spec.rules import least_vocab
 
     config = load_config(path, ["plan=auto"]).config
     return of_decoder(config.model.name, resolve_decoder(config.model, least_vocab(config)), config)

@@ -11,9 +11,9 @@ from weft.planner.search.answer import Candidate, candidates
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns, Job, settled
 from weft.planner.space.plan_space import Space, as_values, default_choice, search_facts
-from weft.spec.divisors import common_divisors
+from weft.spec import common_divisors
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
-from weft.spec.rules.plan_rules import check
+from weft.spec.rules import check
 
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 

@@ -15,14 +15,9 @@ from weft.planner.measured.profile import Profile, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.space.columns import Job
 from weft.planner.space.shape import Shape
-from weft.spec.cluster import ClusterSpec, device_by_torch_name
-from weft.spec.model import DecoderSpec, ModelSpec
+from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, device_by_torch_name
 from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
-from weft.spec.rules.limit_rules import LIMIT_RULES
-from weft.spec.rules.order_rules import ORDER_RULES
-from weft.spec.rules.plan_rules import LASTING, RULES
-from weft.spec.rules.rule import Facts, Rule
-from weft.spec.traced import TracedModel
+from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
 
 #: Probability of fitting into memory from which on a plan is listed.
 FITS = 0.9

@@ -15,8 +15,8 @@ from weft.planner.search.answer import Candidate
 from weft.planner.search.partition import split_stages
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns
+from weft.spec import divide_layers
 from weft.spec.schedule import Schedule, build_schedule, stages_of
-from weft.spec.shares import divide_layers
 
 
 @dataclass(frozen=True, slots=True)

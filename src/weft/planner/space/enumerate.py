@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from weft.planner.space.columns import Columns, Job, encoded
 from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
 from weft.planner.space.plan_space import Space, as_values, default_choice, members
-from weft.spec.cluster import ClusterSpec
-from weft.spec.divisors import common_divisors
+from weft.spec import ClusterSpec, common_divisors
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
-from weft.spec.rules.rule import Facts, Rule
+from weft.spec.rules import Facts, Rule
 
 #: Fields that are searched under a pipeline alone: their values multiply the meshes that have one.
 _PIPED = tuple(name for name, each in PLAN_FIELDS.items() if each.searched and each.needs == ("pp",))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.planner.space.columns import Job
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 from weft.spec.plan import PLAN_FIELDS, SearchFacts
 
 Choices = Mapping[str, tuple[Any, ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.spec.model import DecoderSpec
+from weft.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

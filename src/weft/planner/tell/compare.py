@@ -9,7 +9,7 @@ from weft.planner.search.answer import Candidate
 from weft.planner.search.moves import changed_words, estimated
 from weft.planner.search.question import Question
 from weft.planner.tell.explain import TERMS, differences, fit_words
-from weft.spec.rules.plan_rules import LASTING, check
+from weft.spec.rules import LASTING, check
 from weft.units import format_bytes, format_seconds
 
 

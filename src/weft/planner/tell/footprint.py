@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.spec.model import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import check
-from weft.spec.rules.rule import Facts
+from weft.spec.rules import Facts, check
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 #: Share of the activations of blocks that selective and full recompute leave, for models of unknown shape.

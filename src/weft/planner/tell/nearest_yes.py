@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weft.planner.search.question import Question
 from weft.planner.tell.what_if import Scenario, change
-from weft.spec.cluster import devices
+from weft.spec import devices
 
 #: A look at a few plans is enough to say whether anything fits.
 _FEW_PLANS = 60_000

@@ -10,7 +10,8 @@ from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search.answer import Answer
 from weft.planner.search.question import Question
-from weft.spec.cluster import ClusterSpec, device
+from weft.spec import ClusterSpec
+from weft.spec.cluster import device
 
 
 @dataclass(frozen=True, slots=True)

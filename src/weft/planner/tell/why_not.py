@@ -11,8 +11,7 @@ from weft.planner.search.moves import changed_words, estimated, neighbours
 from weft.planner.search.question import Question
 from weft.planner.tell.explain import TERMS, differences, fit_words
 from weft.spec.plan import Plan, plan_fields, split_plan
-from weft.spec.rules.plan_rules import LASTING, check
-from weft.spec.rules.rule import Violation
+from weft.spec.rules import LASTING, Violation, check
 from weft.units import format_bytes, format_seconds
 
 #: Changes that are shown; how many are made one after another, and from how many plans each time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.errors import ConfigError, ModelError
 from weft.planner.search.answer import Candidate
-from weft.spec.model import DecoderSpec, decoder_spec, model_names
+from weft.spec import DecoderSpec, decoder_spec, model_names
 
 #: Fields of the model's section that say its shape.
 _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len",
@@ -16,9 +16,9 @@ def config_text(one: Candidate) -> str:
 
     Raises ModelError for a model that `weft train` cannot build, ConfigError where a rule refuses the config.
     """
-    from weft.spec.config import RunConfig
-    from weft.spec.files.config_text import format_config
-    from weft.spec.rules.config_rules import config_problems
+    from weft.spec import RunConfig
+    from weft.spec.files import format_config
+    from weft.spec.rules import config_problems
     from weft.units import format_bytes, format_count, format_seconds
 
     question = one.question

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.comm.collectives import Pending, start_all_reduce
+from weft.comm import Pending, start_all_reduce
 from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.zero.own_loop import find_optimizers

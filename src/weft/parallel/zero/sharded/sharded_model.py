@@ -30,8 +30,7 @@ from torch import nn
 
 from weft.comm import all_reduce, broadcast
 from weft.errors import ModelError
-from weft.memory import repeated_blocks
-from weft.memory.offload import Host, step_on_host
+from weft.memory import Host, repeated_blocks, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import clip_factor
 from weft.parallel.placement.agree import check_same_model
