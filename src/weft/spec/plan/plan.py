@@ -212,7 +212,7 @@ class Plan:
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
-        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]  # checked when it is made
 
     @classmethod
     def parse(cls, text: str, world_size: int | None = None) -> Plan:
