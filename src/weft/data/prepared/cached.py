@@ -22,8 +22,8 @@ from weft.data.read import Schema
 from weft.data.tokens import (
     FORMAT_VERSION,
     QUARANTINE,
-    Manifest,
     Report,
+    SourceManifest,
     Tokenizer,
     find_tokenizer_file,
     import_tokenizer,
@@ -48,7 +48,7 @@ class CachedSource:
     """A tokenised source as it lies in the cache. damage: what was wrong with it before it was made again, or ""."""
 
     folder: Path
-    manifest: Manifest
+    manifest: SourceManifest
     packing: str
     damage: str
 
@@ -147,12 +147,12 @@ def ready_source(
     return CachedSource(folder, manifest, packing or schema.packing, damage)
 
 
-def _stored(folder: Path, wanted: WantedSource, report: Report | None) -> tuple[Manifest | None, str]:
+def _stored(folder: Path, wanted: WantedSource, report: Report | None) -> tuple[SourceManifest | None, str]:
     """The manifest of a folder whose files are as they were written, or None with what is wrong with it."""
     if not folder.is_dir():
         return None, ""
     try:
-        manifest = Manifest.read(folder)
+        manifest = SourceManifest.read(folder)
     except (OSError, ValueError, TypeError, KeyError):
         return None, "its manifest cannot be read"
     splits = [(folder / split, counts) for split, counts in manifest.splits.items()]
@@ -167,7 +167,7 @@ def _stored(folder: Path, wanted: WantedSource, report: Report | None) -> tuple[
     return (None, problems[0]) if problems else (manifest, "")
 
 
-def _was_checked(folder: Path, manifest: Manifest) -> bool:
+def _was_checked(folder: Path, manifest: SourceManifest) -> bool:
     """Whether the digests were compared a short while ago, by this process's neighbours or an earlier start."""
     try:
         checked = json.loads((folder / _CHECKED).read_text("utf-8"))
@@ -177,13 +177,13 @@ def _was_checked(folder: Path, manifest: Manifest) -> bool:
         return False
 
 
-def _write_checked(folder: Path, manifest: Manifest) -> None:
+def _write_checked(folder: Path, manifest: SourceManifest) -> None:
     draft = folder / f".{_CHECKED}.{os.getpid()}"
     draft.write_text(json.dumps({"time": time.time(), "files": _stats(folder, manifest)}), "utf-8")
     os.replace(draft, folder / _CHECKED)
 
 
-def _stats(folder: Path, manifest: Manifest) -> list[list[Any]]:
+def _stats(folder: Path, manifest: SourceManifest) -> list[list[Any]]:
     """What changes when a file is written to or replaced, for each file of all splits."""
     found: list[list[Any]] = []
     for split, counts in manifest.splits.items():
