@@ -14,6 +14,8 @@ from pydantic_core import PydanticUndefined
 
 from weft.deepspeed.keys import Group, groups
 from weft.spec.config import RunConfig
+from weft.spec.plan import PLAN_FIELDS
+from weft.spec.plan.plan_field import PlanField
 from weft.spec.rules.config_rules import CONFIG_RULES
 from weft.spec.rules.plan_rules import RULES
 
@@ -43,9 +45,11 @@ def rules_page() -> str:
 
 
 def settings_page() -> str:
-    """Every setting with its type, default and meaning."""
+    """Every setting and every field of the plan with its type, default and meaning."""
     lines = [NOTE, "# Settings", "Write them as `section.name`, in TOML or on the command line."]
     lines += ["", "| setting | type | default | meaning |", "|---|---|---|---|", *_rows(RunConfig, "")]
+    lines += ["", "## Fields of the plan", "Write them as words of `plan`, `tp=2 zero=3`, or as a table `[plan]`."]
+    lines += ["", "| field | values | default | meaning |", "|---|---|---|---|", *map(_plan_row, PLAN_FIELDS.values())]
     return "\n".join(lines) + "\n"
 
 
@@ -62,6 +66,11 @@ def _rows(section: type[BaseModel], prefix: str) -> list[str]:
         if inner is not None and not any(f".N.{part}`" in row for row in rows for part in inner.model_fields):
             rows += _rows(inner, f"{key}.N.")
     return rows
+
+
+def _plan_row(field: PlanField) -> str:
+    default = field.kind.write(field.default)
+    return f"| `{field.name}` | {field.kind.words()} | `{default}` | {field.help} |"
 
 
 def _section_in(annotation: object) -> type[BaseModel] | None:

@@ -22,11 +22,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from weft import env
-from weft.comm import Ledger
-from weft.comm.hang_watch import WARN_AFTER_S, Watch
+from weft.comm import Ledger, Watch
+from weft.comm.hang_watch import WARN_AFTER_S
 from weft.data import ShardedLoader
 from weft.errors import PlanError, did_you_mean
-from weft.memory.pool import MOST_OF_HOST
+from weft.memory import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.optim import options_of
 from weft.parallel import data_parallel, parallelize
@@ -36,10 +36,11 @@ from weft.spec.decoder import DecoderSpec
 from weft.spec.layout import Layout
 from weft.spec.model import ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
-from weft.spec.rules.plan_rules import Facts, check
+from weft.spec.rules import Facts, check
+from weft.train import TrainStep
 from weft.train.loss_check import LossFn
 from weft.train.script_state import ScriptState
-from weft.train.step import ForwardFn, TrainStep
+from weft.train.step import ForwardFn
 from weft.units import parse_seconds
 
 

@@ -11,7 +11,7 @@ from weft.data.prepared.shards import SplitReader
 from weft.data.read.schema import Schema, detect_schema
 from weft.data.read.source import find_files
 from weft.data.tokens import tokenise as tokenise_module
-from weft.data.tokens.tokenise import Manifest, ReadLimits, piece_bytes, tokenise_source
+from weft.data.tokens.tokenise import ReadLimits, SourceManifest, piece_bytes, tokenise_source
 from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.errors import DataError
 
@@ -23,7 +23,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def tokenise(
     tmp_path: Path, tokenizer: Tokenizer, path: Path, *, holdout: float = 0.0, max_bad: float = 0.01, **options: Any
-) -> tuple[Path, Manifest]:
+) -> tuple[Path, SourceManifest]:
     files = find_files(str(path), "data.train.0")
     folder = tmp_path / "out"
     folder.mkdir()
@@ -33,7 +33,7 @@ def tokenise(
     return folder, tokenise_source(files, schema, tokenizer, limits, folder, keep_quarantine=keep, **options)
 
 
-def documents(folder: Path, manifest: Manifest, tokenizer: Tokenizer, split: str = "train") -> list[str]:
+def documents(folder: Path, manifest: SourceManifest, tokenizer: Tokenizer, split: str = "train") -> list[str]:
     reader = SplitReader(folder / split, manifest.splits[split])
     bounds = reader.offsets.tolist()
     return [
@@ -54,7 +54,7 @@ def test_each_document_ends_with_the_end_token_even_if_its_text_says_so(tmp_path
     reader = SplitReader(folder / "train", manifest.splits["train"])
     assert (reader.tokens(0, reader.num_tokens) == tokenizer.end_id).sum() == 2
     assert manifest.splits["train"].num_trained == reader.num_tokens
-    assert Manifest.read(folder) == manifest
+    assert SourceManifest.read(folder) == manifest
 
 
 def test_ids_keep_the_end_token_they_have(tmp_path: Path, tokenizer: Tokenizer) -> None:

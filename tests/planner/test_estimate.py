@@ -106,7 +106,7 @@ def test_time_is_inverse_to_the_devices_speed_where_all_else_is_free():
     once = TABLES.changed(**free)
     twice = replace(once, flops={name: 2 * peak for name, peak in once.flops.items()})
     columns = plans(3)
-    columns = replace(columns, offload_optimizer=np.zeros(len(columns)))
+    columns = columns.with_arrays(offload_optimizer=np.zeros(len(columns)))
     slow, fast = (estimate(JOB, CLUSTER, columns, tables).step_s for tables in (once, twice))
     assert fast == pytest.approx(slow / 2)
 
@@ -165,9 +165,9 @@ def test_experts_travel():
 
 def test_gradients_in_bf16_take_the_time_of_half_the_bytes():
     """On the data axes alone, and beside a rounded copy of what is on its way."""
-    columns = replace(plans(5), precision=np.zeros(40, np.uint8))
+    columns = plans(5).with_arrays(precision=np.zeros(40, np.uint8))
     wide = estimate(JOB, CLUSTER, columns, TABLES)
-    narrow = estimate(JOB, CLUSTER, replace(columns, reduce=np.ones(40, np.uint8)), TABLES)
+    narrow = estimate(JOB, CLUSTER, columns.with_arrays(reduce=np.ones(40, np.uint8)), TABLES)
     halved = estimate(replace(JOB, stack=Stack(reduce_bytes=2.0)), CLUSTER, columns, TABLES)
     for name, seconds in narrow.terms.items():
         assert seconds == pytest.approx(halved.terms[name]), name

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.spec.plan import plan_fields
+from weft.spec.plan import PLAN_FIELDS, Plan
 from weft.spec.rules.plan_rules import LASTING
 from weft.testing.matrix import LAYOUT_FIELDS, covering, layout_of, legal, pairs, row_of, sample, values_tried
 
@@ -16,10 +16,12 @@ from weft.testing.matrix import LAYOUT_FIELDS, covering, layout_of, legal, pairs
 FEW = {"recompute": ("none", "full"), "offload": ((), ("optimizer",))}
 
 
-def test_every_field_of_a_plan_has_values_that_are_tried():
-    """A new field: name its values in values_tried, and see whether it says how ranks divide the work."""
-    assert set(values_tried(2)) == set(plan_fields())
-    assert set(LAYOUT_FIELDS) < set(plan_fields())
+def test_the_values_that_are_tried_are_values_of_the_fields():
+    for name, values in values_tried(4).items():
+        assert values
+        assert all(getattr(Plan(**{name: value}), name) is not None for value in values)
+    assert set(values_tried(2)) == set(PLAN_FIELDS)
+    assert set(LAYOUT_FIELDS) < set(PLAN_FIELDS)
 
 
 def test_a_plan_that_becomes_legal_is_listed_without_being_asked_for():

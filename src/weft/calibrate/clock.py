@@ -28,7 +28,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class Stopwatch:
     """Times calls on this rank. axis: the ranks that do the same at the same time. window_s: of one window."""
 
     axis: Axis

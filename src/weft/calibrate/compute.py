@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.mesh import Axis
+from weft.models import Block
 from weft.models.attention import see_causally
 from weft.models.rotary import rotate, rotation
-from weft.models.transformer import Block
 from weft.parallel.tensor.cut_linear import Line
 from weft.parallel.tensor.head_loss import token_loss
 from weft.planner.measured import TINY

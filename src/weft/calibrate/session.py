@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.calibrate.clock import Timing, Watch
+from weft.calibrate.clock import Stopwatch, Timing
 from weft.calibrate.compute import Place, calls_of
 from weft.calibrate.traffic import extra_s
 from weft.mesh import Axis, build_mesh
@@ -40,7 +40,7 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
     crowd, meeting = _axis(world_size, chapter.ranks, 1, here), _axis(world_size, chapter.group, chapter.stride, here)
     if 0 not in crowd.ranks:
         return []
-    watch = Watch(crowd, here, window_s)
+    watch = Stopwatch(crowd, here, window_s)
     found: list[Sample] = []
     for op, size in chapter.points:
         if chapter.group > 1:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.calibrate.clock import Timing, Watch
+from weft.calibrate.clock import Stopwatch, Timing
 from weft.calibrate.compute import Place, linear_f
 from weft.comm import all_gather, all_reduce, reduce_scatter
 from weft.comm.peer import all_to_all, shift, start_receive, start_send
@@ -21,7 +21,7 @@ from weft.planner.measured import BETWEEN
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
 
 
-def extra_s(watch: Watch, axis: Axis, op: str, size: int) -> Timing:
+def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
     """Seconds that the collective adds where it follows a product; of a meeting, where it follows `size` products.
 
     size: bytes of the whole buffer, of which shards are parts; of an all_to_all what each rank sends, its own share
@@ -33,7 +33,7 @@ def extra_s(watch: Watch, axis: Axis, op: str, size: int) -> Timing:
     return watch.time_after(work, _collective(axis, op, size, watch.device))
 
 
-def _meeting_s(watch: Watch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
+def _meeting_s(watch: Stopwatch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
     """Of the median window, not of the fastest as for others: who waits for whom is chance."""
     meet = _collective(axis, "all_reduce", 64, watch.device)
 

@@ -3,6 +3,8 @@
 The format is described in docs/reference/checkpoint_format.md.
 """
 
+from weft.checkpoint.aside import set_aside, set_unfinished_aside
+from weft.checkpoint.folders import folder_name, step_in_name
 from weft.checkpoint.load import (
     Checkpoint,
     Found,
@@ -17,11 +19,15 @@ from weft.checkpoint.save import require_space, save_checkpoint
 __all__ = [
     "Checkpoint",
     "Found",
+    "folder_name",
     "list_checkpoints",
     "load_checkpoint",
     "newest_checkpoint",
     "prune_checkpoints",
     "require_space",
     "save_checkpoint",
+    "set_aside",
+    "set_unfinished_aside",
+    "step_in_name",
     "verify_checkpoint",
 ]

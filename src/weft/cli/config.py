@@ -30,7 +30,7 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="List every value with the place where it was set.")] = False,
 ) -> None:
     """Check a config and print it in full, as a TOML file."""
-    from weft.spec.files.config_file import format_config, load_config, show_origins
+    from weft.spec.files import format_config, load_config, show_origins
 
     path, overrides = split_words(words or [])
     loaded = load_config(path, overrides)
@@ -48,7 +48,7 @@ def schema() -> None:
     """Print the JSON Schema of config files, for editors that complete and check TOML."""
     import json
 
-    from weft.spec.files.config_file import config_schema
+    from weft.spec.files import config_schema
 
     typer.echo(json.dumps(config_schema(), indent=2))
 

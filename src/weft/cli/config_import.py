@@ -12,9 +12,8 @@ import typer
 from weft.cli.console import say
 from weft.deepspeed import Imported, Outcome
 from weft.errors import ConfigError
-from weft.spec.files.config_file import run_name
-from weft.spec.files.config_text import format_config
-from weft.spec.rules.config_rules import config_problems
+from weft.spec.files import format_config, run_name
+from weft.spec.rules import config_problems
 
 _STYLES = {"became": "green", "follows": "cyan", "nothing": "dim", "not built": "yellow", "removed": "dim"}
 

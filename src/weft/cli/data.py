@@ -11,14 +11,13 @@ import typer
 
 from weft import units
 from weft.cli.console import progress_report
-from weft.monitor.terminal import tell
+from weft.monitor import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weft.data.order.preview import SampleView
-    from weft.data.prepared.prepared_data import PreparedData
-    from weft.spec.config import RunConfig
+    from weft.data import PreparedData, SampleView
+    from weft.spec import RunConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Inspect, tokenise and check the data of a run.")
 
@@ -36,8 +35,7 @@ def preview(
     split: Annotated[str, typer.Option(help="train or eval.")] = "train",
 ) -> None:
     """Show decoded samples in training order, and which of their tokens are trained."""
-    from weft.data.order.preview import view_sample
-    from weft.data.order.stream import SampleStream
+    from weft.data import SampleStream, view_sample
     from weft.errors import DataError
 
     if split not in ("train", "eval"):
@@ -74,7 +72,7 @@ def prepare(arguments: Arguments = None) -> None:
 @app.command()
 def verify(arguments: Arguments = None) -> None:
     """Read all tokenised shards and check their digests."""
-    from weft.data.prepared.prepared_data import verify_data
+    from weft.data import verify_data
     from weft.errors import DataError
 
     prepared = _prepare(_load(arguments))
@@ -90,7 +88,7 @@ def verify(arguments: Arguments = None) -> None:
 
 def _load(arguments: list[str] | None) -> RunConfig:
     """The first argument is the config file unless it is a setting."""
-    from weft.spec.files.config_file import load_config
+    from weft.spec.files import load_config
 
     given = list(arguments or [])
     path = Path(given.pop(0)) if given and "=" not in given[0] else None
@@ -98,7 +96,7 @@ def _load(arguments: list[str] | None) -> RunConfig:
 
 
 def _prepare(config: RunConfig) -> PreparedData:
-    from weft.data.prepared.prepare import prepare_data
+    from weft.data import prepare_data
 
     with progress_report(sys.stderr) as report:
         prepared = prepare_data(config, report)
@@ -120,7 +118,7 @@ def _counts(view: SampleView) -> str:
 def _show(console: Console, head: str, view: SampleView, coloured: bool) -> None:
     from rich.text import Text
 
-    from weft.data.order.preview import marked, visible
+    from weft.data import marked, visible
 
     console.print(f"\n--- {head}", style="bold" if coloured else None, markup=False, highlight=False)
     if not coloured:

@@ -66,7 +66,7 @@ def build_model(name: str) -> tuple[Any, Any]:
 
 def _from_size(name: str) -> Any:
     from weft.models import build_decoder
-    from weft.spec.model import decoder_spec, model_names
+    from weft.spec import decoder_spec, model_names
 
     if name not in model_names():
         hint = did_you_mean(name, model_names()) or " `weft models` lists the sizes."

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from weft.cli.console import complain, paint, say
-from weft.cli.launcher.launch import RankFailed, Stopped
+from weft.cli.launcher import RankFailed, Stopped
 from weft.errors import ConfigError, WeftError, did_you_mean
 
 
@@ -164,7 +164,7 @@ def _usage_text(error: Any) -> str:
 
 def _as_setting(option: str) -> str:
     """'--lr' -> 'optimizer.lr' where one setting ends so, else the name as it is."""
-    from weft.spec.config import RunConfig
+    from weft.spec import RunConfig
 
     name = option.lstrip("-").replace("-", "_")
     keys = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weft.spec.model import ModelSpec, named_sizes
+from weft.spec import ModelSpec
+from weft.spec.model import named_sizes
 from weft.units import format_count
 
 

@@ -15,17 +15,23 @@ import typer
 
 from weft import env
 from weft.cli.console import progress_report, say
-from weft.cli.launcher.failure import exit_code_of
-from weft.cli.launcher.launch import launch_ranks
-from weft.cli.launcher.typed import typed_command
-from weft.cli.launcher.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
+from weft.cli.launcher import (
+    count_ranks,
+    exit_code_of,
+    launch_ranks,
+    process_age_s,
+    threads_variables,
+    typed_command,
+    usable_cores,
+    visible_gpus,
+)
 from weft.errors import ConfigError, WeftError
-from weft.monitor.terminal import busy
+from weft.monitor import busy
 
 if TYPE_CHECKING:
-    from weft.comm.word import FirstWord
+    from weft.comm import FirstWord
     from weft.env import RankEnv
-    from weft.spec.config import RunConfig
+    from weft.spec import RunConfig
     from weft.train import RunFolder
 
 #: How long (s) the other ranks keep silent about an error that rank 0 is likely to tell.
@@ -47,7 +53,7 @@ def train(
 
     Under torchrun or srun each process is one rank. Otherwise the command starts the ranks of this machine.
     """
-    from weft.spec.files.config_file import load_config
+    from weft.spec.files import load_config
 
     path, overrides = split_words(words or [])
     place = env.rank_env()
@@ -84,8 +90,8 @@ def train_here(config: RunConfig) -> None:
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
-    from weft.cli.launcher.rank import run_as_rank, second_handle
-    from weft.comm.word import FirstWord
+    from weft.cli.launcher import run_as_rank, second_handle
+    from weft.comm import FirstWord
     from weft.mesh import open_store
     from weft.train import run_rank
 

@@ -8,16 +8,20 @@ from weft.comm.collectives import (
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
+    start_reduce_parts,
     start_reduce_scatter,
 )
+from weft.comm.hang_watch import Watch
 from weft.comm.ledger import Ledger
 from weft.comm.meet import Choice, transports
 from weft.comm.pending import Pending
 
 __all__ = [
     "Choice",
+    "FirstWord",
     "Ledger",
     "Pending",
+    "Watch",
     "all_gather",
     "all_reduce",
     "barrier",
@@ -25,6 +29,7 @@ __all__ = [
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",
+    "start_reduce_parts",
     "start_reduce_scatter",
     "transports",
 ]

@@ -8,7 +8,7 @@ from weft.units import format_bytes
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     """Sum over the calls of one operation on one axis. seconds: on the host; asynchronous work is not in it."""
 
     calls: int = 0
@@ -20,20 +20,20 @@ class Ledger:
     """Counts collectives by (axis, operation). Give its `record` to `build_mesh`."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], Entry] = {}
+        self._entries: dict[tuple[str, str], LedgerEntry] = {}
 
     def record(self, axis: str, operation: str, num_bytes: int, seconds: float) -> None:
         """Add one call."""
-        entry = self._entries.setdefault((axis, operation), Entry())
+        entry = self._entries.setdefault((axis, operation), LedgerEntry())
         entry.calls += 1
         entry.num_bytes += num_bytes
         entry.seconds += seconds
 
-    def entry(self, axis: str, operation: str) -> Entry:
+    def entry(self, axis: str, operation: str) -> LedgerEntry:
         """What was counted for one operation on one axis (zeros where it never ran)."""
-        return self._entries.get((axis, operation), Entry())
+        return self._entries.get((axis, operation), LedgerEntry())
 
-    def rows(self) -> list[tuple[str, str, Entry]]:
+    def rows(self) -> list[tuple[str, str, LedgerEntry]]:
         """All entries as (axis, operation, sums), the most bytes first."""
         rows = [(axis, operation, entry) for (axis, operation), entry in self._entries.items()]
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))

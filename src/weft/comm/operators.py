@@ -113,4 +113,4 @@ def _scaled(times: int, over: int) -> Callable[[Tensor, int], Tensor]:
 
 def _compiled(axis: Axis, name: str) -> Callable[..., Tensor] | None:
     """The axis's operator of that name, while something is compiled."""
-    return axis.operators.get(name) if torch.compiler.is_compiling() else None  # pyright: ignore[reportReturnType]
+    return axis.operators.get(name) if torch.compiler.is_compiling() else None  # pyright: ignore[reportReturnType]  # kept as objects

@@ -15,19 +15,32 @@ __all__ = [
     "PreparedSource",
     "Sample",
     "SampleStream",
+    "SampleView",
     "ShardedLoader",
     "Tokenizer",
+    "marked",
     "prepare_data",
     "verify_data",
+    "view_sample",
+    "visible",
 ]
 
 if TYPE_CHECKING:
-    from weft.data.order.loader import Batch, EvalBatches, Loader, Prefetch
-    from weft.data.order.sharded import ShardedLoader
-    from weft.data.order.stream import Sample, SampleStream
-    from weft.data.prepared.prepare import prepare_data
-    from weft.data.prepared.prepared_data import PreparedData, PreparedSource, verify_data
-    from weft.data.tokens.tokenizer import Tokenizer
+    from weft.data.order import (
+        Batch,
+        EvalBatches,
+        Loader,
+        Prefetch,
+        Sample,
+        SampleStream,
+        SampleView,
+        ShardedLoader,
+        marked,
+        view_sample,
+        visible,
+    )
+    from weft.data.prepared import PreparedData, PreparedSource, prepare_data, verify_data
+    from weft.data.tokens import Tokenizer
 
 __getattr__ = loads(
     __name__,
@@ -40,9 +53,13 @@ __getattr__ = loads(
         "PreparedSource": ".prepared.prepared_data",
         "Sample": ".order.stream",
         "SampleStream": ".order.stream",
+        "SampleView": ".order.preview",
         "ShardedLoader": ".order.sharded",
         "Tokenizer": ".tokens.tokenizer",
+        "marked": ".order.preview",
         "prepare_data": ".prepared.prepare",
         "verify_data": ".prepared.prepared_data",
+        "view_sample": ".order.preview",
+        "visible": ".order.preview",
     },
 )

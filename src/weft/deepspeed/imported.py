@@ -15,12 +15,11 @@ from weft.deepspeed.reading import MOST, Reading
 from weft.deepspeed.source import Source, read_source
 from weft.deepspeed.training import read_clipping, read_optimizer, read_scheduler
 from weft.errors import ConfigError, PlanError, Problem
-from weft.spec.config import RunConfig
-from weft.spec.files.loaded import by_place
+from weft.spec import RunConfig
+from weft.spec.files import by_place
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import NOT_BUILT as NOT_BUILT_RULES
-from weft.spec.rules.plan_rules import check
-from weft.spec.rules.rule import Facts, Rule
+from weft.spec.rules import NOT_BUILT as NOT_BUILT_RULES
+from weft.spec.rules import Facts, Rule, check
 
 
 @dataclass(frozen=True, slots=True)

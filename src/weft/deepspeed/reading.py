@@ -11,9 +11,8 @@ from weft.deepspeed.outcome import BECAME, FOLLOWS, NOT_BUILT, NOTHING, REMOVED,
 from weft.deepspeed.source import Source
 from weft.env import is_secret
 from weft.errors import Problem, did_you_mean
-from weft.spec.config import RunConfig
-from weft.spec.files.expect import shown
-from weft.spec.files.toml_lines import dotted
+from weft.spec import RunConfig
+from weft.spec.files import dotted, shown
 from weft.spec.plan import Plan
 
 AUTO = "auto"

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
-from weft.comm.links.link import unobserved
+from weft.comm.links import unobserved
 from weft.errors import ModelError
 from weft.memory.private_torch import StoredValue, recompute_word
 from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of

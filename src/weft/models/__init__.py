@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from weft.models.cache import Cache
 from weft.models.generate import generate
-from weft.models.initialise import initialise
-from weft.models.moe import MoE
+from weft.models.initialise import initialise, initialise_parameter
+from weft.models.moe import Experts, MoE, Router, routers
 from weft.models.registry import build_decoder
 from weft.models.shapes import as_shapes
-from weft.models.transformer import Decoder
+from weft.models.transformer import Block, Decoder
 
-__all__ = ["Cache", "Decoder", "MoE", "as_shapes", "build_decoder", "generate", "initialise"]
+__all__ = [
+    "Block",
+    "Cache",
+    "Decoder",
+    "Experts",
+    "MoE",
+    "Router",
+    "as_shapes",
+    "build_decoder",
+    "generate",
+    "initialise",
+    "initialise_parameter",
+    "routers",
+]

@@ -20,7 +20,7 @@ _WINDOW = 20
 _MAX_SPANS = 4096
 
 
-class Clock(Protocol):
+class StepClock(Protocol):
     """Marks a moment in a device's work, and later tells the seconds between two marks."""
 
     def mark(self) -> Any: ...
@@ -65,7 +65,7 @@ class StepTimes:
         total_s: float,
         num_tokens: int,
         spans: list[tuple[str, Any, Any]],
-        clock: Clock,
+        clock: StepClock,
         exposed: Mapping[str, Mapping[str, float]] | None = None,
     ):
         self.total_s = total_s
@@ -106,7 +106,7 @@ class Meter:
         self,
         device: object = "cpu",
         *,
-        clock: Clock | None = None,
+        clock: StepClock | None = None,
         communication: Callable[[], Mapping[str, float]] | None = None,
     ):
         self._communication = communication

@@ -198,7 +198,7 @@ def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:
             values[key] = _text(key, value, problems)
     if problems:
         raise ConfigError(problems)
-    return replace(base, **values)  # pyright: ignore[reportArgumentType]
+    return replace(base, **values)  # pyright: ignore[reportArgumentType]  # checked when it is made
 
 
 def _peaks(value: object, problems: list[Problem]) -> list[tuple[str, float]]:

@@ -8,8 +8,10 @@ whole sequence with some of the heads, and needs no balance.
 
 from __future__ import annotations
 
-#: The ways; "auto" takes one of the others by the shape.
+#: What a plan may say; "auto" takes one of the others by the shape.
 CP_MODES = ("auto", "gather", "ring", "ulysses")
+#: The ways themselves, first the one that a search never leaves out.
+CP_WAYS = ("ring", "gather", "ulysses")
 #: From this many tokens on a rank the attention of one step outlasts the message around the ring (at 8 query heads
 #: for each key-value head and 2,500 FLOP for each byte of the link), and gathered keys of all ranks grow large.
 RING_TOKENS = 4096

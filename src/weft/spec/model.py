@@ -263,4 +263,4 @@ def _with_overrides(size: NamedSize, section: ModelSection, tokenizer_vocab: int
         changes.setdefault("num_kv_heads", changes["num_heads"])
     if changes.get("family") == "gpt2":
         changes["rope_scale"] = 1.0
-    return replace(size.spec, **changes)  # pyright: ignore[reportArgumentType]
+    return replace(size.spec, **changes)  # pyright: ignore[reportArgumentType]  # checked by shape_problems

@@ -14,7 +14,13 @@ __all__ = [
     "DecoderCase",
     "ParityResult",
     "RankPool",
+    "Sweep",
+    "Verdict",
+    "Verifier",
+    "check_subject",
     "covering",
+    "covering_plans",
+    "find_subject",
     "legal",
     "train_case",
     "train_cases",
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
     from weft.testing.matrix import covering, legal
     from weft.testing.parity import Case, DecoderCase, ParityResult, train_case, train_cases, train_decoder, train_plain
     from weft.testing.spawn import RankPool
+    from weft.testing.subject import find_subject
+    from weft.testing.sweep import Sweep, covering_plans
+    from weft.testing.verify import Verdict, Verifier, check_subject
 
 __getattr__ = loads(
     __name__,
@@ -34,7 +43,13 @@ __getattr__ = loads(
         "DecoderCase": ".parity",
         "ParityResult": ".parity",
         "RankPool": ".spawn",
+        "Sweep": ".sweep",
+        "Verdict": ".verify",
+        "Verifier": ".verify",
+        "check_subject": ".verify",
         "covering": ".matrix",
+        "covering_plans": ".sweep",
+        "find_subject": ".subject",
         "legal": ".matrix",
         "train_case": ".parity",
         "train_cases": ".parity",

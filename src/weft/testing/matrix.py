@@ -11,45 +11,21 @@ import itertools
 import random
 from collections.abc import Hashable, Mapping, Sequence
 
-from weft.spec.context import CP_MODES
 from weft.spec.decoder import DecoderSpec
-from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan, plan_fields
+from weft.spec.plan import PLAN_FIELDS, Plan, plan_fields
 from weft.spec.rules.legal import legal_plans
 from weft.spec.rules.plan_rules import RULES
-from weft.spec.rules.rule import Facts, Rule, common_divisors
+from weft.spec.rules.rule import Facts, Rule
 
 #: Fields that say how ranks divide the work; the others say how one rank does its part.
-LAYOUT_FIELDS = tuple(
-    name
-    for name in plan_fields()
-    if name not in ("order", "microbatches", "accumulation", "precision", "reduce", "recompute", "offload", "compile")
-)
+LAYOUT_FIELDS = tuple(name for name, field in PLAN_FIELDS.items() if field.divides_work)
 
 Row = Mapping[str, Hashable]
 
 
 def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Sequence[object]]:
-    """The values of each field that tests try. A new field of the plan must be named here: a test asks for it."""
-    sizes = common_divisors(num_ranks)
-    return {
-        **dict.fromkeys(AXES, sizes),
-        "ep": sizes,
-        "order": ((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
-        "zero": (0, 1, 2, 3),
-        "reshard": RESHARDS,
-        "sp": (False, True),
-        "cp_mode": CP_MODES,
-        "schedule": SCHEDULES,
-        "microbatches": sorted({*passes, num_ranks, 2 * num_ranks}),  # some schedules want two for each stage
-        "virtual_stages": (1, 2),
-        "split": ((),),  # uneven ones depend on the model: tests/parity/test_pipeline.py
-        "accumulation": passes,
-        "precision": ("fp64",),
-        "reduce": ("fp32",),  # bf16 differs from one process by its rounding: tests/parity/test_reduce.py
-        "recompute": ("none", "full", "selective", "attention", "full:1"),
-        "offload": ((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
-        "compile": (False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
-    }
+    """The values of each field that tests try."""
+    return {name: field.tried(num_ranks, passes) for name, field in PLAN_FIELDS.items()}
 
 
 def legal(

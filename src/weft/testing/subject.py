@@ -27,12 +27,10 @@ from weft.models import build_decoder
 from weft.models.initialise import BATCH_NORMS
 from weft.optim import build_optimizer
 from weft.parallel.placement.batches import map_tensors
+from weft.spec import DecoderSpec, Layout, decoder_spec, model_names, resolve_decoder
 from weft.spec.config import OptimizerSection
-from weft.spec.decoder import DecoderSpec
 from weft.spec.files.config_file import load_config
 from weft.spec.hugging_face_config import decoder_shape
-from weft.spec.layout import Layout
-from weft.spec.model import decoder_spec, model_names, resolve_decoder
 from weft.spec.shape_rules import shape_problems
 from weft.structure import call_function, hugging_face
 from weft.testing.foreign_config import has_inputs, inputs_of, read_config, token_labels

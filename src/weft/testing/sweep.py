@@ -11,26 +11,17 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.spec.plan import Plan
+from weft.spec.plan import PLAN_FIELDS, Plan
 from weft.testing.matrix import covering, row_of, sample
 
-#: Fields whose presence may be what a model refuses; of the others the value counts.
-_TECHNIQUES = ("pp", "tp", "cp", "ep", "sp")
 #: What is tried by itself before anything else.
-_PROBED = (*_TECHNIQUES, "cp_mode", "zero")
-#: What never decides whether a model can be laid out.
-_NEUTRAL = ("dp_replicate", "dp_shard", "order", "accumulation", "microbatches", "precision", "reduce", "compile")
+_PROBED = frozenset(name for name, field in PLAN_FIELDS.items() if field.probed)
 
 
 def techniques_of(plan: Plan) -> frozenset[str]:
     """What a plan asks of a model, as words: "tp", "cp_mode=ring", "zero=3", "recompute=full"."""
-    usual, found = Plan(), set[str]()
-    for name in Plan.__dataclass_fields__:
-        value = getattr(plan, name)
-        if name in _NEUTRAL or value == getattr(usual, name):
-            continue
-        found.add(name if name in _TECHNIQUES else f"{name}={value}")
-    return frozenset(found)
+    asked = {name: field for name, field in PLAN_FIELDS.items() if field.asks and getattr(plan, name) != field.default}
+    return frozenset(name if field.asks == "use" else f"{name}={getattr(plan, name)}" for name, field in asked.items())
 
 
 def covering_plans(plans: Sequence[Plan]) -> list[Plan]:

@@ -20,7 +20,7 @@ from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.spec.config import RunConfig
 from weft.spec.model import resolve_decoder
 from weft.spec.plan import Plan, auto_fields, is_auto
-from weft.spec.rules.config_rules import least_vocab
+from weft.spec.rules import least_vocab
 from weft.units import format_bytes, format_seconds
 
 #: Operations that one core of a CPU does in a second: fp32, vectors of eight, multiply and add.

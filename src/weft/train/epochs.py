@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from weft.data import PreparedData, SampleStream
 from weft.errors import ConfigError
-from weft.spec.config import RunConfig
-from weft.spec.rules.config_rules import config_problems
+from weft.spec import RunConfig
+from weft.spec.rules import config_problems
 
 
 def with_steps(config: RunConfig, data: PreparedData) -> tuple[RunConfig, PreparedData]:

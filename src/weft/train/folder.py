@@ -33,7 +33,7 @@ from weft.spec.files.expect import as_toml
 from weft.spec.layout import Layout
 from weft.spec.model import resolve_decoder
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import Facts, check
+from weft.spec.rules import Facts, check
 from weft.train.epochs import with_steps
 from weft.train.run_lock import run_lock
 

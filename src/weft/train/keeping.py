@@ -21,14 +21,15 @@ from weft.checkpoint import (
     newest_checkpoint,
     prune_checkpoints,
     save_checkpoint,
+    set_aside,
+    set_unfinished_aside,
+    step_in_name,
     verify_checkpoint,
 )
-from weft.checkpoint.aside import set_aside, set_unfinished_aside
-from weft.checkpoint.folders import step_in_name
 from weft.comm import barrier
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
-from weft.spec.config import RunConfig
+from weft.spec import RunConfig
 from weft.train.folder import RunFolder
 from weft.train.progress import Progress
 from weft.train.rates import rate_change, rate_state

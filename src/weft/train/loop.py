@@ -17,7 +17,7 @@ from weft.mesh import Mesh
 from weft.monitor import Meter, NonFiniteGuard, StepRecord, memory_bytes, mfu
 from weft.monitor.time_book import TimeBook
 from weft.optim import lr_factor
-from weft.spec.config import RunConfig
+from weft.spec import RunConfig
 from weft.train.evaluate import Batch, evaluate
 from weft.train.hooks import Hook
 from weft.train.microbatches import Microbatches

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.optim import lr_factor
-from weft.spec.config import RunConfig, ScheduleSection
+from weft.spec import RunConfig
+from weft.spec.config import ScheduleSection
 
 #: A change of the rate that is worth a line.
 _WORTH_TELLING = 0.02

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from weft.memory import recompute_of
-from weft.memory.offload import offload_lines
+from weft.memory import offload_lines, recompute_of
 from weft.mesh import Mesh
 from weft.monitor import last_per_step, read_events
 from weft.parallel import Precision
-from weft.spec.config import RunConfig
-from weft.spec.model import ModelSpec
+from weft.spec import ModelSpec, RunConfig
 from weft.train.folder import RunFolder
 from weft.train.progress import Progress
 from weft.train.rates import more_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from weft.comm.hang_watch import Watch
+from weft.comm import Watch
 from weft.mesh import Mesh
 from weft.monitor import Display
 from weft.monitor.terminal import LastingStream

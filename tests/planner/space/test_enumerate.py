@@ -61,9 +61,9 @@ def plans_of_the_space(draw) -> tuple[int, Plan]:
         rest //= sizes[axis]
     passes = draw(st.sampled_from(divisors(48)))
     _, space, _, _ = enumerated(world)
-    schedule, stages = draw(st.sampled_from(space.schedules)) if sizes["pp"] > 1 else ("1f1b", 1)
-    whole = ((0, "after_forward"), *(space.shardings if sizes["cp"] > 1 else ()))
-    shardings = space.shardings if sizes["dp_shard"] > 1 else whole
+    schedule, stages = draw(st.sampled_from(space.choices["schedule"])) if sizes["pp"] > 1 else ("1f1b", 1)
+    whole = ((0, "after_forward"), *(space.choices["zero"] if sizes["cp"] > 1 else ()))
+    shardings = space.choices["zero"] if sizes["dp_shard"] > 1 else whole
     zero, reshard = draw(st.sampled_from(shardings))
     return world, Plan(
         **sizes,
@@ -75,11 +75,11 @@ def plans_of_the_space(draw) -> tuple[int, Plan]:
         virtual_stages=stages,
         microbatches=passes if sizes["pp"] > 1 else 1,
         accumulation=1 if sizes["pp"] > 1 else passes,
-        precision=draw(st.sampled_from(space.precisions)),
-        recompute=draw(st.sampled_from(space.recomputes)),
-        offload=draw(st.sampled_from(space.offloads)),
+        precision=draw(st.sampled_from(space.choices["precision"])),
+        recompute=draw(st.sampled_from(space.choices["recompute"])),
+        offload=draw(st.sampled_from(space.choices["offload"])),
         compile=draw(st.booleans()),
-        cp_mode=draw(st.sampled_from(space.cp_modes)) if sizes["cp"] > 1 else "auto",
+        cp_mode=draw(st.sampled_from(space.choices["cp_mode"])) if sizes["cp"] > 1 else "auto",
     )
 
 

@@ -13,7 +13,7 @@ import psutil
 
 from weft import env
 from weft.cli.doctor.line import Line, Status
-from weft.cli.launcher.world import usable_cores
+from weft.cli.launcher import usable_cores
 from weft.units import format_bytes
 
 #: CPU features that decide how fast matrices are multiplied.

@@ -13,7 +13,7 @@ from weft.cli.console import paint
 from weft.cli.doctor import gpus, machine, network, software
 from weft.cli.doctor.line import Line, examine
 from weft.cli.doctor.smoke import TwoRanks
-from weft.monitor.terminal import tell
+from weft.monitor import tell
 
 #: Columns before a line's text.
 _TEXT_COLUMN = 23

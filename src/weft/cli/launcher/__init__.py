@@ -1,1 +1,47 @@
 """Ranks of one machine: started, watched, and heard when they fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "RankFailed",
+    "Stopped",
+    "count_ranks",
+    "exit_code_of",
+    "launch_ranks",
+    "process_age_s",
+    "run_as_rank",
+    "second_handle",
+    "threads_variables",
+    "typed_command",
+    "usable_cores",
+    "visible_gpus",
+]
+
+if TYPE_CHECKING:
+    from weft.cli.launcher.failure import exit_code_of
+    from weft.cli.launcher.launch import RankFailed, Stopped, launch_ranks
+    from weft.cli.launcher.rank import run_as_rank, second_handle
+    from weft.cli.launcher.typed import typed_command
+    from weft.cli.launcher.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
+
+__getattr__ = loads(
+    __name__,
+    {
+        "RankFailed": ".launch",
+        "Stopped": ".launch",
+        "count_ranks": ".world",
+        "exit_code_of": ".failure",
+        "launch_ranks": ".launch",
+        "process_age_s": ".world",
+        "run_as_rank": ".rank",
+        "second_handle": ".rank",
+        "threads_variables": ".world",
+        "typed_command": ".typed",
+        "usable_cores": ".world",
+        "visible_gpus": ".world",
+    },
+)

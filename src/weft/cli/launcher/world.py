@@ -12,7 +12,7 @@ from weft.errors import LaunchError
 from weft.spec.plan import Plan, is_auto
 
 if TYPE_CHECKING:
-    from weft.spec.config import RunConfig
+    from weft.spec import RunConfig
 
 
 def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:

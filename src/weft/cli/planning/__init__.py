@@ -1,1 +1,3 @@
 """`weft plan`."""
+
+__all__: list[str] = []

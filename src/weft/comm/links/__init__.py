@@ -1,1 +1,45 @@
 """Ways to send: shared memory, exchange over gloo, the backend's own. None changes a number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "BackendLink",
+    "ExchangeLink",
+    "Link",
+    "Operation",
+    "Parts",
+    "Segment",
+    "SharedLink",
+    "failed",
+    "finish",
+    "host_mark",
+    "unobserved",
+]
+
+if TYPE_CHECKING:
+    from weft.comm.links.backend import BackendLink, ExchangeLink
+    from weft.comm.links.link import Link, Operation, failed, finish, unobserved
+    from weft.comm.links.parts import Parts
+    from weft.comm.links.segment import Segment, host_mark
+    from weft.comm.links.shared import SharedLink
+
+__getattr__ = loads(
+    __name__,
+    {
+        "BackendLink": ".backend",
+        "ExchangeLink": ".backend",
+        "Link": ".link",
+        "Operation": ".link",
+        "Parts": ".parts",
+        "Segment": ".segment",
+        "SharedLink": ".shared",
+        "failed": ".link",
+        "finish": ".link",
+        "host_mark": ".segment",
+        "unobserved": ".link",
+    },
+)

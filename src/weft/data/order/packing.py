@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.prepared.lock import sync
+from weft.data.prepared import sync
 
 PACKINGS = ("concat", "fit", "pad")
 _PLAN_VERSION = 1

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from weft.data.order.stream import IGNORED, Sample
-from weft.data.tokens.tokenizer import Tokenizer
+from weft.data.tokens import Tokenizer
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TextSegment:
     """Neighbouring tokens of one kind. trained: the model learns to write them; special: end, turn and other marks."""
 
     text: str
@@ -26,7 +26,7 @@ class Segment:
 class SampleView:
     """One sample for display. num_trained + num_masked tokens are shown; num_padding are not."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[TextSegment, ...]
     num_trained: int
     num_masked: int
     num_padding: int
@@ -65,10 +65,10 @@ def marked(view: SampleView) -> str:
     return "".join(parts)
 
 
-def _segments(ids: list[int], trained: list[bool], tokenizer: Tokenizer) -> Iterator[Segment]:
+def _segments(ids: list[int], trained: list[bool], tokenizer: Tokenizer) -> Iterator[TextSegment]:
     special = [tokenizer.is_special(token) for token in ids]
     for (is_trained, is_special), group in groupby(
         zip(ids, trained, special, strict=True), key=lambda entry: (entry[1], entry[2])
     ):
         text = tokenizer.decode([token for token, _, _ in group], specials=True)
-        yield Segment(text, is_trained, is_special)
+        yield TextSegment(text, is_trained, is_special)

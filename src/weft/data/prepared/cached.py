@@ -13,23 +13,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.data.order.packing import write_plan
+from weft.data.order import write_plan
 from weft.data.prepared.lock import locked, new_folder
 from weft.data.prepared.prepared_data import key_of
 from weft.data.prepared.shards import SplitReader, size_problems, verify_split
 from weft.data.prepared.wanted import WantedSource, content_digests
-from weft.data.read.schema import Schema
-from weft.data.tokens.bpe import train_bpe
-from weft.data.tokens.tokenise import (
+from weft.data.read import Schema
+from weft.data.tokens import (
     FORMAT_VERSION,
     QUARANTINE,
-    Manifest,
     Report,
+    SourceManifest,
+    Tokenizer,
+    find_tokenizer_file,
+    import_tokenizer,
+    save_bytes_tokenizer,
     split_of,
     tokenise_source,
     too_many_broken,
+    train_bpe,
 )
-from weft.data.tokens.tokenizer import Tokenizer, find_tokenizer_file, import_tokenizer, save_bytes_tokenizer
 from weft.errors import DataError
 from weft.spec.config import TokenizerSection
 
@@ -45,7 +48,7 @@ class CachedSource:
     """A tokenised source as it lies in the cache. damage: what was wrong with it before it was made again, or ""."""
 
     folder: Path
-    manifest: Manifest
+    manifest: SourceManifest
     packing: str
     damage: str
 
@@ -144,12 +147,12 @@ def ready_source(
     return CachedSource(folder, manifest, packing or schema.packing, damage)
 
 
-def _stored(folder: Path, wanted: WantedSource, report: Report | None) -> tuple[Manifest | None, str]:
+def _stored(folder: Path, wanted: WantedSource, report: Report | None) -> tuple[SourceManifest | None, str]:
     """The manifest of a folder whose files are as they were written, or None with what is wrong with it."""
     if not folder.is_dir():
         return None, ""
     try:
-        manifest = Manifest.read(folder)
+        manifest = SourceManifest.read(folder)
     except (OSError, ValueError, TypeError, KeyError):
         return None, "its manifest cannot be read"
     splits = [(folder / split, counts) for split, counts in manifest.splits.items()]
@@ -164,7 +167,7 @@ def _stored(folder: Path, wanted: WantedSource, report: Report | None) -> tuple[
     return (None, problems[0]) if problems else (manifest, "")
 
 
-def _was_checked(folder: Path, manifest: Manifest) -> bool:
+def _was_checked(folder: Path, manifest: SourceManifest) -> bool:
     """Whether the digests were compared a short while ago, by this process's neighbours or an earlier start."""
     try:
         checked = json.loads((folder / _CHECKED).read_text("utf-8"))
@@ -174,13 +177,13 @@ def _was_checked(folder: Path, manifest: Manifest) -> bool:
         return False
 
 
-def _write_checked(folder: Path, manifest: Manifest) -> None:
+def _write_checked(folder: Path, manifest: SourceManifest) -> None:
     draft = folder / f".{_CHECKED}.{os.getpid()}"
     draft.write_text(json.dumps({"time": time.time(), "files": _stats(folder, manifest)}), "utf-8")
     os.replace(draft, folder / _CHECKED)
 
 
-def _stats(folder: Path, manifest: Manifest) -> list[list[Any]]:
+def _stats(folder: Path, manifest: SourceManifest) -> list[list[Any]]:
     """What changes when a file is written to or replaced, for each file of all splits."""
     found: list[list[Any]] = []
     for split, counts in manifest.splits.items():

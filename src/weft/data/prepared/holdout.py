@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.data.prepared.wanted import WantedSource
-from weft.data.tokens.tokenise import ALL_DRAWS, split_of
+from weft.data.tokens import ALL_DRAWS, split_of
 
 #: Fewer documents are all needed for training.
 _FEWEST = 10

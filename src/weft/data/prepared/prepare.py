@@ -13,10 +13,11 @@ from weft.data.prepared.holdout import settle_holdout
 from weft.data.prepared.prepared_data import PreparedData, PreparedSource
 from weft.data.prepared.shards import SplitCounts, SplitReader
 from weft.data.prepared.wanted import WantedSource
-from weft.data.read.schema import Schema
-from weft.data.tokens.tokenise import QUARANTINE, Report
+from weft.data.read import Schema
+from weft.data.tokens import QUARANTINE, Report
 from weft.errors import DataError
-from weft.spec.config import DataSection, RunConfig
+from weft.spec import RunConfig
+from weft.spec.config import DataSection
 from weft.units import format_bytes, format_count
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.prepared.shards import SplitCounts, verify_split
-from weft.data.tokens.tokenizer import Tokenizer
+from weft.data.tokens import Tokenizer
 from weft.errors import DataError
 from weft.units import format_count
 

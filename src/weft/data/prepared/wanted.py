@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.prepared.prepared_data import key_of
-from weft.data.read.documents import Document
-from weft.data.read.schema import Schema, detect_schema
-from weft.data.read.source import FileSet, find_files
-from weft.data.tokens.tokenise import DocumentStream, ReadLimits, Report, piece_bytes
+from weft.data.read import Document, FileSet, Schema, detect_schema, find_files
+from weft.data.tokens import DocumentStream, ReadLimits, Report, piece_bytes
 from weft.errors import DataError
 from weft.spec.config import DataSection, SourceSection
 

@@ -1,1 +1,38 @@
 """Files of text, tables and chats, record by record."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "Broken",
+    "Document",
+    "FileSet",
+    "RecordReader",
+    "Schema",
+    "detect_schema",
+    "find_files",
+    "read_document",
+]
+
+if TYPE_CHECKING:
+    from weft.data.read.documents import Document, read_document
+    from weft.data.read.records import Broken, RecordReader
+    from weft.data.read.schema import Schema, detect_schema
+    from weft.data.read.source import FileSet, find_files
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Broken": ".records",
+        "Document": ".documents",
+        "FileSet": ".source",
+        "RecordReader": ".records",
+        "Schema": ".schema",
+        "detect_schema": ".schema",
+        "find_files": ".source",
+        "read_document": ".documents",
+    },
+)

@@ -258,7 +258,7 @@ def _has_surrogate(text: str) -> bool:
 
 def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     if compression == "gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _READ_BYTES)  # type: ignore[arg-type]
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _READ_BYTES)  # pyright: ignore[reportArgumentType]
     if compression == "zst":
         return io.BufferedReader(_ZstdStream(raw), _READ_BYTES)
     return raw

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from weft.data.read.documents import Document
+from weft.data.read import Document
 from weft.data.tokens.tokenizer import Tokenizer
 
 #: Longer texts are encoded in pieces, so that memory stays bounded and all cores have work.

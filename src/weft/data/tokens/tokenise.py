@@ -12,11 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.prepared.shards import SHARD_BYTES, SplitCounts, SplitWriter
-from weft.data.read.documents import Document, read_document
-from weft.data.read.records import Broken, RecordReader
-from weft.data.read.schema import Schema
-from weft.data.read.source import FileSet
+from weft.data.prepared import SHARD_BYTES, SplitCounts, SplitWriter
+from weft.data.read import Broken, Document, FileSet, RecordReader, Schema, read_document
 from weft.data.tokens.encode import cut_text, encode_documents
 from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError
@@ -51,7 +48,7 @@ class ReadLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class SourceManifest:
     """What a tokenised source is: written last, so that a folder with a manifest is complete.
 
     notes: what people should know of documents that are trained on -> how many.
@@ -75,7 +72,7 @@ class Manifest:
         (folder / "manifest.json").write_text(json.dumps(values, indent=1) + "\n", "utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> SourceManifest:
         """Raises OSError, ValueError, TypeError or KeyError where it is missing or damaged."""
         values = json.loads((folder / "manifest.json").read_text("utf-8"))
         splits = {name: SplitCounts.from_dict(counts) for name, counts in values["splits"].items()}
@@ -183,7 +180,7 @@ def _check_unchanged(file: Any) -> None:
 def tokenise_source(
     files: FileSet, schema: Schema, tokenizer: Tokenizer, limits: ReadLimits, folder: Path,
     *, report: Report | None = None, keep_quarantine: Path, shard_bytes: int = SHARD_BYTES,
-) -> Manifest:  # fmt: skip
+) -> SourceManifest:  # fmt: skip
     """Write the shards, the quarantine file and the manifest of one source into the empty `folder`.
 
     keep_quarantine: where the quarantine file goes when too many records are broken and the folder is given up.
@@ -208,7 +205,7 @@ def tokenise_source(
             quarantine.flush()
             shutil.copyfile(folder / QUARANTINE, keep_quarantine)
             raise too_many_broken(files, schema, stream, limits.max_bad_fraction, keep_quarantine) from stop
-    manifest = Manifest(
+    manifest = SourceManifest(
         FORMAT_VERSION, files.path, len(files.files), schema.to_dict(), tokenizer.digest, tokenizer.vocab_size,
         tokenizer.end_id, tokenizer.pad_id, stream.num_records, dict(stream.broken.most_common()),
         dict(router.notes.most_common()), router.close(),
@@ -291,7 +288,7 @@ def _write_broken(file: Any, broken: Broken) -> None:
 
 
 def too_many_broken(
-    files: FileSet, schema: Schema, read: DocumentStream | Manifest, max_bad_fraction: float, listed: Path
+    files: FileSet, schema: Schema, read: DocumentStream | SourceManifest, max_bad_fraction: float, listed: Path
 ) -> DataError:
     """The error for a source with too many broken records. read: its counts, of all records or those up to the stop.
 
@@ -301,7 +298,7 @@ def too_many_broken(
     reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common(4))
     with listed.open(encoding="utf-8") as lines:
         first = json.loads(next(lines))
-    is_all = isinstance(read, Manifest) or read.is_complete
+    is_all = isinstance(read, SourceManifest) or read.is_complete
     out_of = f"{read.num_records}" if is_all else f"the first {read.num_records}"
     what = "pieces of text" if schema.file_text else "records"
     return DataError(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.models import Decoder
 from weft.models.attention import Attention, SdpaCore, Visible
-from weft.models.transformer import Decoder
 from weft.parallel.context.context import Context
 from weft.parallel.context.kernel import Scoring
 

@@ -8,12 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Pending, all_gather
+from weft.comm import Pending, all_gather, start_all_reduce
 from weft.comm.autograd import sum_over
-from weft.comm.collectives import start_all_reduce
 from weft.mesh import Axis, Mesh
+from weft.models import Router, routers
 from weft.models.balance import Span, move_bias
-from weft.models.moe import Router, routers
 from weft.parallel.expert.foreign_router import ForeignRouter
 
 

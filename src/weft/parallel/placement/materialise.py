@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.models.initialise import initialise_parameter
+from weft.models import initialise_parameter
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.private_torch import apply_to_tensors
 

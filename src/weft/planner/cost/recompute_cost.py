@@ -8,7 +8,6 @@ layers that are alike, that is a straight line between two options of the menu's
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -107,7 +106,7 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[Option]:
 
 def _with_policy(columns: Columns, name: str) -> Columns:
     code = np.full(len(columns), RECOMPUTES.index(name), dtype=np.uint8)
-    return replace(columns, recompute=code, recompute_share=np.ones(len(columns)))
+    return columns.with_arrays(recompute=code, recompute_share=np.ones(len(columns)))
 
 
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:

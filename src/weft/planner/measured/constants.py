@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from weft.planner.cost.machine import Tables, flash_s
 from weft.planner.measured.laws import fit_law
 from weft.planner.measured.profile import Profile, Sample
-from weft.spec.cluster import DeviceSpec
+from weft.spec import DeviceSpec
 
 #: Bytes that a fused AdamW step moves for a parameter in fp32: four numbers read, three written.
 _ADAM_BYTES = 28.0

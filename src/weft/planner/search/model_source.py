@@ -17,7 +17,7 @@ from weft.spec.model import ModelSpec, decoder_spec, model_names
 from weft.spec.traced import FORMAT, Limit, TracedModel
 
 if TYPE_CHECKING:
-    from weft.spec.config import RunConfig
+    from weft.spec import RunConfig
 
 #: Families of Hugging Face whose configs are read, and whether two matrices go up in their feed-forward layers.
 _FAMILIES = {
@@ -101,9 +101,9 @@ def _read_text(text: str) -> PlannedModel:
 
 
 def _read_run(path: Path) -> PlannedModel:
-    from weft.spec.files.config_file import load_config
-    from weft.spec.model import resolve_decoder
-    from weft.spec.rules.config_rules import least_vocab
+    from weft.spec import resolve_decoder
+    from weft.spec.files import load_config
+    from weft.spec.rules import least_vocab
 
     config = load_config(path, ["plan=auto"]).config
     return of_decoder(config.model.name, resolve_decoder(config.model, least_vocab(config)), config)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from weft.errors import PlanError
 from weft.planner.estimate import estimate
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
-from weft.planner.space import Columns, Job, Space, settled
-from weft.spec.plan import AXES, Plan, plan_fields
-from weft.spec.rules.plan_rules import check
-from weft.spec.rules.rule import common_divisors
+from weft.planner.space.columns import Columns, Job, settled
+from weft.planner.space.plan_space import Space, as_values, default_choice, search_facts
+from weft.spec import common_divisors
+from weft.spec.plan import AXES, PLAN_FIELDS, Plan
+from weft.spec.rules import check
 from weft.spec.shares import samples_per_microbatch
 
-#: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
-BUDGETS = ("75%", "50%", "25%")
-SHARES = ("optimizer:0.5", "activations:0.5")
-FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 5, -5))
-FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 
 
@@ -42,58 +37,31 @@ def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterato
 
 def _words(plan: Plan) -> dict[str, Any]:
     """Every field with its value."""
-    return {name: getattr(plan, name) for name in plan_fields()}
+    return {name: getattr(plan, name) for name in PLAN_FIELDS}
 
 
 def _keeps(plan: Plan, fixed: Mapping[str, Any]) -> bool:
-    """Whether every decided field has its value; the way of context parallelism counts only where there is any."""
-    return all(getattr(plan, name) == value or (name == "cp_mode" and plan.cp == 1) for name, value in fixed.items())
+    """Whether every decided field has its value."""
+    return all(getattr(plan, name) == value or _is_idle(name, plan) for name, value in fixed.items())
+
+
+def _is_idle(name: str, plan: Plan) -> bool:
+    """Whether a field that may be left open says nothing, as a way of context parallelism without any."""
+    known = PLAN_FIELDS[name]
+    return bool(known.open_word) and all(getattr(plan, axis) == 1 for axis in known.needs)
 
 
 def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
-    for zero, reshard in (*space.shardings, (0, "after_forward")):
-        yield {"zero": zero, "reshard": reshard}
-    for recompute in (*space.recomputes, *_mixtures(plan, question, fine)):
-        yield {"recompute": recompute}
-    for offload in (*space.offloads, *((share,) for share in (FINE_SHARES if fine else SHARES))):
-        yield {"offload": offload}
-    for name, values in (("precision", space.precisions), ("compile", space.compiles),
-                         ("sp", space.sequence_parallel), ("cp_mode", space.cp_modes)):  # fmt: skip
-        for value in values:
+    facts = search_facts(question.job, question.cluster)
+    for name, known in PLAN_FIELDS.items():
+        if known.needs and all(getattr(plan, axis) == 1 for axis in known.needs):
+            continue  # it has its default
+        for chosen in (*space.choices[name], default_choice(name)) if known.searched else ():
+            yield as_values(name, chosen)
+        for value in known.nearby(plan, facts, fine) if known.nearby else ():
             yield {name: value}
-    if plan.pp > 1:
-        for schedule, stages in space.schedules:
-            yield {"schedule": schedule, "virtual_stages": stages}
-    for order in _orders(plan):
-        yield {"order": order}
     yield from _batches(plan, question)
     yield from _meshes(plan, question)
-
-
-def _mixtures(plan: Plan, question: Question, fine: bool) -> Iterator[str]:
-    """Recompute of some layers: by a budget, and of a pipeline's ranks by a number of blocks."""
-    if plan.pp == 1:
-        yield from FINE_BUDGETS if fine else BUDGETS
-        if fine and plan.recompute.endswith("%"):
-            percent = int(plan.recompute[:-1])
-            yield from (f"{each}%" for each in range(max(1, percent - 4), min(99, percent + 4) + 1))
-        return
-    most = -(-question.job.shape.layers // plan.pp)
-    counts = {round(most * eighth / 8) for eighth in (range(1, 8) if fine else (4,))}
-    if fine and plan.recompute_blocks:
-        counts |= {plan.recompute_blocks + step for step in (-2, -1, 1, 2)}
-    for count in sorted(counts & set(range(1, most))):
-        yield from (f"{policy}:{count}" for policy in ("full", "selective"))
-
-
-def _orders(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Other orders of the axes in use: all of up to three, and of more those in which two neighbours change places."""
-    now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
-    if len(now) <= 3:
-        yield from itertools.permutations(now)
-        return
-    for place in range(len(now) - 1):
-        yield (*now[:place], now[place + 1], now[place], *now[place + 2 :])
 
 
 def _batches(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
@@ -139,19 +107,15 @@ def _primes(number: int) -> list[int]:
 def _fitted(values: Mapping[str, Any], job: Job) -> Plan:
     """A plan of these values; what belongs to an axis that is not in use goes back to its default."""
     found = dict(values)
-    default = Plan()
-    if found["pp"] == 1:
-        found |= {"schedule": default.schedule, "virtual_stages": 1}
+    for name, known in PLAN_FIELDS.items():
+        if known.needs and all(found[axis] == 1 for axis in known.needs):
+            found[name] = known.default
     if found["schedule"] in _ONE_STAGE:
         found["virtual_stages"] = 1
-    if found["tp"] == 1:
-        found["sp"] = False
-    if found["dp_shard"] == found["cp"] == 1:
-        found["zero"] = 0
     if found["dp_shard"] > 1 and found["ep"] == 1:
         found["zero"] = max(1, found["zero"])
     if found["zero"] != 3:
-        found["reshard"] = default.reshard
+        found["reshard"] = PLAN_FIELDS["reshard"].default
     in_use = tuple(axis for axis in AXES if found[axis] > 1)
     if found["order"] == in_use or set(found["order"]) != set(in_use) or found["ep"] > 1:
         found["order"] = ()
@@ -170,12 +134,8 @@ def estimated(plans: Iterable[Plan], question: Question) -> list[Candidate]:
 
 def changed_words(before: Plan, after: Plan) -> str:
     """What differs, as it is typed: "tp=4 accumulation=8"."""
-    old, new = _words(before), _words(after)
-    words = [name for name, value in new.items() if value != old[name] and (name != "cp_mode" or after.cp > 1)]
-    return " ".join(f"{name}={_shown(new[name])}" for name in words)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return ("+".join(cast(tuple[str, ...], value)) or "none") if isinstance(value, tuple) else str(value)
+    changed = [
+        (name, known) for name, known in PLAN_FIELDS.items()
+        if getattr(after, name) != getattr(before, name) and not _is_idle(name, after)
+    ]  # fmt: skip
+    return " ".join(f"{name}={known.kind.write(getattr(after, name))}" for name, known in changed)

@@ -17,7 +17,7 @@ from weft.planner.space import Job, Shape
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
 from weft.spec.decoder import DecoderSpec
 from weft.spec.model import ModelSpec
-from weft.spec.plan import Plan, split_plan
+from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
 from weft.spec.rules.limit_rules import LIMIT_RULES
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.plan_rules import LASTING, RULES
@@ -182,15 +182,14 @@ def read_cluster(source: str | ClusterSpec) -> ClusterSpec:
 
 
 def read_fixed(text: str) -> dict[str, Any]:
-    """Decided fields from a plan's text: only those that are named, with their values. Raises PlanError."""
+    """Decided fields from a plan's text: only those that are named, with their values. An open word ("auto") decides
+    nothing. Raises PlanError."""
     words, problems = split_plan(text)
     if problems:
         raise PlanError(problems)
     plan = Plan.from_mapping(words)
-    fixed = {name: getattr(plan, name) for name in words}
-    if fixed.get("cp_mode") == "auto":
-        del fixed["cp_mode"]  # every way is looked at then
-    return fixed
+    values = {name: getattr(plan, name) for name in words}
+    return {name: value for name, value in values.items() if not value or value != PLAN_FIELDS[name].open_word}
 
 
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:

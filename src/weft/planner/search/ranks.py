@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -134,7 +134,7 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
         held = np.array([float(sum(layers[stage] for stage in own))])
         place = (held, rank, 0 in own, len(layers) - 1 in own)
         if plan.recompute_blocks:
-            columns = replace(columns, recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
+            columns = columns.with_arrays(recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
         layer = layer_bytes(question.job, columns)
         classes = rank_bytes(question.job, columns, question.tables, layer, place)
         found.append({name: _first(value) for name, value in classes.items()})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,16 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.space.columns import CP_MODES, ORDERS, PRECISIONS, Columns, Job
+from weft.planner.space.columns import Columns, Job, encoded
 from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
-from weft.planner.space.plan_space import Space
-from weft.spec.cluster import ClusterSpec
-from weft.spec.plan import REDUCES, RESHARDS, SCHEDULES, Plan, plan_fields
-from weft.spec.rules.rule import Facts, Rule, common_divisors
+from weft.planner.space.plan_space import Space, as_values, default_choice, members
+from weft.spec import ClusterSpec, common_divisors
+from weft.spec.plan import AXES, PLAN_FIELDS, Plan
+from weft.spec.rules import Facts, Rule
 from weft.spec.shares import samples_per_microbatch
 
-#: What a plan without context parallelism says of its way.
-_NO_WAY = Plan().cp_mode
+#: Fields that are searched under a pipeline alone: their values multiply the meshes that have one.
+_PIPED = tuple(name for name, each in PLAN_FIELDS.items() if each.searched and each.needs == ("pp",))
+#: Fields that are decided last: their values depend only on which axes are in use.
+_FLAGS = tuple(
+    name
+    for name, each in PLAN_FIELDS.items()
+    if each.columns and name not in (*AXES, "ep", *_PIPED) and not each.searched_with
+)
 #: Tokens of one pass on one rank beyond which no device gets faster.
 MOST_TOKENS = 2**18
 
@@ -93,7 +101,7 @@ class Block:
 
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
         """The plans that the rules allow, in pieces."""
-        left, right = _mesh_columns(self.meshes), _flag_columns(self.flags, job)
+        left, right = _columns(self.meshes), _columns(self.flags)
         step = max(1, most_rows // len(self.flags))
         for start in range(0, len(self.meshes), step):
             rows = slice(start, min(start + step, len(self.meshes)))
@@ -119,31 +127,37 @@ class Block:
 def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[Block]:
     """The blocks of a space for a job on all devices of a cluster; what the rules refuse is in the tally."""
     meshes = _meshes(space, job, cluster)
-    flags = {kind: _flags(space, *kind) for kind in _KINDS}
+    flags = {kind: _flags(space, kind) for kind in _KINDS}
+    num_piped = math.prod(len(space.choices[name]) for name in _PIPED)
     sizes = np.array([len(flags[kind]) for kind in _KINDS], dtype=np.int64)
     batches = {dp: _batches(space, job, dp) for dp in meshes.levels["dp_size"]}
     piped = meshes.values("pp") > 1
     num_batches = np.array([len(batches[dp]) for dp in meshes.levels["dp_size"]])[meshes.codes["dp_size"]]
-    weights = sizes[_kind_of(meshes)] * np.where(piped, len(space.schedules), 1) * num_batches
+    weights = sizes[_kind_of(meshes)] * np.where(piped, num_piped, 1) * num_batches
     meshes, _, still_open = tally.prune(rules, meshes, weights)
     meshes = _with_batches(meshes, batches, job, space)
-    weights = sizes[_kind_of(meshes)] * np.where(meshes.values("pp") > 1, len(space.schedules), 1)
+    weights = sizes[_kind_of(meshes)] * np.where(meshes.values("pp") > 1, num_piped, 1)
     meshes, _, still_open = tally.prune(still_open, meshes, weights)
-    meshes = _with_schedules(meshes, space)
+    meshes = _with_piped(meshes, space)
     meshes, weights, still_open = tally.prune(still_open, meshes, sizes[_kind_of(meshes)])
     kinds = _kind_of(meshes)
     blocks = [_block(meshes[kinds == index], flags[kind], still_open, tally) for index, kind in enumerate(_KINDS)]
     return [block for block in blocks if block.num_rows]
 
 
-#: Whether dp_shard, tp and cp are in use: these decide which flags there are.
-_KINDS = [(shard, tp, cp) for shard in (False, True) for tp in (False, True) for cp in (False, True)]
+#: Axes that decide, by being in use, which flags there are; and every set of them.
+_DECISIVE = tuple(axis for axis in AXES if any(axis in PLAN_FIELDS[name].needs for name in _FLAGS))
+_KINDS = [
+    frozenset(itertools.compress(_DECISIVE, used)) for used in itertools.product((False, True), repeat=len(_DECISIVE))
+]
 
 
 def _kind_of(meshes: PartialPlans) -> Counts:
     """The position in _KINDS of each row."""
-    shard, tp, cp = (meshes.values(axis) > 1 for axis in ("dp_shard", "tp", "cp"))
-    return shard * 4 + tp * 2 + cp * 1
+    place = np.zeros(len(meshes), dtype=np.int64)
+    for axis in _DECISIVE:
+        place = place * 2 + (meshes.values(axis) > 1)
+    return place
 
 
 def _meshes(space: Space, job: Job, cluster: ClusterSpec) -> PartialPlans:
@@ -217,54 +231,62 @@ def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: J
     return table.with_values("microbatch", np.maximum(1, rows))
 
 
-def _with_schedules(meshes: PartialPlans, space: Space) -> PartialPlans:
-    """Each mesh with a pipeline, with each schedule."""
-    pairs = [("1f1b", 1), *space.schedules]
-    piped = meshes.values("pp") > 1
-    rows = np.repeat(np.arange(len(meshes)), np.where(piped, len(space.schedules), 1))
-    chosen = np.concatenate([np.arange(1, len(pairs)) if one else np.zeros(1, int) for one in piped.tolist()] or [rows])
-    levels = {"schedule": [name for name, _ in pairs], "virtual_stages": [stages for _, stages in pairs]}
-    table = meshes[rows]
+def _with_piped(meshes: PartialPlans, space: Space) -> PartialPlans:
+    """Each mesh with a pipeline, with each schedule; the others without one."""
+    for name in _PIPED:
+        choices = [default_choice(name), *space.choices[name]]
+        piped = meshes.values("pp") > 1
+        rows = np.repeat(np.arange(len(meshes)), np.where(piped, len(choices) - 1, 1))
+        several, one = np.arange(1, len(choices)), np.zeros(1, int)
+        chosen = np.concatenate([several if each else one for each in piped.tolist()] or [rows])
+        table = meshes[rows]
+        meshes = _with_choices(PartialPlans({**table.codes, name: chosen}, {**table.levels, name: choices}), name)
+    return meshes
+
+
+def _with_choices(table: PartialPlans, name: str) -> PartialPlans:
+    """The table with a value for each of the fields that a searched field decides."""
+    chosen, values = table.codes[name], [as_values(name, one) for one in table.levels[name]]
+    levels = {member: [each[member] for each in values] for member in members(name)}
     codes = dict.fromkeys(levels, chosen.astype(np.int64))
     return PartialPlans({**table.codes, **codes}, {**table.levels, **levels})
 
 
-def _flags(space: Space, sharded: bool, tensor: bool, context: bool) -> PartialPlans:
+def _flags(space: Space, used: frozenset[str]) -> PartialPlans:
     """Every combination of flags, for meshes that use these axes."""
-    unsharded = ((space.fixed.get("zero", 0), RESHARDS[0]),)
-    shardings = space.shardings if sharded else unsharded
+    table = PartialPlans.product({name: _choices(space, name, used) for name in _FLAGS})
+    for name in _FLAGS:
+        table = _with_choices(table, name)
+    return table
+
+
+def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:
+    """The values of a flag for meshes that use these axes."""
+    known = PLAN_FIELDS[name]
+    if known.searched is None:
+        return (space.fixed.get(name, known.default),)
+    if name == "zero":
+        return _shardings(space, sharded="dp_shard" in used, context="cp" in used)
+    if not known.needs or used.intersection(known.needs) or (name in space.fixed and not known.open_word):
+        return space.choices[name]
+    return (default_choice(name),)
+
+
+def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[int, str]]:
+    """Stages of ZeRO: any where dp_shard is in use; states lie over cp too, and experts may be all that shards."""
+    default = default_choice("zero")
+    unsharded = ((space.fixed.get("zero", default[0]), default[1]),)
     if context != sharded and "zero" not in space.fixed and (context or space.experts):
-        shardings = (*unsharded, *space.shardings)  # states lie over cp too; experts may be all that dp_shard divides
-    table = PartialPlans.product(
-        {
-            "sharding": shardings,
-            "sp": space.sequence_parallel if tensor or "sp" in space.fixed else (False,),
-            "cp_mode": space.cp_modes if context else [_NO_WAY],
-            "recompute": space.recomputes,
-            "offload": space.offloads,
-            "precision": space.precisions,
-            "reduce": (space.fixed.get("reduce", REDUCES[0]),),
-            "compile": space.compiles,
-            "order": (space.fixed.get("order", ()),),
-        }
-    )
-    chosen = table.codes["sharding"]
-    codes = {name: codes for name, codes in table.codes.items() if name != "sharding"}
-    levels = {name: levels for name, levels in table.levels.items() if name != "sharding"}
-    codes |= {"zero": chosen, "reshard": chosen}
-    levels |= {"zero": [zero for zero, _ in shardings], "reshard": [reshard for _, reshard in shardings]}
-    return PartialPlans(codes, levels)
+        return (*unsharded, *space.choices["zero"])
+    return space.choices["zero"] if sharded else unsharded
 
 
 def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> Block:
     """A block of meshes and flags; fields that neither decides have the plan's default."""
-    default = Plan()
-    missing = [name for name in plan_fields() if name not in meshes.codes and name not in flags.codes]
-    for name in missing:
-        flags = PartialPlans(
-            {**flags.codes, name: np.zeros(len(flags), dtype=np.int64)},
-            {**flags.levels, name: [getattr(default, name)]},
-        )
+    for name, known in PLAN_FIELDS.items():
+        if name not in meshes.codes and name not in flags.codes:
+            codes = {**flags.codes, name: np.zeros(len(flags), dtype=np.int64)}
+            flags = PartialPlans(codes, {**flags.levels, name: [known.default]})
     if not len(meshes):
         return Block(meshes, flags, ())
     flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)), meshes.row(0))
@@ -274,33 +296,13 @@ def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: 
     return Block(meshes, flags, tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any()))
 
 
-def _mesh_columns(meshes: PartialPlans) -> dict[str, NDArray[Any]]:
-    columns = {name: meshes.values(name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
-    columns |= {name: meshes.values(name) for name in ("virtual_stages", "microbatch")}
-    columns["num_micro"] = meshes.values("microbatches_per_step")
-    columns["schedule"] = _codes(meshes, "schedule", SCHEDULES)
-    return columns
-
-
-def _flag_columns(flags: PartialPlans, job: Job) -> dict[str, NDArray[Any]]:
+def _columns(table: PartialPlans) -> dict[str, NDArray[Any]]:
+    """The arrays of `Columns` for what a table decides."""
     columns: dict[str, NDArray[Any]] = {}
-    for word, names in (
-        ("offload", ("offload_optimizer", "offload_params", "offload_activations")),
-        ("recompute", ("recompute", "recompute_blocks", "activation_budget")),
-    ):
-        levels = Columns.of([Plan(**{word: level}) for level in flags.levels[word]], job)
-        columns |= {name: getattr(levels, name)[flags.codes[word]] for name in names}
-    for name, known in (("precision", PRECISIONS), ("reduce", REDUCES), ("reshard", RESHARDS)):
-        columns[name] = _codes(flags, name, known)
-    ways = [0 if level == _NO_WAY else CP_MODES.index(level) for level in flags.levels["cp_mode"]]
-    columns["cp_mode"] = np.array(ways, dtype=np.uint8)[flags.codes["cp_mode"]]
-    orders = [ORDERS.index(Plan(order=level).axis_order) for level in flags.levels["order"]]
-    columns["order"] = np.array(orders, dtype=np.uint8)[flags.codes["order"]]
-    for name, kind in (("zero", np.uint8), ("sp", np.bool_), ("compile", np.bool_)):
-        columns[name] = flags.values(name, kind)
+    for name in PLAN_FIELDS:
+        if name in table.codes:
+            levels = encoded(name, table.levels[name])
+            columns |= {column: numbers[table.codes[name]] for column, numbers in levels.items()}
+    if "microbatch" in table.codes:
+        columns |= {"microbatch": table.values("microbatch"), "num_micro": table.values("microbatches_per_step")}
     return columns
-
-
-def _codes(table: PartialPlans, name: str, known: Sequence[str]) -> NDArray[np.uint8]:
-    """Codes of `Columns` for a field of names."""
-    return np.array([known.index(level) for level in table.levels[name]], dtype=np.uint8)[table.codes[name]]

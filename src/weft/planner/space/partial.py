@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.spec.plan import Plan, plan_fields
+from weft.spec.plan import PLAN_FIELDS, Plan
 from weft.spec.rules.open_plan import MISSING, OpenPlan, Undecided
 from weft.spec.rules.rule import Facts, Rule, UnknownFact
 
@@ -150,7 +150,7 @@ def broken(rules: Iterable[Rule], table: PartialPlans, facts: Facts) -> tuple[li
 
 def as_plan(values: Mapping[str, Any]) -> Plan:
     """A whole plan from a row: what is not decided has its default."""
-    return Plan(**{name: value for name, value in values.items() if name in plan_fields()})
+    return Plan(**{name: value for name, value in values.items() if name in PLAN_FIELDS})
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,32 +12,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.planner.space.columns import CP_MODES, Job
-from weft.spec.cluster import ClusterSpec
-from weft.spec.plan import RESHARDS
+from weft.planner.space.columns import Job
+from weft.spec import ClusterSpec
+from weft.spec.plan import PLAN_FIELDS, SearchFacts
 
-_STRAIGHT = ("gpipe", "1f1b", "zb_h1")
-_TWO_STAGES = ("zb_v", "dualpipe_v")
+Choices = Mapping[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """The values that each field may take; axes and passes take every divisor.
 
-    schedules: with virtual stages, under a pipeline. shardings: ZeRO stage and reshard, where dp_shard is above 1.
+    choices: by field, of those that are searched; where a field decides others too (`members`) its values are tuples.
     splits: how the data-parallel ranks may be split into replicas and shards: "all" divisors, or the "few" that lie
     on the borders of the machine. experts: the model is a mixture.
     fixed: fields that the user has decided. left_out: what was made narrower, in words.
     """
 
-    schedules: tuple[tuple[str, int], ...]
-    shardings: tuple[tuple[int, str], ...]
-    recomputes: tuple[str, ...]
-    offloads: tuple[tuple[str, ...], ...]
-    precisions: tuple[str, ...]
-    compiles: tuple[bool, ...] = (False, True)
-    sequence_parallel: tuple[bool, ...] = (False, True)
-    cp_modes: tuple[str, ...] = CP_MODES
+    choices: Choices
     splits: str = "all"
     experts: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -46,45 +38,13 @@ class Space:
     @classmethod
     def whole(cls, job: Job, cluster: ClusterSpec, fixed: Mapping[str, Any] | None = None) -> Space:
         """Everything that the planner knows, for a job on a cluster. fixed: plan fields with decided values."""
-        deep = tuple(v for v in (2, 3, 4, 5, 6, 8, 10, 12) if 2 * v <= job.shape.layers)
-        schedules = [*((name, 1) for name in _STRAIGHT), *((name, 2) for name in _TWO_STAGES)]
-        schedules += [(name, v) for name in ("interleaved", "zb_interleaved") for v in deep]
-        has = [name for name in ("bf16", "fp16") if cluster.device.peak_flops(name) is not None]
-        space = cls(
-            schedules=tuple(schedules),
-            shardings=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
-            recomputes=("none", "selective", "full", *(() if job.stack.flash else ("attention",))),
-            offloads=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
-                      ("params", "activations")),
-            precisions=(*has[:1], "fp32"),
-            experts=bool(job.shape.num_experts),
-            fixed=dict(fixed or {}),
-        )  # fmt: skip
-        return space._settled()
-
-    def _settled(self) -> Space:
-        """With every decided flag as its only value."""
-        given = self.fixed
-        changes: dict[str, Any] = {}
-        for name, one in (("recompute", "recomputes"), ("offload", "offloads"), ("precision", "precisions"),
-                          ("compile", "compiles"), ("sp", "sequence_parallel"), ("cp_mode", "cp_modes")):  # fmt: skip
-            if name in given:
-                changes[one] = (given[name],)
-        if "zero" in given or "reshard" in given:
-            pairs = [
-                (zero, reshard) for zero, reshard in self.shardings
-                if given.get("zero", zero) == zero and given.get("reshard", reshard) == reshard
-            ]  # fmt: skip
-            changes["shardings"] = tuple(pairs) or ((given.get("zero", 3), given.get("reshard", RESHARDS[0])),)
-        schedules = [
-            (name, stages) for name, stages in self.schedules
-            if given.get("schedule", name) == name and given.get("virtual_stages", stages) == stages
-        ]  # fmt: skip
-        if "schedule" in given or "virtual_stages" in given:
-            changes["schedules"] = tuple(schedules) or (
-                (given.get("schedule", "1f1b"), given.get("virtual_stages", 1)),
-            )
-        return replace(self, **changes)
+        facts, given = search_facts(job, cluster), dict(fixed or {})
+        choices = {
+            name: _decided(name, tuple(each.searched(facts)), given)
+            for name, each in PLAN_FIELDS.items()
+            if each.searched
+        }
+        return cls(choices=choices, experts=bool(job.shape.num_experts), fixed=given)
 
     def narrower(self) -> Space | None:
         """The next smaller space: first goes what is hardly ever better. None where there is nothing left to take."""
@@ -94,30 +54,72 @@ class Space:
         return None
 
 
-def _without(values: tuple[Any, ...], *gone: Any) -> tuple[Any, ...]:
-    """The values without some of them, but never without all."""
-    return tuple(value for value in values if value not in gone) or values
+def search_facts(job: Job, cluster: ClusterSpec) -> SearchFacts:
+    """What the values that are worth a search depend on, of a job on a cluster."""
+    has = (name for name in ("bf16", "fp16") if cluster.device.peak_flops(name) is not None)
+    return SearchFacts(layers=job.shape.layers, half_formats=tuple(has), flash=job.stack.flash)
 
 
-def _few_stages(space: Space) -> tuple[tuple[str, int], ...]:
-    kept = tuple(pair for pair in space.schedules if pair[1] in (1, 2, 4, 8))
-    return kept or space.schedules
+def members(name: str) -> tuple[str, ...]:
+    """The fields that a searched field decides: itself, and those that are searched with it."""
+    return (name, *(other for other, each in PLAN_FIELDS.items() if each.searched_with == name))
+
+
+def as_values(name: str, chosen: Any) -> dict[str, Any]:
+    """One of a searched field's choices as values of the fields that it decides."""
+    names = members(name)
+    return dict(zip(names, chosen, strict=True)) if len(names) > 1 else {name: chosen}
+
+
+def default_choice(name: str) -> Any:
+    """What a plan that names none of them has of the fields that a searched field decides."""
+    defaults = tuple(PLAN_FIELDS[member].default for member in members(name))
+    return defaults if len(defaults) > 1 else defaults[0]
+
+
+def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The choices that have every decided value; where none has, the decided values and otherwise defaults."""
+    kept = tuple(
+        one for one in choices
+        if all(given.get(member, value) == value for member, value in as_values(name, one).items())
+    )  # fmt: skip
+    if kept:
+        return kept
+    values = {**as_values(name, default_choice(name)), **{key: given[key] for key in members(name) if key in given}}
+    return (tuple(values.values()) if len(values) > 1 else values[name],)
+
+
+def _without(name: str, *gone: Any) -> Callable[[Space], dict[str, Any]]:
+    """Leave some values of a field out, but never all."""
+    return _kept(name, lambda value: value not in gone)
+
+
+def _kept(name: str, keeps: Callable[[Any], bool]) -> Callable[[Space], dict[str, Any]]:
+    def change(space: Space) -> dict[str, Any]:
+        kept = tuple(value for value in space.choices[name] if keeps(value))
+        return {"choices": {**space.choices, name: kept or space.choices[name]}}
+
+    return change
+
+
+def _first(name: str) -> Callable[[Space], dict[str, Any]]:
+    """Leave one value of a field."""
+    return lambda space: {"choices": {**space.choices, name: space.choices[name][:1]}}
 
 
 #: What leaves a space that is too large to be looked at whole, in this order; refinement comes back to it.
-_NARROWER: tuple[tuple[str, Callable[[Space], dict[str, Any]]], ...] = (
-    ("fp32 (half precision is faster)", lambda space: {"precisions": space.precisions[:1]}),
-    ("sp=off (sp=on needs less memory)", lambda space: {"sequence_parallel": _without(space.sequence_parallel, False)}),
-    ("schedule=gpipe", lambda space: {"schedules": _without(space.schedules, ("gpipe", 1))}),
-    ("virtual_stages other than 1, 2, 4 and 8", lambda space: {"schedules": _few_stages(space)}),
+_NARROWER = (
+    ("fp32 (half precision is faster)", _first("precision")),
+    ("sp=off (sp=on needs less memory)", _without("sp", False)),
+    ("schedule=gpipe", _without("schedule", ("gpipe", 1))),
+    ("virtual_stages other than 1, 2, 4 and 8", _kept("schedule", lambda pair: pair[1] in (1, 2, 4, 8))),
     ("splits of data parallelism inside a node", lambda space: {"splits": "few"}),
-    ("offloads of activations", lambda space: {
-        "offloads": tuple(each for each in space.offloads if "activations" not in each) or space.offloads}),
-    ("reshard=after_step", lambda space: {"shardings": _without(space.shardings, (3, "after_step"))}),
-    ("compile=off (compile=on is faster)", lambda space: {"compiles": _without(space.compiles, False)}),
-    ("cp by gather and ulysses", lambda space: {"cp_modes": space.cp_modes[:1]}),
-    ("offload of parameters", lambda space: {"offloads": _without(space.offloads, ("params",))}),
-    ("zero=2", lambda space: {"shardings": _without(space.shardings, (2, "after_forward"))}),
-    ("offload", lambda space: {"offloads": _without(space.offloads, ("optimizer",))}),
-    ("recompute=selective", lambda space: {"recomputes": _without(space.recomputes, "selective")}),
-)  # fmt: skip
+    ("offloads of activations", _kept("offload", lambda names: "activations" not in names)),
+    ("reshard=after_step", _without("zero", (3, "after_step"))),
+    ("compile=off (compile=on is faster)", _without("compile", False)),
+    ("cp by gather and ulysses", _first("cp_mode")),
+    ("offload of parameters", _without("offload", ("params",))),
+    ("zero=2", _without("zero", (2, "after_forward"))),
+    ("offload", _without("offload", ("optimizer",))),
+    ("recompute=selective", _without("recompute", "selective")),
+)

@@ -11,8 +11,7 @@ from weft.planner.cost import layer_bytes
 from weft.planner.space import Columns, Job, Shape
 from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import check
-from weft.spec.rules.rule import Facts
+from weft.spec.rules import Facts, check
 
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 #: Share of the activations of blocks that selective and full recompute leave, for models of unknown shape.

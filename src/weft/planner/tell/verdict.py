@@ -9,8 +9,7 @@ from weft.errors import PlanError
 from weft.planner.search import Answer, Candidate, Question, changed_words, estimated, neighbours
 from weft.planner.tell.explanation import TERM_WORDS, differences, fit_words
 from weft.spec.plan import Plan, plan_fields, split_plan
-from weft.spec.rules.plan_rules import LASTING, check
-from weft.spec.rules.rule import Violation
+from weft.spec.rules import LASTING, Violation, check
 from weft.units import format_bytes, format_seconds
 
 #: Changes that are shown; how many are made one after another, and from how many plans each time.

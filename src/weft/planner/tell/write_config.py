@@ -17,9 +17,9 @@ def config_text(one: Candidate) -> str:
 
     Raises ModelError for a model that `weft train` cannot build, ConfigError where a rule refuses the config.
     """
-    from weft.spec.config import RunConfig
-    from weft.spec.files.config_text import format_config
-    from weft.spec.rules.config_rules import config_problems
+    from weft.spec import RunConfig
+    from weft.spec.files import format_config
+    from weft.spec.rules import config_problems
     from weft.units import format_bytes, format_count, format_seconds
 
     question = one.question

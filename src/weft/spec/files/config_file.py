@@ -23,7 +23,7 @@ from weft.spec.files.origins import COMMAND_LINE, DEFAULT, origin_of
 from weft.spec.files.overrides import apply_override
 from weft.spec.files.toml_lines import KeyPath, dotted, error_place, key_lines
 from weft.spec.plan import Plan, auto_fields, is_auto
-from weft.spec.rules.config_rules import config_problems, in_config
+from weft.spec.rules import config_problems, in_config
 
 __all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "parse_config", "run_name", "show_origins"]
 

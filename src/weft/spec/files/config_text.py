@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from weft.spec.config import RunConfig
-from weft.spec.plan import CHOICES, OFFLOADS, plan_fields
+from weft.spec.plan import PLAN_FIELDS
 
 
 def format_config(config: RunConfig) -> str:
@@ -38,13 +38,5 @@ _TEXT = {"type": "string"}
 
 
 def _plan_table() -> dict[str, object]:
-    whole: dict[str, object] = {"anyOf": [{"type": "integer", "minimum": 0}, {"const": "*"}]}
-    special: dict[str, dict[str, object]] = {
-        "sp": {"type": "boolean"},
-        "compile": {"type": "boolean"},
-        **{name: {"enum": list(words)} for name, words in CHOICES.items()},
-        "recompute": {"type": "string"},
-        "offload": {"type": "array", "items": {"type": "string", "pattern": f"^({'|'.join(OFFLOADS)})(:.+)?$"}},
-    }
-    fields = {name: special.get(name, whole) for name in plan_fields()}
+    fields = {name: {**field.kind.schema(), "description": field.help} for name, field in PLAN_FIELDS.items()}
     return {"type": "object", "additionalProperties": False, "properties": fields}

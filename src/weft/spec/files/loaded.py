@@ -11,7 +11,7 @@ from weft.spec.cluster import DeviceSpec
 from weft.spec.config import RunConfig
 from weft.spec.files.expect import as_toml
 from weft.spec.files.toml_lines import KeyPath, dotted
-from weft.spec.rules.config_rules import config_problems
+from weft.spec.rules import config_problems
 
 
 @dataclass(frozen=True, slots=True)

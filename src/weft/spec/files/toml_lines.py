@@ -64,8 +64,8 @@ def split_key(text: str) -> tuple[str, ...]:
     node: object = tomllib.loads(f"{text} = 0")
     parts: list[str] = []
     while isinstance(node, dict):
-        ((key, node),) = node.items()  # pyright: ignore[reportUnknownVariableType]
-        parts.append(str(key))  # pyright: ignore[reportUnknownArgumentType]
+        ((key, node),) = node.items()  # pyright: ignore[reportUnknownVariableType]  # a tree of TOML
+        parts.append(str(key))  # pyright: ignore[reportUnknownArgumentType]  # a tree of TOML
     return tuple(parts)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from weft.spec.divisors import common_divisors, nearest
 from weft.spec.plan import Plan
-from weft.spec.rules.rule import Facts, Rule, alternatives, common_divisors, nearest
+from weft.spec.rules.rule import Facts, Rule, alternatives
 
 
 def _ep_choices(plan: Plan, facts: Facts) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from weft.spec.divisors import nearest
 from weft.spec.plan import Plan
-from weft.spec.rules.rule import Facts, Rule, alternatives, nearest
+from weft.spec.rules.rule import Facts, Rule, alternatives
 
 #: Fields that a model may narrow, and what dividing it along them needs.
 _NEEDS = {

@@ -5,15 +5,14 @@ The rules themselves are in `rules.py`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from weft.errors import PlanError
 from weft.spec.cluster import DeviceSpec
 from weft.spec.decoder import DecoderSpec
-from weft.spec.plan import Plan, plan_fields
+from weft.spec.plan import PLAN_FIELDS, Plan
 from weft.spec.traced import Limit
 
 _T = TypeVar("_T")
@@ -124,13 +123,12 @@ class Rule:
             return None  # the numbers are so large that no plan holds the mended one
 
     def _value(self, plan: Plan, facts: Facts) -> str:
-        name = self.field.rpartition(".")[2]
-        value: object = getattr(plan if self.field in plan_fields() else facts, name)
-        if name == facts.open_axis:
+        if self.field == facts.open_axis:
             return "*"
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        return "+".join(map(str, cast(tuple[object, ...], value))) if isinstance(value, tuple) else str(value)
+        described = PLAN_FIELDS.get(self.field)
+        if described is None:
+            return str(getattr(facts, self.field.rpartition(".")[2]))
+        return described.kind.write(getattr(plan, self.field))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +146,6 @@ def alternatives(values: Sequence[object], field: str) -> str:
     shown = [str(value) for value in values[:8]]
     listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]
     return f"Use {field}={listed}"
-
-
-def common_divisors(*numbers: int) -> list[int]:
-    """Whole numbers that divide all of `numbers`, ascending; of an absurdly large number, some of them."""
-    smallest = min(numbers)
-    low = [divisor for divisor in range(1, min(math.isqrt(smallest), 10_000) + 1) if smallest % divisor == 0]
-    every = sorted({*low, *(smallest // divisor for divisor in low)})
-    return [divisor for divisor in every if all(number % divisor == 0 for number in numbers)]
-
-
-def nearest(values: Iterable[int], wanted: int) -> int:
-    return min(values, key=lambda value: (abs(value - wanted), value))
 
 
 def asks(plan: Plan, facts: Facts, axis: str) -> bool:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from weft.comm.links.parts import Parts
+from weft.comm.links import Parts
 from weft.errors import ModelError
-from weft.memory.offload import HostPart
+from weft.memory import HostPart
 from weft.mesh import Axis
 from weft.parallel.placement.axes import Axes
 from weft.private_torch import version_of

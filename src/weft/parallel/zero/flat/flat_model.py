@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm import all_gather, broadcast
-from weft.comm.collectives import start_all_gather
+from weft.comm import all_gather, broadcast, start_all_gather
 from weft.errors import ModelError
-from weft.memory.offload import Host, HostPart, choose, step_on_host
+from weft.memory import Host, HostPart, choose, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.parallel.placement.agree import check_same_model
 from weft.parallel.placement.axes import AxisMap

@@ -16,8 +16,7 @@ from typing import Protocol
 
 import torch
 
-from weft.comm import all_reduce
-from weft.comm.collectives import start_all_reduce
+from weft.comm import all_reduce, start_all_reduce
 from weft.errors import ModelError
 from weft.optim import clip_factor, global_norm
 from weft.parallel.placement.axes import Axes, AxisMap

@@ -19,7 +19,7 @@ from weft.comm import all_gather, all_reduce
 from weft.comm.collectives import start_all_reduce, start_reduce_parts, start_reduce_scatter
 from weft.comm.wire import Coder, Coders, Wire
 from weft.errors import CommError
-from weft.memory.link import Waitable
+from weft.memory import Waitable
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 

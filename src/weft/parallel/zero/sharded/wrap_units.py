@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.errors import LaunchError, PlanError
-from weft.memory.offload import choose, shard_offload
+from weft.memory import choose, shard_offload
 from weft.mesh import Axis, Mesh
 from weft.parallel.placement.materialise import Materialise
 from weft.parallel.placement.precision import Precision

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from weft.errors import ConfigError, Problem, did_you_mean
-from weft.spec.cluster import DeviceSpec
+from weft.spec import DeviceSpec
 
 #: "datasheet": the vendor's rates and constants common to all devices. "tables": measured ones where there are any.
 TIERS = ("datasheet", "tables")

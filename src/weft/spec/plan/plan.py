@@ -1,0 +1,312 @@
+"""The Plan: how one model is laid over the machines. A frozen value without torch; everything else derives from it.
+
+Text form: only what differs from the defaults, in the order of the fields, such as "dp_shard=4 tp=2 zero=3".
+`Plan.parse(plan.format()) == plan` for every plan. What may be combined with what is in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import PlanError, Problem
+from weft.spec.context import CP_MODES, CP_WAYS
+from weft.spec.plan.plan_choices import (
+    microbatches_tried,
+    offloads_near,
+    orders_near,
+    passes_tried,
+    precisions,
+    recomputes,
+    recomputes_near,
+    schedules,
+    sizes_tried,
+)
+from weft.spec.plan.plan_field import described, descriptions
+from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
+from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
+from weft.spec.plan.plan_values import OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
+from weft.spec.wires import WIRES
+
+#: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
+#: is no factor of the world size.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+#: Those, and what the planner estimates without the runtime having them: fp8 and fp4 in the matmuls of layers.
+PLANNED_PRECISIONS = (*PRECISIONS, "fp8", "fp4")
+#: Wires that gradients may travel as, also such as are registered later; "fp32" is the format of the master weights.
+REDUCES = WIRES
+RECOMPUTES = ("none", "full", "attention", "selective")
+OFFLOADS = ("optimizer", "params", "activations")
+#: When zero=3 lets gathered parameters go: from the least memory to the least communication.
+RESHARDS = ("after_forward", "after_backward", "after_step")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a model is laid over the machines: a field for each thing that may be chosen, described where it is declared.
+
+    `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
+    Raises PlanError, with every field that cannot be used, when it is made.
+    """
+
+    # One field after another, in the order in which they are printed.
+    # fmt: off
+    pp: int = described(
+        Whole(star=True), 1, "Stages of the pipeline; a mesh axis.", tried=sizes_tried, asks="use", probed=True,
+    )
+    dp_replicate: int = described(
+        Whole(star=True), 1, "Groups of ranks that hold the same states and read different samples; a mesh axis.",
+        tried=sizes_tried,
+    )
+    dp_shard: int = described(
+        Whole(star=True), 1, "Ranks that share states as `zero` says and read different samples; a mesh axis.",
+        tried=sizes_tried,
+    )
+    cp: int = described(
+        Whole(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
+    )
+    tp: int = described(
+        Whole(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
+    )
+    ep: int = described(
+        Whole(), 1,
+        "Expert parallel: ranks that share the experts of a layer; a second view over dp_shard x cp x tp.",
+        tried=sizes_tried, asks="use", probed=True,
+    )
+    order: tuple[str, ...] = described(
+        AxisOrder(AXES), (),
+        "The axes in use from outermost to innermost; without it, the order in which they stand here. Ranks that are "
+        "neighbours on the innermost axis are neighbours on the machine.", nearby=orders_near, divides_work=False,
+        tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
+    )
+    zero: int = described(
+        Whole(0, 3, rule="ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
+        "ZeRO stage, what is shared over dp_shard and cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters "
+        "too.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
+        searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
+    )
+    reshard: str = described(
+        OneOf(RESHARDS), RESHARDS[0],
+        "When zero=3 lets gathered parameters go: after_forward (least memory), after_backward (gathered once in a "
+        "pass), after_step (once in a step, in which gradients travel once too). Under a pipeline the latter two are "
+        "the same.", needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
+    )
+    sp: bool = described(
+        Switch(), False, "Sequence parallel between tensor-parallel regions.", needs=("tp",), searched=(False, True),
+        tried=(False, True), asks="use", probed=True,
+    )
+    cp_mode: str = described(
+        OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
+        "How a sequence that is cut over cp attends to all of itself: gather (keys and values of all ranks), ring "
+        "(they go around, under the computation), ulysses (all tokens of some heads, by all_to_all), or auto: the one "
+        "that suits heads, sequence and memory.", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
+        probed=True,
+    )
+    schedule: str = described(
+        OneOf(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
+        searched=schedules, tried=SCHEDULES, asks="value",
+    )
+    microbatches: int = described(
+        PassCount(), 1, "Passes of an optimizer step under a pipeline.", needs=("pp",), tried=microbatches_tried,
+        divides_work=False,
+    )
+    virtual_stages: int = described(
+        Whole(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule", tried=(1, 2),
+        asks="value",
+    )
+    split: tuple[int, ...] = described(
+        Counts(), (),
+        "How many of the model's blocks each stage takes, in order (`3+4+4+3`); without it, stages of equal work.",
+        needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
+    )
+    accumulation: int = described(
+        PassCount(), 1, "Passes of an optimizer step without a pipeline.", tried=passes_tried, divides_work=False,
+    )
+    precision: str = described(
+        OneOf(PRECISIONS, codes=PLANNED_PRECISIONS), "fp32",
+        "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64).",
+        searched=precisions, tried=("fp64",), divides_work=False,
+    )
+    reduce: str = described(
+        OneOf(REDUCES), "fp32",
+        "The wire that gradients travel as between ranks: fp32 (fp64 under fp64) or bf16, half the bytes. They are "
+        "rounded for the collective alone, and accumulated and applied in fp32.", tried=("fp32",),
+        divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
+    )
+    recompute: str = described(
+        PolicyOrBudget(RECOMPUTES), "none",
+        "What backward computes again instead of keeping it: a policy, one of the first blocks of each rank alone, or "
+        "a budget for what is kept.", searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value",
+        tried=("none", "full", "selective", "attention", "full:1"),
+    )
+    offload: tuple[str, ...] = described(
+        WordShares(OFFLOADS), (), "What lives on the host.",
+        searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
+                  ("params", "activations")),
+        tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
+        nearby=offloads_near, divides_work=False, asks="value",
+    )
+    compile: bool = described(
+        Switch(), False, "Run blocks through torch.compile.", searched=(False, True), divides_work=False,
+        tried=(False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
+    )
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        for name in PLAN_FIELDS:
+            try:
+                object.__setattr__(self, name, _remembered(name, getattr(self, name)))
+            except PlanError as error:
+                problems += error.problems
+        if problems:
+            raise PlanError(problems)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of the mesh axes."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """Forward passes per optimizer step on one data-parallel rank."""
+        return self.microbatches if self.pp > 1 else self.accumulation
+
+    @property
+    def recompute_policy(self) -> str:
+        """One of RECOMPUTES, or "budget"."""
+        name = self.recompute.partition(":")[0]
+        return name if name in RECOMPUTES else "budget"
+
+    @property
+    def recompute_blocks(self) -> int:
+        """How many of a rank's blocks, from the first, have the policy; 0: all."""
+        return int(self.recompute.partition(":")[2] or 0)
+
+    def offload_share(self, name: str) -> float:
+        """Which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
+        return share_of(self.offload, name)
+
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """All mesh axes, outermost first; those that `order` leaves out have one rank and come first."""
+        return (*(axis for axis in AXES if axis not in self.order), *self.order)
+
+    def axis_sizes(self) -> dict[str, int]:
+        """Size of each mesh axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in self.axis_order}
+
+    def replace(self, **changes: object) -> Plan:
+        """A new plan with some fields changed."""
+        problems = unknown_fields(changes, PLAN_FIELDS)
+        if problems:
+            raise PlanError(problems)
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]  # checked when it is made
+
+    @classmethod
+    def parse(cls, text: str, world_size: int | None = None) -> Plan:
+        """Read the text form. One mesh axis may be `*`: it takes the ranks that the others leave.
+
+        Where they leave one rank for `dp_shard=*`, zero is 0: "dp_shard=* zero=3" is a plan for any number of ranks.
+
+        world_size: number of ranks; needed only where the text holds a `*`.
+        Raises PlanError for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
+        """
+        return cls._close(text, world_size)
+
+    @classmethod
+    def from_mapping(cls, table: Mapping[str, object], world_size: int | None = None) -> Plan:
+        """Read a table such as `[plan]` in TOML: {"dp_shard": 4, "tp": 2}. Values may be text."""
+        return cls._close(table, world_size)
+
+    @classmethod
+    def _close(cls, source: str | Mapping[str, object], world_size: int | None) -> Plan:
+        plan, open_axis = cls.read_open(source)
+        if open_axis is None:
+            return plan
+        if world_size is None:
+            raise refused(open_axis, f"{open_axis}=*: the number of ranks is not known here. Write the number.")
+        rest = plan.world_size  # the open axis counts as 1 in it
+        if world_size < 1 or world_size % rest:
+            raise refused(
+                open_axis,
+                f"{open_axis}=*: the other axes ask for {rest} ranks, and {world_size} is not a multiple of {rest}. "
+                f"Change them, or start a multiple of {rest} ranks.",
+            )
+        found: dict[str, object] = {open_axis: world_size // rest}
+        if open_axis == "dp_shard" and world_size == rest and plan.cp == 1 and plan.zero:
+            # One line from laptop to cluster: with nobody to share with, ZeRO has nothing to do.
+            found |= {"zero": 0, "reshard": PLAN_FIELDS["reshard"].default}
+        return plan.replace(**found)
+
+    @classmethod
+    def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
+        """Read text or a table while the number of ranks is unknown: the plan with its `*` as 1, and that axis's name.
+
+        Raises PlanError with every mistake found.
+        """
+        values, open_axis = read_values(source, PLAN_FIELDS)
+        return cls(**values), open_axis
+
+    def format(self, open_axis: str | None = None) -> str:
+        """The one-line text form; the empty string is the default plan (one rank, fp32).
+
+        open_axis: a mesh axis to be written as `*`, so that `format(*read_open(text))` keeps the meaning.
+        """
+        words: list[str] = []
+        for name, field in PLAN_FIELDS.items():
+            value = getattr(self, name)
+            if name == open_axis:
+                words.append(f"{name}=*")
+            elif value != field.default:
+                words.append(f"{name}={field.kind.write(value)}")
+        return " ".join(words)
+
+    def __str__(self) -> str:
+        return self.format() or "dp_replicate=1"
+
+
+#: What each field of the plan is, by name, in the order in which they are printed.
+PLAN_FIELDS = descriptions(Plan)
+
+
+def plan_fields() -> tuple[str, ...]:
+    """Names of the plan's fields, in the order in which they are printed."""
+    return tuple(PLAN_FIELDS)
+
+
+def auto_fields(text: str) -> dict[str, object]:
+    """The fields that an auto plan decides, with their values. Raises PlanError where they cannot be read."""
+    words, problems = split_plan(text.partition("auto")[2])
+    if problems:
+        raise PlanError(problems)
+    plan = Plan.from_mapping(words)
+    return {name: getattr(plan, name) for name in words}
+
+
+def _checked(name: str, value: object) -> Any:
+    """The value in its normal form, or PlanError."""
+    return PLAN_FIELDS[name].kind.check(name, value)
+
+
+_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)
+
+
+def _remembered(name: str, value: object) -> Any:
+    """`_checked`, of values that may have been seen: a search makes thousands of plans of few values.
+
+    Tuples are looked at each time: (1, 2) and (True, 2) would be one entry.
+    """
+    return _checked_once(name, value) if isinstance(value, (str, int)) else _checked(name, value)

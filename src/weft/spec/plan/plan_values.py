@@ -1,0 +1,265 @@
+"""Kinds of values that a plan's fields hold: how each is read, checked, printed, and turned into the planner's numbers.
+
+A kind knows nothing of the plan. `plan_field.py` says what else belongs to a field; `plan.py` has the fields.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft import units
+from weft.errors import PlanError, Problem, did_you_mean
+
+LARGEST = 999_999_999
+_SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_WHOLE = re.compile(r"[0-9]{1,18}")
+_BLOCKS = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
+_FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
+
+#: JSON Schema of a value.
+Schema = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanColumn:
+    """One array of the planner, with a number for each plan. dtype: as numpy names it."""
+
+    name: str
+    dtype: str
+
+
+class Kind(ABC):
+    """What the values of a field are. `check` gives the normal form, which all other methods then take."""
+
+    def read(self, value: object) -> object:
+        """A value of a text or table in the field's type, where it can be; `check` refuses the rest."""
+        return value
+
+    @abstractmethod
+    def check(self, name: str, value: object) -> Any:
+        """The value of the field `name` in its normal form. Raises PlanError."""
+
+    def write(self, value: Any) -> str:
+        """The value as it is typed."""
+        return str(value)
+
+    @abstractmethod
+    def words(self) -> str:
+        """The values that may be typed, for the documentation."""
+
+    @abstractmethod
+    def schema(self) -> Schema:
+        """JSON Schema of the value in a TOML table."""
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        """The planner's arrays for the field `name`; none: its estimates do not depend on the field."""
+        return ()
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        """One number for each of the columns."""
+        return ()
+
+    def decode(self, *numbers: Any) -> Any:
+        """The value of these numbers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Kind):
+    """A whole number. rule: what an error says of the limits. star: `*` may stand for the ranks that are left."""
+
+    low: int = 1
+    high: int = LARGEST
+    rule: str = ""
+    star: bool = False
+    dtype: str = "int64"
+
+    def read(self, value: object) -> object:
+        return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
+
+    def check(self, name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not self.low <= value <= self.high:
+            size = f"a whole number from {self.low} to {self.high} is needed. Use {name}={self.low} to leave it out."
+            raise refused(name, f"{name}={shown(value)}: {self.rule or size}")
+        return value
+
+    def words(self) -> str:
+        most = "" if self.high == LARGEST else f" to {self.high}"
+        return f"a whole number from {self.low}{most}{', or `*`' if self.star else ''}"
+
+    def schema(self) -> Schema:
+        whole: Schema = {"type": "integer", "minimum": self.low, "maximum": self.high}
+        return {"anyOf": [whole, {"const": "*"}]} if self.star else whole
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, self.dtype),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (value,)
+
+    def decode(self, *numbers: Any) -> int:
+        return int(numbers[0])
+
+
+@dataclass(frozen=True, slots=True)
+class PassCount(Whole):
+    """Passes of a step. The planner counts them under every plan alike, in columns of its own."""
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return ()
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Kind):
+    """On or off."""
+
+    def read(self, value: object) -> object:
+        return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+    def check(self, name: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise refused(name, f"{name}={shown(value)}: this is a switch. Use {name}=on or {name}=off.")
+        return value
+
+    def write(self, value: Any) -> str:
+        return "on" if value else "off"
+
+    def words(self) -> str:
+        return "`on`, `off`"
+
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "bool"),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (value,)
+
+    def decode(self, *numbers: Any) -> bool:
+        return bool(numbers[0])
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(Kind):
+    """One of a few words.
+
+    open: the word that leaves the choice of another one to the machine. codes: what the planner's numbers stand for,
+    where these are not the words; it names the way that an open word stands for before it encodes a plan.
+    """
+
+    known: Sequence[str]
+    open: str = ""
+    codes: tuple[str, ...] = ()
+
+    def check(self, name: str, value: object) -> str:
+        return choice(name, value, self.known)
+
+    def words(self) -> str:
+        return listed(self.known)
+
+    def schema(self) -> Schema:
+        return {"enum": list(self.known)}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (0 if value == self.open else (self.codes or self.known).index(value),)
+
+    def decode(self, *numbers: Any) -> str:
+        return (self.codes or self.known)[int(numbers[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOrBudget(Kind):
+    """A policy, one of the first blocks of a rank alone ("full:8"), or a budget of bytes ("12GiB", "50%")."""
+
+    known: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str):
+            if value in self.known or self._of_some_blocks(value) or _FRACTION.fullmatch(value):
+                return value
+            try:
+                if not value.isdigit() and units.parse_bytes(value) > 0:
+                    return "".join(value.split())
+            except ValueError:
+                pass  # neither a name nor a size: refused below with what it may be
+        raise refused(
+            name,
+            f"{name}={shown(value)}: not one of {', '.join(self.known)}, nor a budget. "
+            f"Use one of them, or e.g. {name}=full:8, {name}=12GiB or {name}=50%.",
+        )
+
+    def _of_some_blocks(self, value: str) -> bool:
+        name, colon, count = value.partition(":")
+        return bool(colon) and name in self.known and name != "none" and _BLOCKS.fullmatch(count) is not None
+
+    def words(self) -> str:
+        return f"{listed(self.known)}, each but `none` also of some blocks (`full:8`), or a budget (`12GiB`, `50%`)"
+
+    def schema(self) -> Schema:
+        return {"type": "string"}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (
+            PlanColumn(name, "uint8"),
+            PlanColumn(f"{name}_blocks", "int64"),
+            PlanColumn("activation_budget", "float64"),
+        )
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        """The policy, so many blocks (0: all), and bytes (inf: no budget; below 1: a share)."""
+        policy, _, blocks = str(value).partition(":")
+        if policy in self.known:
+            return self.known.index(policy), int(blocks or 0), math.inf
+        return self.known.index("none"), 0, _budget(str(value))
+
+    def decode(self, *numbers: Any) -> str:
+        policy, blocks, budget = self.known[int(numbers[0])], int(numbers[1]), float(numbers[2])
+        if math.isinf(budget):
+            return f"{policy}:{blocks}" if blocks else policy
+        return f"{budget * 100:.0f}%" if budget < 1 else f"{budget / 2**30:.2f}GiB"
+
+
+def _budget(text: str) -> float:
+    """ "50%" -> 0.5, "12GiB" -> bytes."""
+    if text.endswith("%"):
+        return float(text[:-1]) / 100
+    return float(text) if text.startswith(("0.", ".")) else float(units.parse_bytes(text))
+
+
+def refused(field: str, message: str) -> PlanError:
+    """The error of one field."""
+    return PlanError([Problem(field, message)])
+
+
+def shown(value: object) -> str:
+    """The value in an error: on one line, and short."""
+    if isinstance(value, int) and abs(value) > 10**18:
+        return "(a huge number)"  # str() of an int refuses thousands of digits
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def choice(name: str, value: object, known: Sequence[str]) -> str:
+    """The value, which must be one of the known words. Raises PlanError."""
+    if not isinstance(value, str) or value not in known:
+        hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
+        rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"
+        raise refused(name, f"{name}={shown(value)}: {rule}")
+    return value
+
+
+def listed(words: Sequence[str]) -> str:
+    """The words for the documentation."""
+    return ", ".join(f"`{word}`" for word in words)

@@ -1,0 +1,133 @@
+"""A field of the plan is described where it is declared and nowhere else: a copy of the sources declares two more."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import weft
+from weft.errors import PlanError
+from weft.spec.plan import PLAN_FIELDS, Plan
+from weft.spec.plan.plan_values import Whole
+
+#: A switch that the planner searches under tensor parallelism, and a number that refinement moves.
+DECLARED = """
+    prefetch: bool = described(
+        Switch(), False, "Fetch the next layer early.",
+        needs=("tp",), searched=(False, True), tried=(False, True), asks="value",
+    )
+    lanes: int = described(
+        Whole(1, 8), 1, "Streams for copies.",
+        tried=(1, 3), nearby=lambda plan, facts, fine: (plan.lanes + 1,), divides_work=False,
+    )
+"""
+USED = r"""
+import json
+from weft.planner.search.best_plans import search
+from weft.planner.search.moves import changed_words, neighbours
+from weft.planner.space.columns import Columns
+from weft.spec.files.config_text import config_schema
+from weft.spec.plan import PLAN_FIELDS, Plan
+from weft.testing.matrix import LAYOUT_FIELDS, legal, row_of, values_tried
+from weft.testing.sweep import techniques_of
+
+plan = Plan.parse("tp=2 prefetch=yes lanes=3")
+found = search("tiny", "2xa100", seq_len=256, global_batch=8)
+fixed = search("tiny", "2xa100", seq_len=256, global_batch=8, fixed="prefetch=on lanes=2")
+columns = Columns.of([plan, Plan(tp=2)], found.question.job)
+moves = {changed_words(plan, one) for one in neighbours(plan, found.question)}
+few = legal(2, zero=(0,), order=((),), recompute=("none",), offload=((),))
+try:
+    Plan.parse("lanes=9 prefetch=maybe")
+except ValueError as error:
+    refused = str(error)
+print(json.dumps({
+    "text": plan.format(),
+    "decoded": columns.plan(0).format(),
+    "numbers": [columns.prefetch.tolist(), columns.lanes.tolist()],
+    "refused": refused,
+    "searched": sorted({(one.plan.tp > 1, one.plan.prefetch) for one in found.ranked}),
+    "fixed": sorted({(one.plan.prefetch, one.plan.lanes) for one in fixed.ranked}),
+    "moves": sorted(moves & {"prefetch=off", "lanes=4"}),
+    "tried": [values_tried(2)[name] for name in ("prefetch", "lanes")],
+    "listed": sorted({(one.prefetch, one.lanes) for one in few}),
+    "layout": [name in LAYOUT_FIELDS for name in ("prefetch", "lanes")],
+    "row": row_of(plan)["layout"],
+    "asks": sorted(techniques_of(plan)),
+    "schema": config_schema()["properties"]["plan"]["anyOf"][1]["properties"]["lanes"],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def with_two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What a copy of Weft says whose plan declares two fields more."""
+    home = tmp_path_factory.mktemp("copy")
+    shutil.copytree(Path(weft.__file__).parent, home / "weft", ignore=shutil.ignore_patterns("__pycache__"))
+    source = home / "weft" / "spec" / "plan" / "plan.py"
+    before, place, after = source.read_text().partition("\n    def __post_init__")
+    source.write_text(before + DECLARED + place + after)
+    done = subprocess.run(
+        [sys.executable, "-c", USED], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(home)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_new_field_is_read_printed_and_checked(with_two_more):
+    assert with_two_more["text"] == "tp=2 prefetch=on lanes=3"
+    assert with_two_more["refused"].splitlines() == [
+        "lanes=9: a whole number from 1 to 8 is needed. Use lanes=1 to leave it out.",
+        "prefetch=maybe: this is a switch. Use prefetch=on or prefetch=off.",
+    ]
+    assert with_two_more["schema"] == {
+        "type": "integer", "minimum": 1, "maximum": 8, "description": "Streams for copies."
+    }  # fmt: skip
+
+
+def test_a_new_field_is_encoded_and_searched(with_two_more):
+    assert with_two_more["decoded"].split()[:3] == ["tp=2", "prefetch=on", "lanes=3"]
+    assert with_two_more["numbers"] == [[True, False], [3, 1]]
+    assert with_two_more["searched"] == [[False, False], [True, False], [True, True]]
+    assert with_two_more["fixed"] == [[True, 2]]
+    assert with_two_more["moves"] == ["lanes=4", "prefetch=off"]
+
+
+def test_a_new_field_is_tried_by_tests(with_two_more):
+    assert with_two_more["tried"] == [[False, True], [1, 3]]
+    assert with_two_more["listed"] == [[False, 1], [False, 3], [True, 1], [True, 3]]
+    assert with_two_more["layout"] == [True, False]
+    assert with_two_more["row"] == "tp=2 prefetch=on"
+    assert with_two_more["asks"] == ["prefetch=True", "tp"]
+
+
+@pytest.mark.parametrize("name", PLAN_FIELDS)
+def test_every_field_says_what_it_is(name):
+    field = PLAN_FIELDS[name]
+    assert field.name == name
+    assert field.help.endswith(".")
+    assert field.kind.words()
+    assert field.default == getattr(Plan(), name)
+    assert field.kind.read(field.kind.write(field.default)) == field.default
+    assert set(field.needs) <= set(PLAN_FIELDS)
+    if field.columns and field.default != field.open_word:
+        assert field.kind.decode(*field.kind.encode(field.default)) in (field.default, Plan().axis_order)
+    assert not field.searched_with or PLAN_FIELDS[field.searched_with].searched
+
+
+def test_none_is_the_empty_list_of_each_field_that_is_one():
+    assert Plan.parse("order=none split=none offload=none") == Plan()
+    with pytest.raises(PlanError, match="order=nine: not one of pp"):
+        Plan.parse("order=nine")
+
+
+def test_a_number_says_its_limits():
+    with pytest.raises(PlanError, match=r"^x=3: a whole number from 1 to 2 is needed. Use x=1 to leave it out.$"):
+        Whole(1, 2).check("x", 3)
