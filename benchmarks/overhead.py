@@ -37,8 +37,8 @@ from weft.spec.model import resolve_decoder
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.train import RunFolder, Trainer, TrainStep
-from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.recorder import Recorder
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 
 def weft_steps(config: RunConfig, data: Any, options: argparse.Namespace, folder: Path) -> Any:

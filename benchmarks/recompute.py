@@ -24,7 +24,7 @@ from weft.models import build_decoder
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.testing.live import LiveBytes
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

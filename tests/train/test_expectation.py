@@ -15,11 +15,11 @@ from weft.planner.measured.here import this_host
 from weft.planner.measured.learn import FILE
 from weft.planner.measured.profile import load_profile
 from weft.spec.config import RunConfig
-from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.expectation import expectation_lines
+from weft.train.tasks.decoder import DecoderTask
 
-SPEC = DecoderSpec(vocab_size=256, dim=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=128, max_seq_len=64)
+MODEL = {"vocab_size": 256, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
 RANK = {"typical": {"compute": 0.5, "optimizer": 0.1, "data": 0.01}, "memory": 2**28, "steps": 7}
 
 
@@ -30,8 +30,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(folder: Path) -> list[str]:
-    config = RunConfig.model_validate({"train": {"seq_len": 32, "global_batch": 8}})
-    return expectation_lines(folder, config, SPEC, build_mesh(Plan()), [RANK])
+    config = RunConfig.model_validate(
+        {"model": MODEL, "tokenizer": {"kind": "bytes"}, "train": {"seq_len": 32, "global_batch": 8}}
+    )
+    task = DecoderTask()
+    task.config = config
+    return expectation_lines(folder, task, build_mesh(Plan()), [RANK])
 
 
 def here_profile(home: Path) -> Path:

@@ -11,7 +11,8 @@ from weft.monitor import read_events
 from weft.train import RunFolder, keeping
 from weft.train import run as run_module
 from weft.train.keeping import saved_steps
-from weft.train.loss import token_cross_entropy
+from weft.train.tasks.decoder import DecoderTask
+from weft.train.tasks.decoder_loss import token_cross_entropy
 
 #: Saves at every step, evaluates at the end only, and keeps the newest checkpoint alone.
 EACH = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=false", "eval.every=0")
@@ -34,7 +35,7 @@ def poison(monkeypatch: pytest.MonkeyPatch):
         bad.clear()
         bad.update(steps)
 
-    monkeypatch.setattr(run_module, "token_cross_entropy", loss_of)
+    monkeypatch.setattr(DecoderTask, "loss", staticmethod(loss_of))
     return begin
 
 

@@ -26,7 +26,7 @@ from weft.models import build_decoder
 from weft.parallel import parallelize
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.train.step import TrainStep
 
 spec = DecoderSpec(vocab_size=512, dim=128, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=512)

@@ -17,7 +17,7 @@ from torch import nn
 from weft import env
 from weft.errors import MissingExtra, ModelError
 from weft.spec.model import DecoderSpec
-from weft.train.loss import IGNORE
+from weft.train.tasks.decoder_loss import IGNORE
 
 #: Where configs keep a number of layers beside num_hidden_layers.
 _DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")

@@ -11,11 +11,13 @@ from weft.lazy import loads
 
 __all__ = [
     "Hook",
+    "Metric",
     "Microbatches",
     "Progress",
     "RunFolder",
     "RunResult",
     "StepMetrics",
+    "Task",
     "TrainStep",
     "Trainer",
     "generate_text",
@@ -29,21 +31,24 @@ if TYPE_CHECKING:
     from weft.train.loop import Progress, Trainer
     from weft.train.microbatches import Microbatches
     from weft.train.run import RunResult, run_rank
-    from weft.train.sample import generate_text
     from weft.train.step import StepMetrics, TrainStep
+    from weft.train.task import Metric, Task
+    from weft.train.tasks.decoder_sample import generate_text
 
 __getattr__ = loads(
     __name__,
     {
         "Hook": ".hooks",
+        "Metric": ".task",
         "Microbatches": ".microbatches",
         "Progress": ".loop",
         "RunFolder": ".folder",
         "RunResult": ".run",
         "StepMetrics": ".step",
+        "Task": ".task",
         "TrainStep": ".step",
         "Trainer": ".loop",
-        "generate_text": ".sample",
+        "generate_text": ".tasks.decoder_sample",
         "prepare_run": ".folder",
         "run_rank": ".run",
     },

@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
-import torch
 from torch import nn
 
 from weft.errors import TrainingHalted
@@ -18,20 +17,15 @@ from weft.monitor import Meter, NonFiniteGuard, StepRecord, memory_bytes, mfu
 from weft.monitor.time_book import TimeBook
 from weft.optim import lr_factor
 from weft.spec.config import RunConfig
-from weft.train.evaluate import Batch, evaluate
+from weft.train.evaluate import evaluate
 from weft.train.hooks import Hook
 from weft.train.microbatches import Microbatches
 from weft.train.progress import Progress
 from weft.train.step import StepMetrics, TrainStep
+from weft.train.task import Batches, Task
 
 #: Why a run ended that a signal or a hook stopped.
 ASKED_TO_STOP = "asked to stop"
-
-
-class Batches(Protocol):
-    """Where the loop gets this rank's microbatches from, step by step."""
-
-    def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Batch]]]: ...
 
 
 @dataclass
@@ -40,36 +34,41 @@ class Trainer:
 
     save: writes a checkpoint of the progress given, or says why it does not; its second argument: an evaluation of
     these weights gave a finite loss. confirm: the weights after so many steps gave a finite loss. halted: where the
-    same command resumes after a first bad step, in words. All three are called on every rank. flops_per_token and
-    peak_flops: for MFU; peak_flops is None where the device's peak is not known. eval_batches is None where there is
+    same command resumes after a first bad step, in words. All three are called on every rank. peak_flops: for MFU;
+    None where the device's peak is not known. eval_batches is None where there is
     no evaluation data.
     """
 
-    config: RunConfig
+    task: Task
     mesh: Mesh
     model: nn.Module
     step: TrainStep
     loader: Batches
-    eval_batches: Callable[[], Iterable[Batch]] | None
-    token_bytes: torch.Tensor | None
+    eval_batches: Callable[[], Iterable[Any]] | None
     save: Callable[[Progress, bool], str | None]
     meter: Meter
     confirm: Callable[[int], None] = lambda step: None
     halted: Callable[[int], str] = lambda first_bad: "it resumes from the last checkpoint"
     hooks: Sequence[Hook] = ()
-    flops_per_token: float = 0.0
     peak_flops: float | None = None
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
     _started: bool = False
+    _flops: float | None = None
     _saved_step: int = 0
     _sound_step: int | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's settings."""
+        return self.task.config
 
     def fit(self) -> str:
         """Train until the last step or a reason to stop; returns "finished" or the reason."""
         num_steps = self.config.train.steps
         guard = NonFiniteGuard(self.config.train.max_bad_steps)
         self._started = False
+        self._flops = self.task.flops_per_count() if self.peak_flops else None
         self._saved_step, self._sound_step = self.progress.step, None
         self.book.start()
         for hook in self.hooks:
@@ -87,7 +86,7 @@ class Trainer:
         self._end(reason)
         return reason
 
-    def _advance(self, batches: list[Batch], guard: NonFiniteGuard) -> str | None:
+    def _advance(self, batches: list[Any], guard: NonFiniteGuard) -> str | None:
         """One step, and what is due after it; a reason to stop, or None."""
         record, metrics = self._train(self.progress.step, batches)
         self.progress.step += 1
@@ -103,7 +102,7 @@ class Trainer:
             self._save(guard)
         return stop
 
-    def _awaited(self, steps: Iterable[list[Batch]]) -> Iterator[list[Batch]]:
+    def _awaited(self, steps: Iterable[list[Any]]) -> Iterator[list[Any]]:
         """The steps' batches; waiting for them is counted."""
         batches = iter(steps)
         while True:
@@ -149,7 +148,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_end(self.progress.step, reason)
 
-    def _train(self, step: int, batches: list[Batch]) -> tuple[StepRecord, StepMetrics]:
+    def _train(self, step: int, batches: list[Any]) -> tuple[StepRecord, StepMetrics]:
         config = self.config
         self.meter.begin_step()
         factor = lr_factor(step, config.train.steps, config.schedule)
@@ -159,19 +158,22 @@ class Trainer:
             metrics = self.step(Microbatches(batches), self._seeds(step), derive_seed(config.seed, step))
         times = self.meter.end_step(metrics.num_tokens)
         self.book.add_step(times)
-        speed = self.meter.tokens_per_s
+        speed = self.meter.count_per_s
         record = StepRecord(
             step=step + 1,
             loss=metrics.loss,
             lr=config.optimizer.lr * factor,
             grad_norm=metrics.grad_norm,
-            tokens=metrics.num_tokens,
-            tokens_per_s=speed,
+            count=metrics.num_tokens,
+            count_per_s=speed,
             seconds={**times.phases, "total": times.total_s},
             memory_bytes=memory_bytes(self.mesh.device)[1],
-            mfu=mfu(self.flops_per_token, speed, self.peak_flops, self.mesh.world_size) if self.peak_flops else None,
+            mfu=mfu(self._flops, speed, self.peak_flops, self.mesh.world_size)
+            if self._flops and self.peak_flops
+            else None,
             loss_scale=metrics.loss_scale,
             skipped=metrics.skipped,
+            unit=self.task.unit,
         )
         return record, metrics
 
@@ -214,7 +216,7 @@ class Trainer:
         ):
             return None
         with self._phase("evaluating", "evaluation", "evaluates"):
-            evaluation = evaluate(self.model, self.eval_batches(), self.mesh, self.token_bytes)
+            evaluation = evaluate(self.model, self.eval_batches(), self.mesh, self.task)
         rule = self.config.train.early_stop
         if math.isfinite(evaluation.loss):
             self._sound_step = self.progress.step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,31 +16,28 @@ from torch.distributed import Store
 from weft import env
 from weft.checkpoint import require_space
 from weft.comm import Ledger, barrier
-from weft.data import EvalBatches, Loader, SampleStream, Tokenizer
 from weft.memory import recompute_of
 from weft.mesh import Mesh, build_mesh, join_ranks, leave_ranks, pick_device
-from weft.models import build_decoder
-from weft.monitor import Meter, busy, flops_per_token, make_display, tail_events, tell
+from weft.monitor import Meter, busy, make_display, tail_events, tell
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.placement.batches import move_batch
 from weft.spec.cluster import device_by_torch_name
-from weft.spec.config import RunConfig, SampleSection
+from weft.spec.config import RunConfig
 from weft.spec.layout import Layout
-from weft.spec.model import DecoderSpec, ModelSpec
-from weft.train.evaluate import Batch
 from weft.train.folder import RunFolder
 from weft.train.keeping import Keeper
 from weft.train.loop import ASKED_TO_STOP, Trainer
-from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.progress import Progress
 from weft.train.recorder import Recorder
 from weft.train.run_lock import run_lock
-from weft.train.sample import write_sample
 from weft.train.signals import stop_on_signal
 from weft.train.state import expected_bytes
 from weft.train.step import TrainStep
-from weft.train.summary import already_done, closing_lines, model_line, opening_lines
+from weft.train.summary import already_done, closing_lines, opening_lines
+from weft.train.task import Share
+from weft.train.task_choice import find_task
 from weft.train.time_limit import TimeLimit
 from weft.train.time_report import report_times
 from weft.train.voice import Voice, watched
@@ -113,21 +110,17 @@ class _RankRun:
     ):
         self.folder, self.config, self.mesh = folder, config, mesh
         self.terminal, self.voice, self.command = terminal, voice, command
-        self.tokenizer = Tokenizer.load(folder.tokenizer)
-        data = folder.data()
-        self.stream = self._stream(data.train, shuffle=True)
-        self.loader = Loader(
-            self.stream,
-            global_batch=config.train.global_batch,
-            accumulation=mesh.plan.microbatches_per_step,
-            dp_rank=mesh.data.rank,
-            dp_size=mesh.data.size,
+        self.task = find_task(config)
+        self.task.open(folder)
+        self.share = Share(
+            config.train.global_batch,
+            mesh.plan.microbatches_per_step,
+            mesh.data.rank,
+            mesh.data.size,
             pin=mesh.device.type == "cuda",
         )
-        self.eval_stream = self._stream(data.eval, shuffle=False)
-        spec = folder.decoder()
-        # No rank of a pipeline ever holds the whole: it is cut as shapes, and each makes the weights of its stages.
-        self.model = build_decoder(spec, device="meta" if mesh.plan.pp > 1 else None, seed=config.seed)
+        self.batches = self.task.batches(self.share)
+        self.model = self.task.initial_model(mesh.plan)
         layout = Layout.read(config.layout) if config.layout else None
         freeze(self.model, config.optimizer)
         parallelize(self.model, mesh, layout=layout, seed=config.seed, pinned_limit=config.memory.pinned_limit)
@@ -136,11 +129,11 @@ class _RankRun:
         self.step = TrainStep(
             self.model,
             self.optimizer,
-            token_cross_entropy,
+            self.task.loss,
             mesh,
-            forward=model_forward,
+            forward=self.task.forward,
             max_grad_norm=config.optimizer.max_grad_norm,
-            nominal_tokens=config.train.global_batch * config.train.seq_len,
+            nominal_tokens=self.task.nominal_count(),
             meter=self.meter,
         )
         self._choose_recompute()
@@ -150,12 +143,12 @@ class _RankRun:
 
         started: when the command began (s of time.monotonic).
         """
-        keeper = Keeper(self.folder, self.config, self.mesh, self.model, self.step, self.stream.state_at)
+        keeper = Keeper(self.folder, self.config, self.mesh, self.model, self.step, self.batches.state_at)
         with busy(self.terminal if self.mesh.rank == 0 else None, "loading the checkpoint"):
             progress, notes = keeper.resume()
         if progress.step >= self.config.train.steps:
             if self.mesh.rank == 0:
-                done = already_done(self.folder, self.config, progress.step, self.command)
+                done = already_done(self.folder, self.task, progress.step, self.command)
                 tell(self.terminal, [*notes, *done])
             return RunResult(progress.step, "finished")
         start_step = progress.step
@@ -164,27 +157,25 @@ class _RankRun:
             limit = self._watch_resources(started)
             recorder = self._recorder(progress, notes)
         trainer = Trainer(
-            config=self.config,
+            task=self.task,
             mesh=self.mesh,
             model=self.model,
             step=self.step,
-            loader=self.loader,
-            eval_batches=self._eval_batches if self.eval_stream.num_sequences else None,
-            token_bytes=torch.from_numpy(self.tokenizer.token_bytes).to(self.mesh.device),
+            loader=self.batches,
+            eval_batches=self._eval_batches(),
             save=lambda progress, is_good: keeper.save(progress, is_good, recorder.on_checkpoint if recorder else None),
             confirm=keeper.confirm,
             halted=keeper.halted,
             meter=self.meter,
             hooks=[hook for hook in (limit, recorder) if hook],
-            flops_per_token=decoder_flops_per_token(self.folder.decoder(), self.config.train.seq_len),
             peak_flops=peak_flops(self.mesh),
             progress=progress,
         )
         until_left.enter_context(stop_on_signal(self.step))
         try:
             reason = trainer.fit()
-            times = report_times(self.folder, self.mesh, self.model, trainer.book, self.config, start_step)
-            sample = self._sample(recorder, progress.step, reason) if recorder else ""
+            times = report_times(self.folder, self.mesh, self.model, trainer.book, self.task, start_step)
+            shown = self._show(recorder, progress.step, reason) if recorder else ""
         finally:
             self.voice.display = None
             if recorder:
@@ -192,7 +183,7 @@ class _RankRun:
         if self.mesh.rank == 0:
             if limit and reason == ASKED_TO_STOP:
                 reason = limit.reason or reason
-            tell(self.terminal, closing_lines(self.folder, self.config, progress, reason, sample, times, self.command))
+            tell(self.terminal, closing_lines(self.folder, self.task, progress, reason, shown, times, self.command))
         return RunResult(progress.step, reason)
 
     def _watch_resources(self, started: float) -> TimeLimit | None:
@@ -201,86 +192,61 @@ class _RankRun:
         Raises CheckpointError where the disk is too full to save.
         """
         plan, limit = self.mesh.plan, self.config.train.max_time
-        num_bytes = expected_bytes(self.folder.decoder(), self.config.optimizer, Precision.of(plan).master)
+        num_bytes = expected_bytes(self.task.shapes(), self.config.optimizer, Precision.of(plan).master)
         require_space(self.folder.path, num_bytes)
         return TimeLimit(limit, started + parse_seconds(limit), num_bytes) if limit else None
 
-    def _sample(self, recorder: Recorder, step: int, reason: str) -> str:
-        """What the trained model writes, while the panel still stands."""
-        # Who stops a run wants it to end: writing a sample takes seconds.
-        hurry = reason == ASKED_TO_STOP or self.step.wants_stop
-        wanted = SampleSection(prompt="") if hurry else self.config.sample
+    def _show(self, recorder: Recorder, step: int, reason: str) -> str:
+        """What the trained model makes, while the panel still stands."""
         recorder.on_phase("sampling")
+        # Who stops a run wants it to end: making a sample takes seconds.
+        if reason == ASKED_TO_STOP or self.step.wants_stop:
+            return ""
         with self.mesh.pulse.doing("writes a sample"):
-            return write_sample(self.folder, wanted, step)
+            return self.task.show(self.folder, step)
 
     def _choose_recompute(self) -> None:
         """Settle before the first step what is recomputed, from the first microbatch of the run."""
         recompute = recompute_of(self.model)
         if recompute is None or recompute.is_chosen:
             return
-        whole = {name: tensor.to(self.mesh.device) for name, tensor in self.loader.batches(0)[0].items()}
-        batch = cut_sequence(self.model, whole)
+        batch = cut_sequence(self.model, move_batch(self.batches.batches(0)[0], self.mesh.device))
 
         def example() -> None:
             with sequence_in_use(self.model):
-                model_forward(self.model, batch)
+                self.task.forward(self.model, batch)
 
         recompute.prepare(self.model, example)
 
-    def _stream(self, sources: Any, shuffle: bool) -> SampleStream:
-        config = self.config
-        return SampleStream(
-            sources,
-            seed=config.seed,
-            seq_len=config.train.seq_len,
-            packing=config.data.packing,
-            borders=config.data.borders,
-            shuffle=shuffle,
-        )
-
-    def _eval_batches(self) -> Iterable[Batch]:
-        """The evaluation set, cut as the training batches are: the same memory, the same for any plan."""
-        per_rank = self.config.train.global_batch // (self.mesh.data.size * self.mesh.plan.microbatches_per_step)
-        return EvalBatches(
-            self.eval_stream,
-            num_samples=self.config.eval.batches * self.config.train.global_batch,
-            num_rows=per_rank,
-            dp_rank=self.mesh.data.rank,
-            dp_size=self.mesh.data.size,
-        )
+    def _eval_batches(self) -> Callable[[], Iterable[Any]] | None:
+        """The evaluation set, made once and read at each evaluation."""
+        found = self.task.eval_batches(self.share)
+        return None if found is None else lambda: found
 
     def _recorder(self, progress: Progress, notes: list[str]) -> Recorder:
         config = self.config
-        opening = opening_lines(self.folder, config, self.mesh, self.model)
+        opening = opening_lines(self.folder, self.task, self.mesh, self.model)
         tell(self.terminal, [*opening, *notes])
+        epoch = self.batches.samples_per_epoch
         display = make_display(
             self.terminal,
             total_steps=config.train.steps,
             start_step=progress.step,
             every=config.log.every,
             title=(config.run.name, str(self.mesh.plan)),
-            # Sources that are mixed by weight each have epochs of their own.
-            steps_per_epoch=self.stream.num_sequences / config.train.global_batch
-            if len(config.data.train) == 1
-            else None,
+            steps_per_epoch=epoch / config.train.global_batch if epoch is not None else None,
             past=tail_events(self.folder.events) if progress.step else (),
+            metrics={metric.name: metric.label for metric in self.task.metrics},
         )
         self.voice.display = display
         start = {
-            "model": model_line(self.folder, config),
+            "model": self.task.model_line(),
             "plan": str(self.mesh.plan),
             "world_size": self.mesh.world_size,
             "device": str(self.mesh.device.type),
         }
-        return Recorder(self.folder, display, {**start, "weft": env.weft_version(), "torch": torch.__version__})
-
-
-def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:
-    """FLOPs of forward and backward per token of a decoder; the convention is `flops_per_token`'s."""
-    embedding = spec.vocab_size * spec.dim
-    num_params = ModelSpec.of_decoder(spec).num_active_params - (0 if spec.tied else embedding)
-    return flops_per_token(num_params, spec.num_layers, spec.dim, seq_len)
+        start = {**start, "weft": env.weft_version(), "torch": torch.__version__}
+        return Recorder(self.folder, self.task, display, start)
 
 
 def peak_flops(mesh: Mesh) -> float | None:

@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from weft.errors import CheckpointError
-from weft.models import build_decoder
 from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel
 from weft.parallel.placement.state_guard import pieces_allowed
 from weft.spec.config import OptimizerSection
-from weft.spec.model import DecoderSpec
 
 
 def capture(
@@ -47,12 +45,12 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     return {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name} | weights
 
 
-def expected_bytes(spec: DecoderSpec, optimizer: OptimizerSection, master: torch.dtype) -> int:
-    """Bytes of what `capture` will give of a decoder that is trained; optimizer states exist only after a step.
+def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
+    """Bytes of what `capture` will give of a model that is trained; optimizer states exist only after a step.
 
-    master: the format in which weights and states are kept.
+    model: on the meta device; what the optimizer leaves alone is frozen in it. master: the format in which weights and
+    states are kept.
     """
-    model = build_decoder(spec, device="meta")
     freeze(model, optimizer)
     num_values = sum(tensor.numel() for tensor in model_tensors(model).values())
     for group in build_optimizer(model.named_parameters(), optimizer).param_groups:

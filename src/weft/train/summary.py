@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -12,35 +13,28 @@ from weft.memory.offload import offload_lines
 from weft.mesh import Mesh
 from weft.monitor import last_per_step, read_events
 from weft.parallel import Precision
-from weft.spec.config import RunConfig
-from weft.spec.model import ModelSpec
 from weft.train.folder import RunFolder
 from weft.train.progress import Progress
 from weft.train.rates import more_steps
-from weft.units import format_count
+from weft.train.task import Metric, Task
+
+#: What every run leaves in its folder, beside what the task does.
+_CONTENTS = ("events.jsonl", "loss.png")
 
 
-def opening_lines(folder: RunFolder, config: RunConfig, mesh: Mesh, model: nn.Module) -> list[str]:
+def opening_lines(folder: RunFolder, task: Task, mesh: Mesh, model: nn.Module) -> list[str]:
     """Run, model, data, plan and precision, one line each."""
-    train = config.train
-    tokens = train.global_batch * train.seq_len
     recompute = recompute_of(model)
     return [
         f"run     {folder.path}",
-        f"model   {model_line(folder, config)}",
-        *(f"data    {line}" for line in folder.data().summary),
-        f"batch   {train.global_batch} sequences of {train.seq_len} tokens: {format_count(tokens)} tokens a step, "
-        f"{train.steps} steps, {format_count(tokens * train.steps)} tokens",
+        f"model   {task.model_line()}",
+        *(f"data    {line}" for line in task.data_lines()),
+        f"batch   {task.batch_line()}",
         f"plan    {mesh.plan} on {mesh.world_size} {mesh.device.type} rank{'s' if mesh.world_size > 1 else ''}",
         f"format  {Precision.of(mesh.plan)}",
         *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
         *(f"offload {line}" for line in offload_lines(mesh.plan, mesh.device)),
     ]
-
-
-def model_line(folder: RunFolder, config: RunConfig) -> str:
-    """The model's name and size, such as "tiny: 6.29 M parameters"."""
-    return f"{config.model.name}: {format_count(ModelSpec.of_decoder(folder.decoder()).num_params)} parameters"
 
 
 def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: object) -> str:
@@ -63,20 +57,20 @@ def _go_on(command: Sequence[str]) -> str:
     return "the same command again goes on from here"
 
 
-def already_done(folder: RunFolder, config: RunConfig, step: int, command: Sequence[str] = ()) -> list[str]:
+def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str] = ()) -> list[str]:
     """For a run whose last step is done."""
-    told = more_steps(config, step * 2)
+    told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
     return [
         f"{folder.path} is complete: {step} steps are done.",
         f"Go on with more steps:  {with_setting(command, folder, 'train.steps', step * 2)}",
         *([f"                        {told}"] if told else []),
-        f'Try the model:          weft generate {folder.path} --prompt "def "',
+        *([f"Try the model:          {try_it}"] if try_it else []),
     ]
 
 
 def closing_lines(
     folder: RunFolder,
-    config: RunConfig,
+    task: Task,
     progress: Progress,
     reason: str,
     sample: str,
@@ -84,6 +78,7 @@ def closing_lines(
     command: Sequence[str] = (),
 ) -> list[str]:
     """How it ended, how the loss fell, a sample, where the time went, and what to type next."""
+    config = task.config
     evaluations = last_per_step(read_events(folder.events), kind="eval")
     lines = [""]
     if sample:
@@ -91,23 +86,21 @@ def closing_lines(
     lines.append(f"done    {progress.step} of {config.train.steps} steps: {reason}")
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        fall = f"{_evaluation(first)}  ->  " if first["step"] != last["step"] else ""
-        lines.append(f"eval    {fall}{_evaluation(last)}")
-    lines += [
-        *times,
-        f"folder  {folder.path}: events.jsonl, loss.png, samples/, checkpoints/, logs/",
-        f'next    weft generate {folder.path} --prompt "def "',
-    ]
+        fall = f"{_evaluation(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
+        lines.append(f"eval    {fall}{_evaluation(last, task.metrics)}")
+    lines += [*times, f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/"]
+    try_it = task.try_line(folder)
+    next_lines: list[str] = [try_it] if try_it else []
     if progress.step < config.train.steps:
-        lines.append(f"        {_go_on(command)}")
+        next_lines.append(_go_on(command))
     else:
         wanted = config.train.steps * 2
-        lines.append(f"        {with_setting(command, folder, 'train.steps', wanted)}   trains on from here")
+        next_lines.append(f"{with_setting(command, folder, 'train.steps', wanted)}   trains on from here")
         if told := more_steps(config, wanted):
-            lines.append(f"        {told}")
-    return lines
+            next_lines.append(told)
+    return [*lines, *(f"{'        ' if place else 'next    '}{line}" for place, line in enumerate(next_lines))]
 
 
-def _evaluation(event: dict[str, object]) -> str:
+def _evaluation(event: dict[str, Any], metrics: Sequence[Metric]) -> str:
     text = f"step {event['step']}: loss {event['loss']:.3f}"
-    return text + (f", {event['bits_per_byte']:.3f} bits per byte" if event.get("bits_per_byte") else "")
+    return text + "".join(f", {event[one.name]:.3f} {one.words}" for one in metrics if event.get(one.name))

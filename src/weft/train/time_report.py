@@ -16,9 +16,9 @@ from weft.monitor.meter import memory_bytes
 from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
 from weft.parallel.pipeline.runtime import Pipeline, pipeline_of
 from weft.planner.cost.pipeline_sim import Durations, Timeline, simulate
-from weft.spec.config import RunConfig
 from weft.train.expectation import expectation_lines
 from weft.train.folder import RunFolder
+from weft.train.task import Task
 
 #: (name, start, end) in seconds.
 Span = tuple[str, float, float]
@@ -31,12 +31,12 @@ def report_times(
     mesh: Mesh,
     model: nn.Module,
     book: TimeBook,
-    config: RunConfig | None = None,
+    task: Task | None = None,
     start_step: int = 0,
 ) -> list[str]:
     """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
 
-    Lines are empty where no step was done. config: of the run, to lay what the planner expects beside it.
+    Lines are empty where no step was done. task: of the run, to lay what the planner expects beside it.
     start_step: where this start began; times are of this start alone.
     """
     if not book.num_steps:
@@ -57,7 +57,7 @@ def report_times(
     if mesh.rank:
         return []
     try:
-        return _written(folder, mesh, pipeline_of(model), ranks, book, config, start_step)
+        return _written(folder, mesh, pipeline_of(model), ranks, book, task, start_step)
     except Exception as error:  # The run is done and saved: a report must not fail it.
         traceback.print_exc()
         return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
@@ -69,7 +69,7 @@ def _written(
     pipeline: Pipeline | None,
     ranks: Sequence[Mapping[str, Any]],
     book: TimeBook,
-    config: RunConfig | None,
+    task: Task | None,
     start_step: int,
 ) -> list[str]:
     """The pictures, on disk, and the lines."""
@@ -84,7 +84,7 @@ def _written(
         tracks += _planned(pipeline, timeline)
         lines.append(_bubble_line(pipeline, timeline, lists))
     (folder.path / "trace.json").write_text(chrome_trace(tracks))
-    beside = expectation_lines(folder.path, config, folder.decoder(), mesh, ranks) if config else []
+    beside = expectation_lines(folder.path, task, mesh, ranks) if task else []
     return [*lines, "        times.svg: by rank; trace.json: the last step, for Perfetto", *beside]
 
 
