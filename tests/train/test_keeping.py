@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from weft.checkpoint.tensor_file import block_of
 from weft.errors import CheckpointError, TrainingHalted
 from weft.monitor import read_events
 from weft.train import RunFolder, keeping
@@ -175,4 +176,5 @@ def test_more_steps_stretch_the_schedule_and_say_so(start):
 def test_what_makes_tensors_useless(group: str, value: float, told: str) -> None:
     groups = {"model": {"w": torch.zeros(4)}, "optimizer": {"w/m": torch.zeros(4), "w/step": torch.tensor(3)}}
     groups[group]["x"] = torch.tensor([0.0, value])
-    assert keeping._fault(groups) == told
+    blocks = {name: {key: block_of(tensor) for key, tensor in group.items()} for name, group in groups.items()}
+    assert keeping._fault(blocks) == told

@@ -22,7 +22,7 @@ from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, La
 from weft.models import build_decoder
 from weft.monitor import read_events
 from weft.spec.files.config_file import load_config
-from weft.train import RunFolder, generate_text, prepare_run, run_rank
+from weft.train import RunFolder, Start, generate_text, prepare_run, run_rank
 from weft.train.run_lock import run_lock
 from weft.train.state import expected_bytes
 from weft.train.tasks.decoder_files import data_of, decoder_of
@@ -337,7 +337,7 @@ def test_a_time_that_is_over_before_the_first_step_is_a_mistake(tmp_path, text):
     settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
     run = prepare_run(load_config(None, [*settings, "train.max_time=1m30s"]).config, world_size=1)
     with pytest.raises(ConfigError, match=r"train.max_time=1m30s: the time was over 1\d s before the first step. Use "):
-        run_rank(run, None, io.StringIO(), started=time.monotonic() - 100)
+        run_rank(run, None, io.StringIO(), Start(began=time.monotonic() - 100))
 
 
 def test_text_comes_out_of_a_run(start):

@@ -6,7 +6,7 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.monitor import StepRecord
-from weft.train.evaluate import Evaluation
+from weft.train.engine import Evaluation
 from weft.train.time_limit import TimeLimit
 
 

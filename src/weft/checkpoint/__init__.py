@@ -3,6 +3,7 @@
 The format is described in docs/reference/checkpoint_format.md.
 """
 
+from weft.checkpoint.block import Block, Piece
 from weft.checkpoint.load import (
     Checkpoint,
     Found,
@@ -15,8 +16,10 @@ from weft.checkpoint.prune import prune_checkpoints
 from weft.checkpoint.save import require_space, save_checkpoint
 
 __all__ = [
+    "Block",
     "Checkpoint",
     "Found",
+    "Piece",
     "list_checkpoints",
     "load_checkpoint",
     "newest_checkpoint",

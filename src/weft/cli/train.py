@@ -87,7 +87,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     from weft.cli.launcher.rank import run_as_rank, second_handle
     from weft.comm.word import FirstWord
     from weft.mesh import open_store
-    from weft.train import run_rank
+    from weft.train import Start, run_rank
 
     started = time.monotonic() - process_age_s()
     # Kept until the end: the first rank may host it.
@@ -99,13 +99,8 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
             folder = _prepared_by_the_first(config, place, word, held)
         else:
             folder = _prepared_elsewhere(config, word)
-        run_as_rank(
-            folder.logs,
-            place,
-            lambda terminal: run_rank(
-                folder, place, terminal, alarm, locked=True, started=started, store=store, command=typed_command()
-            ),
-        )
+        start = Start(locked=True, began=started, alarm=alarm, store=store, command=tuple(typed_command()))
+        run_as_rank(folder.logs, place, lambda terminal: run_rank(folder, place, terminal, start))
 
 
 def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "Engine",
     "Hook",
     "Metric",
     "Microbatches",
     "Progress",
     "RunFolder",
     "RunResult",
+    "Start",
     "StepMetrics",
     "Task",
     "TrainStep",
@@ -26,11 +28,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.train.engine import Engine
     from weft.train.folder import RunFolder, prepare_run
     from weft.train.hooks import Hook
     from weft.train.loop import Progress, Trainer
     from weft.train.microbatches import Microbatches
-    from weft.train.run import RunResult, run_rank
+    from weft.train.run import RunResult, Start, run_rank
     from weft.train.step import StepMetrics, TrainStep
     from weft.train.task import Metric, Task
     from weft.train.tasks.decoder_sample import generate_text
@@ -38,12 +41,14 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "Engine": ".engine",
         "Hook": ".hooks",
         "Metric": ".task",
         "Microbatches": ".microbatches",
         "Progress": ".loop",
         "RunFolder": ".folder",
         "RunResult": ".run",
+        "Start": ".run",
         "StepMetrics": ".step",
         "Task": ".task",
         "TrainStep": ".step",

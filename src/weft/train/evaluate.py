@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,18 +14,10 @@ from weft.mesh import Axis, Mesh
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.tensor.head import expect_labels
+from weft.train.engine import Evaluation
 from weft.train.loss_check import LossFn
 from weft.train.step import ForwardFn
 from weft.train.task import Task
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """loss: mean over the `count` that the task counts. metrics: the task's own by name; None: unknown."""
-
-    loss: float
-    count: int
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:

@@ -6,13 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
-from weft.memory import recompute_of
-from weft.memory.offload import offload_lines
-from weft.mesh import Mesh
 from weft.monitor import last_per_step, read_events
-from weft.parallel import Precision
+from weft.train.engine import Engine
 from weft.train.folder import RunFolder
 from weft.train.progress import Progress
 from weft.train.rates import more_steps
@@ -22,18 +17,16 @@ from weft.train.task import Metric, Task
 _CONTENTS = ("events.jsonl", "loss.png")
 
 
-def opening_lines(folder: RunFolder, task: Task, mesh: Mesh, model: nn.Module) -> list[str]:
+def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
     """Run, model, data, plan and precision, one line each."""
-    recompute = recompute_of(model)
+    plan, device = engine.plan, engine.device.partition(":")[0]
     return [
         f"run     {folder.path}",
         f"model   {task.model_line()}",
         *(f"data    {line}" for line in task.data_lines()),
         f"batch   {task.batch_line()}",
-        f"plan    {mesh.plan} on {mesh.world_size} {mesh.device.type} rank{'s' if mesh.world_size > 1 else ''}",
-        f"format  {Precision.of(mesh.plan)}",
-        *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
-        *(f"offload {line}" for line in offload_lines(mesh.plan, mesh.device)),
+        f"plan    {plan} on {plan.world_size} {device} rank{'s' if plan.world_size > 1 else ''}",
+        *engine.lines(),
     ]
 
 
