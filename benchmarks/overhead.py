@@ -36,7 +36,7 @@ from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.train import RunFolder, Trainer
 from weft.train.engine import Job
-from weft.train.recorder import Recorder
+from weft.train.run.recorder import Recorder
 from weft.train.task import Share
 from weft.train.tasks.decoder import DecoderTask
 

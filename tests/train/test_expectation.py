@@ -16,7 +16,7 @@ from weft.planner.measured.learn import FILE
 from weft.planner.measured.profile import load_profile
 from weft.spec.config import RunConfig
 from weft.spec.plan import Plan
-from weft.train.expectation import expectation_lines
+from weft.train.planned.expectation import expectation_lines
 from weft.train.tasks.decoder import DecoderTask
 
 MODEL = {"vocab_size": 256, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
@@ -90,7 +90,7 @@ def test_a_format_that_was_not_measured_with_so_many_ranks_is_said(
 
 def test_whatever_the_planner_raises_is_one_line(home: Path, monkeypatch, capsys) -> None:
     here_profile(home)
-    monkeypatch.setattr("weft.train.expectation.estimate", lambda *_: {}["linear_f"])
+    monkeypatch.setattr("weft.train.planned.expectation.estimate", lambda *_: {}["linear_f"])
     [line] = lines(home)
     assert line == "planned: not measured (KeyError: 'linear_f'; the traceback is in the log of rank 0)"
     assert "Traceback" in capsys.readouterr().err

@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from weft.checkpoint.tensor_file import block_of
 from weft.errors import CheckpointError, TrainingHalted
 from weft.monitor import read_events
-from weft.train import RunFolder, keeping
-from weft.train import run as run_module
-from weft.train.keeping import saved_steps
+from weft.train import RunFolder
+from weft.train.run import keeping
+from weft.train.run import rank_run as run_module
+from weft.train.run.keeping import saved_steps
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.decoder_loss import token_cross_entropy
 

@@ -14,8 +14,8 @@ from weft.errors import OutOfMemory
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train.oom import is_out_of_memory, live_bytes
 from weft.train.step import TrainStep
+from weft.train.step.oom import is_out_of_memory, live_bytes
 
 IN_A_SMALL_PLACE = """
 import resource, torch
@@ -93,7 +93,7 @@ class Raises(nn.Module):
 def test_a_gpu_that_is_full_is_explained(monkeypatch):
     text = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB"
     step = a_step(Raises(torch.OutOfMemoryError(text)))
-    monkeypatch.setattr("weft.train.oom.memory_bytes", lambda device: (9 * 2**30, 10 * 2**30))
+    monkeypatch.setattr("weft.train.step.oom.memory_bytes", lambda device: (9 * 2**30, 10 * 2**30))
     with pytest.raises(OutOfMemory) as caught:
         step(torch.ones(4, 1000))
     assert caught.value.exit_code == 4

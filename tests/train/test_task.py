@@ -22,8 +22,8 @@ from weft.spec.plan import Plan
 from weft.testing.subject import Settings, find_subject
 from weft.testing.verify import Verifier
 from weft.train import RunFolder, prepare_run, run_rank
-from weft.train.auto_plan import settle_plan
-from weft.train.task_choice import find_task
+from weft.train.planned.auto_plan import settle_plan
+from weft.train.tasks.task_choice import find_task
 
 IMAGES = ["task=tests.train.image_task:ImageTask", "train.steps=9", "train.global_batch=8", "eval.every=3",
           "checkpoint.every=3", "launch.device=cpu"]  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from weft.errors import ConfigError
 from weft.monitor import StepRecord
 from weft.train.engine import Evaluation
-from weft.train.time_limit import TimeLimit
+from weft.train.run.time_limit import TimeLimit
 
 
 class Run:

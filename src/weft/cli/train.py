@@ -69,8 +69,8 @@ def train_here(config: RunConfig) -> None:
     cores = usable_cores()
     with busy(sys.stderr, "starting: loading torch"):
         num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
-        from weft.train.folder import run_folder
-        from weft.train.run_lock import run_lock
+        from weft.train.run.folder import run_folder
+        from weft.train.run.run_lock import run_lock
 
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
     with run_lock(run_folder(config).path) as lock:
@@ -106,7 +106,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
 def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
     """Settle the plan and write the folder, which the caller holds."""
     from weft.train import prepare_run
-    from weft.train.auto_plan import chosen_line, record_choice, settle_plan
+    from weft.train.planned.auto_plan import chosen_line, record_choice, settle_plan
 
     asked = config.plan
     config, chosen = settle_plan(config, num_ranks, num_local)
@@ -121,8 +121,8 @@ def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
 
 def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack) -> RunFolder:
     """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
-    from weft.train.folder import run_folder
-    from weft.train.run_lock import run_lock
+    from weft.train.run.folder import run_folder
+    from weft.train.run.run_lock import run_lock
 
     said: dict[str, object] = {"exit_code": 1}
     try:

@@ -26,13 +26,13 @@ from weft.parallel.placement.batches import move_batch
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.layout import Layout
 from weft.train.engine import Evaluation, Job, StepResult, derive_seed
-from weft.train.evaluate import evaluate
-from weft.train.microbatches import Microbatches
-from weft.train.state import capture, expected_bytes, restore
+from weft.train.planned.time_report import report_times
 from weft.train.step import TrainStep
+from weft.train.step.evaluate import evaluate
+from weft.train.step.microbatches import Microbatches
+from weft.train.step.state import capture, expected_bytes, restore
+from weft.train.step.together import on_first
 from weft.train.task import Batches, Share
-from weft.train.time_report import report_times
-from weft.train.together import on_first
 from weft.units import parse_seconds
 
 

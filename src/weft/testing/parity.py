@@ -18,8 +18,8 @@ from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero.flat import flat_model
 from weft.spec.model import DecoderSpec
 from weft.spec.plan import Plan
-from weft.train.microbatches import Microbatches
 from weft.train.step import TrainStep
+from weft.train.step.microbatches import Microbatches
 from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]

@@ -33,10 +33,10 @@ from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, decoder_spec, model_names, resolve_decoder, shape_problems
 from weft.spec.plan import Plan
 from weft.testing.foreign_config import has_inputs, inputs_of, model_of, read_config, shape_of, token_labels
-from weft.train.forward import call_model
+from weft.train.step.forward import call_model
 from weft.train.task import Share
-from weft.train.task_choice import find_task
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.train.tasks.task_choice import find_task
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 

@@ -29,12 +29,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.train.engine import Engine
-    from weft.train.folder import RunFolder, prepare_run
     from weft.train.hooks import Hook
-    from weft.train.loop import Progress, Trainer
-    from weft.train.microbatches import Microbatches
-    from weft.train.run import RunResult, Start, run_rank
-    from weft.train.step import StepMetrics, TrainStep
+    from weft.train.loop import Trainer
+    from weft.train.progress import Progress
+    from weft.train.run.folder import RunFolder, prepare_run
+    from weft.train.run.rank_run import RunResult, Start, run_rank
+    from weft.train.step.microbatches import Microbatches
+    from weft.train.step.train_step import StepMetrics, TrainStep
     from weft.train.task import Metric, Task
     from weft.train.tasks.decoder_sample import generate_text
 
@@ -44,17 +45,17 @@ __getattr__ = loads(
         "Engine": ".engine",
         "Hook": ".hooks",
         "Metric": ".task",
-        "Microbatches": ".microbatches",
-        "Progress": ".loop",
-        "RunFolder": ".folder",
-        "RunResult": ".run",
-        "Start": ".run",
-        "StepMetrics": ".step",
+        "Microbatches": ".step.microbatches",
+        "Progress": ".progress",
+        "RunFolder": ".run.folder",
+        "RunResult": ".run.rank_run",
+        "Start": ".run.rank_run",
+        "StepMetrics": ".step.train_step",
         "Task": ".task",
-        "TrainStep": ".step",
+        "TrainStep": ".step.train_step",
         "Trainer": ".loop",
         "generate_text": ".tasks.decoder_sample",
-        "prepare_run": ".folder",
-        "run_rank": ".run",
+        "prepare_run": ".run.folder",
+        "run_rank": ".run.rank_run",
     },
 )

@@ -18,7 +18,7 @@ from weft.monitor.time_book import TimeBook
 from weft.pulse import Pulse
 from weft.spec.config import RunConfig
 from weft.spec.plan import Plan
-from weft.train.folder import RunFolder
+from weft.train.run.folder import RunFolder
 from weft.train.task import Batches, Task
 
 if TYPE_CHECKING:

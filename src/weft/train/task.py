@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from weft.planner.search.model_source import PlannedModel
     from weft.spec.plan import Plan
-    from weft.train.folder import RunFolder
+    from weft.train.run.folder import RunFolder
 
 #: (stage, done, total) while data is prepared.
 Report = Callable[[str, int, int], None]
@@ -171,7 +171,7 @@ class Task(Protocol):
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """The model's output for a batch. By default: model(x) of (x, y), and of a dict all but "labels" by name."""
-        from weft.train.forward import call_model
+        from weft.train.step.forward import call_model
 
         return call_model(model, batch)
 

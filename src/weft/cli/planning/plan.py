@@ -130,7 +130,7 @@ def _task_of(file: str) -> Task | None:
     config = load_config(file, ["plan=auto"]).config
     if config.task.name is None:
         return None
-    from weft.train.task_choice import find_task
+    from weft.train.tasks.task_choice import find_task
 
     return find_task(config)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from weft.planner.search.model_source import PlannedModel
     from weft.spec.plan import Plan
-    from weft.train.folder import RunFolder
+    from weft.train.run.folder import RunFolder
 
 _PROMPT = "def "
 

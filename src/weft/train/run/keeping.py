@@ -26,9 +26,9 @@ from weft.checkpoint.folders import step_in_name
 from weft.errors import CheckpointError
 from weft.spec.config import RunConfig
 from weft.train.engine import GROUPS, Engine
-from weft.train.folder import RunFolder
 from weft.train.progress import Progress
-from weft.train.rates import rate_change, rate_state
+from weft.train.run.folder import RunFolder
+from weft.train.run.rates import rate_change, rate_state
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18

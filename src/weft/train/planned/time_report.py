@@ -16,8 +16,8 @@ from weft.monitor.meter import memory_bytes
 from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
 from weft.parallel.pipeline.runtime import Pipeline, pipeline_of
 from weft.planner.cost.pipeline_sim import Durations, Timeline, simulate
-from weft.train.expectation import expectation_lines
-from weft.train.folder import RunFolder
+from weft.train.planned.expectation import expectation_lines
+from weft.train.run.folder import RunFolder
 from weft.train.task import Task
 
 #: (name, start, end) in seconds.

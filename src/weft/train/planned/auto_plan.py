@@ -23,7 +23,7 @@ from weft.planner.tell.report import candidate_table
 from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.spec.config import RunConfig
 from weft.spec.plan import Plan, auto_fields, is_auto
-from weft.train.task_choice import find_task
+from weft.train.tasks.task_choice import find_task
 from weft.units import format_bytes, format_seconds
 
 #: Operations that one core of a CPU does in a second: fp32, vectors of eight, multiply and add.

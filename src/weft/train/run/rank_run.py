@@ -15,17 +15,17 @@ from weft.checkpoint import require_space
 from weft.lazy import named_object
 from weft.monitor import busy, make_display, tail_events, tell
 from weft.train.engine import Engine, Job
-from weft.train.folder import RunFolder
-from weft.train.keeping import Keeper
 from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.progress import Progress
-from weft.train.recorder import Recorder
-from weft.train.run_lock import run_lock
-from weft.train.signals import stop_on_signal
-from weft.train.summary import already_done, closing_lines, opening_lines
-from weft.train.task_choice import find_task
-from weft.train.time_limit import TimeLimit
-from weft.train.voice import Voice
+from weft.train.run.folder import RunFolder
+from weft.train.run.keeping import Keeper
+from weft.train.run.recorder import Recorder
+from weft.train.run.run_lock import run_lock
+from weft.train.run.signals import stop_on_signal
+from weft.train.run.summary import already_done, closing_lines, opening_lines
+from weft.train.run.time_limit import TimeLimit
+from weft.train.run.voice import Voice
+from weft.train.tasks.task_choice import find_task
 from weft.units import parse_seconds
 
 if TYPE_CHECKING:

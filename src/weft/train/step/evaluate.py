@@ -15,8 +15,8 @@ from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.tensor.head import expect_labels
 from weft.train.engine import Evaluation
-from weft.train.loss_check import LossFn
-from weft.train.step import ForwardFn
+from weft.train.step.loss_check import LossFn
+from weft.train.step.train_step import ForwardFn
 from weft.train.task import Task
 
 

@@ -31,10 +31,10 @@ from weft.spec.files.expect import as_toml
 from weft.spec.layout import Layout
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
-from weft.train.epochs import with_steps
-from weft.train.run_lock import run_lock
+from weft.train.run.epochs import with_steps
+from weft.train.run.run_lock import run_lock
 from weft.train.task import Report, Task
-from weft.train.task_choice import changed_keys, find_task, value_at
+from weft.train.tasks.task_choice import changed_keys, find_task, value_at
 
 #: Settings that decide what the weights of a step are, beside those of the task: another value is another run.
 _BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.name")
