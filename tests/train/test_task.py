@@ -60,7 +60,9 @@ def test_images_are_trained_counted_and_measured(start):
     assert [event["images"] for event in steps] == [8] * 9
     found = [event for event in events if event["event"] == "eval"]
     assert [event["step"] for event in found] == [3, 6, 9]
-    assert all(0 <= event["accuracy"] <= 1 and event["images"] == 16 for event in found)
+    assert all(event["images"] == 16 for event in found)
+    assert 0.25 <= found[-1]["accuracy"] <= 1
+    assert found[-1]["loss"] < found[0]["loss"]
     assert "images/s" in shown
     assert " accuracy" in shown
     for word in ("token", "weft generate", "sequence"):
@@ -76,6 +78,12 @@ def test_a_run_in_two_halves_ends_on_the_same_bits(start):
     _, shown = start("run.name=halves", "checkpoint.keep=9")
     assert "resumed from step 3" in shown
     assert_alike(saved(whole.path, 9), saved(halves.path, 9))
+
+
+def test_the_page_shows_this_task():
+    page = (HERE.parents[1] / "docs" / "how-to" / "own_task.md").read_text()
+    assert f"```python\n{(HERE / 'image_task.py').read_text()}```" in page
+    assert len((HERE / "image_task.py").read_text().splitlines()) < 50
 
 
 def test_epochs_are_of_the_tasks_samples(tmp_path):
@@ -112,7 +120,10 @@ def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
         (["task.options.sise=8"], r"task\.options\.sise: .*has no such option\. Did you mean 'side'\?"),
         (["task.options.side=big"], r"task\.options\.side=big: .* takes a whole number"),
         (["task=tests.train.image_task:Nothing"], r"task\.name=.*Nothing: it cannot be imported"),
-        (["task=tests.train.image_task:Images"], r"task\.name=.*Images: it is no subclass of weft\.train\.Task"),
+        (
+            ["task=tests.train.image_task:TensorDataset"],
+            r"task\.name=.*TensorDataset: it is no subclass of weft\.train\.Task",
+        ),
         (["task=tests/train/none.py:X"], r"task\.name=.*: it cannot be imported \(FileNotFoundError"),
         (["model.dim=64", "sample.prompt=a"], r"model\.dim: the decoder on text reads it, .*\n.*sample\.prompt: "),
     ],

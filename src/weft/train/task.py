@@ -67,6 +67,14 @@ class Share:
         return self.global_batch // (self.size * self.microbatches)
 
 
+class Samples(Protocol):
+    """Samples by index: a list, or a map-style dataset of torch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 class Batches(Protocol):
     """The microbatches of one rank, as a pure function of the step, so that a run resumes from one number."""
 
@@ -120,7 +128,7 @@ class Task(Protocol):
         shapes alone."""
         raise NotImplementedError(f"{type(self).__name__}.build: it returns the model")
 
-    def samples(self, split: str) -> Sequence[Any] | None:
+    def samples(self, split: str) -> Samples | None:
         """The samples of "train" or "eval" by index; None of "eval": nothing is evaluated.
 
         Weft shuffles by `seed` and stacks samples as torch's DataLoader does: (x, y) gives a batch (x, y).
