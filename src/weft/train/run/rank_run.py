@@ -22,7 +22,7 @@ from weft.train.run.keeping import Keeper
 from weft.train.run.recorder import Recorder
 from weft.train.run.run_lock import run_lock
 from weft.train.run.signals import stop_on_signal
-from weft.train.run.summary import already_done, closing_lines, opening_lines
+from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
 from weft.train.run.time_limit import TimeLimit
 from weft.train.run.voice import Voice
 from weft.train.tasks.task_choice import find_task
@@ -140,7 +140,8 @@ class _RankRun:
         if is_first:
             if limit and reason == ASKED_TO_STOP:
                 reason = limit.reason or reason
-            tell(self.terminal, closing_lines(self.folder, self.task, progress, reason, shown, times, self.command))
+            ending = Ending(progress, reason, shown, times)
+            tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
         return RunResult(progress.step, reason)
 
     def _watch_resources(self, began: float) -> TimeLimit | None:

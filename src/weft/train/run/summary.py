@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from weft.monitor import last_per_step, read_events
@@ -61,27 +62,29 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
     ]
 
 
-def closing_lines(
-    folder: RunFolder,
-    task: Task,
-    progress: Progress,
-    reason: str,
-    sample: str,
-    times: Sequence[str] = (),
-    command: Sequence[str] = (),
-) -> list[str]:
-    """How it ended, how the loss fell, a sample, where the time went, and what to type next."""
-    config = task.config
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended. reason: "finished", or why before. shown: what the model makes. times: where the time went."""
+
+    progress: Progress
+    reason: str
+    shown: str = ""
+    times: Sequence[str] = ()
+
+
+def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequence[str] = ()) -> list[str]:
+    """How it ended, how the loss fell, what the model makes, where the time went, and what to type next."""
+    config, progress = task.config, ending.progress
     evaluations = last_per_step(read_events(folder.events), kind="eval")
     lines = [""]
-    if sample:
-        lines += ["sample  " + sample.replace("\n", "\n        "), ""]
-    lines.append(f"done    {progress.step} of {config.train.steps} steps: {reason}")
+    if ending.shown:
+        lines += ["sample  " + ending.shown.replace("\n", "\n        "), ""]
+    lines.append(f"done    {progress.step} of {config.train.steps} steps: {ending.reason}")
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
         fall = f"{_evaluation(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
         lines.append(f"eval    {fall}{_evaluation(last, task.metrics)}")
-    lines += [*times, f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/"]
+    lines += [*ending.times, f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/"]
     try_it = task.try_line(folder)
     next_lines: list[str] = [try_it] if try_it else []
     if progress.step < config.train.steps:

@@ -8,7 +8,7 @@ import torch
 
 from weft.checkpoint import load_checkpoint, newest_checkpoint
 from weft.data import Tokenizer
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, ConfigError
 from weft.mesh import pick_device
 from weft.models import Decoder, build_decoder, generate
 from weft.spec.config import SampleSection
@@ -29,9 +29,13 @@ def generate_text(
     """Continue `prompt` with the model of a run; returns prompt and continuation.
 
     run: what `prepare_run` gave, or the path of its folder.
-    step: which checkpoint; None takes the newest valid one. Raises CheckpointError when there is none.
+    step: which checkpoint; None takes the newest valid one. Raises CheckpointError when there is none, ConfigError for
+    a run whose task is no decoder on text.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
+    task = folder.config().task.name
+    if task is not None and not (folder.path / "model.json").exists():
+        raise ConfigError(f"RUN={folder.path}: task.name={task} trains no decoder on text. Give a run of one.")
     spec = decoder_of(folder)
     tokenizer = Tokenizer.load(tokenizer_of(folder))
     model = build_decoder(spec)
