@@ -43,7 +43,7 @@ from weft.testing import RankPool
 from weft.testing.between_steps import live_bytes
 from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=768, max_seq_len=1024)
 SEQ_LEN, GLOBAL_BATCH = 256, 8

@@ -37,7 +37,7 @@ from weft.spec.model import ModelSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.train import Microbatches, TrainStep
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 SIZES = {
     "2m": DecoderSpec(

@@ -32,7 +32,7 @@ from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.train import TrainStep
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
 
 SIZES = {

@@ -26,61 +26,43 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.data import Loader, SampleStream, prepare_data
-from weft.mesh import build_mesh
+from weft.data import prepare_data
+from weft.engines.torch_engine import TorchEngine
 from weft.models import build_decoder
-from weft.monitor import Meter, make_display
-from weft.optim import build_optimizer
-from weft.parallel import parallelize
-from weft.spec.config import ModelSection, RunConfig
+from weft.monitor import make_display
+from weft.spec.config import DataSection, LaunchSection, ModelSection, RunConfig, TrainSection
 from weft.spec.model import resolve_decoder
 from weft.spec.plan import Plan
 from weft.testing import RankPool
-from weft.train import RunFolder, Trainer, TrainStep
-from weft.train.loss import model_forward, token_cross_entropy
-from weft.train.recorder import Recorder
+from weft.train import RunFolder, Trainer
+from weft.train.engine import Job
+from weft.train.run.recorder import Recorder
+from weft.train.task import Share
+from weft.train.tasks.decoder import DecoderTask
 
 
-def weft_steps(config: RunConfig, data: Any, options: argparse.Namespace, folder: Path) -> Any:
+class _Prepared(DecoderTask):
+    """The decoder on data that is prepared already, without a run folder."""
+
+    def __init__(self, config: RunConfig, data: Any):
+        self.config, self._data = config, data
+
+    def open(self, folder: RunFolder) -> None:
+        pass
+
+    def eval_batches(self, share: Share) -> None:
+        return None
+
+
+def weft_steps(config: RunConfig, data: Any, folder: Path) -> Any:
     """A generator that does one step of Weft's loop at each `next`."""
-    mesh = build_mesh(Plan.parse(config.plan), options.device)
-    model = make_model(config, data)
-    parallelize(model, mesh)
-    meter = Meter(mesh.device)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(
-        model,
-        optimizer,
-        token_cross_entropy,
-        mesh,
-        forward=model_forward,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        nominal_tokens=config.train.global_batch * config.train.seq_len,
-        meter=meter,
-    )
-    stream = SampleStream(data.train, seed=0, seq_len=config.train.seq_len, packing="concat", borders=False)
-    loader = Loader(
-        stream,
-        global_batch=config.train.global_batch,
-        accumulation=1,
-        dp_rank=mesh.data.rank,
-        dp_size=mesh.data.size,
-    )
+    task, run = _Prepared(config, data), RunFolder(folder)
+    engine = TorchEngine(Job(run, config, task, Plan.parse(config.plan), None, print))
+    engine.build()
     display = make_display(io.StringIO(), total_steps=config.train.steps, every=config.log.every, is_tty=False)
-    hooks = [Recorder(RunFolder(folder), display, {})] if mesh.rank == 0 else []
-    trainer = Trainer(
-        config=config,
-        mesh=mesh,
-        model=model,
-        step=step,
-        loader=loader,
-        eval_batches=None,
-        token_bytes=None,
-        save=lambda progress: None,
-        meter=meter,
-        hooks=hooks,
-    )
-    with loader.iterate(0, config.train.steps) as steps:
+    hooks = [Recorder(run, task, display, {})] if engine.rank == 0 else []
+    trainer = Trainer(task=task, engine=engine, save=lambda progress, is_good: None, hooks=hooks)
+    with engine.batches.iterate(0, config.train.steps) as steps:
         for index, batches in enumerate(steps):
             record, _ = trainer._train(index, batches)
             for hook in hooks:
@@ -136,13 +118,15 @@ def measure(options: argparse.Namespace, ranks: int = 1) -> dict[str, list[float
     config = RunConfig(
         plan=f"dp_replicate={ranks} precision={options.precision}",
         model=ModelSection(name=options.model),
-        train={"steps": options.steps + 3, "global_batch": options.batch, "seq_len": options.seq_len},  # pyright: ignore
+        data=DataSection(packing="concat", borders=False),
+        train=TrainSection(steps=options.steps + 3, global_batch=options.batch, seq_len=options.seq_len),
+        launch=LaunchSection(device=options.device),
     )
     data = prepare_data(config)
     seconds: dict[str, list[float]] = {"weft": [], "plain": []}
     with tempfile.TemporaryDirectory() as folder:
         loops = {
-            "weft": weft_steps(config, data, options, Path(folder)),
+            "weft": weft_steps(config, data, Path(folder)),
             "plain": plain_steps(config, data, options, ranks),
         }
         for index in range(options.steps + 2):

@@ -25,7 +25,7 @@ from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.structure import repeated_blocks
 from weft.testing.live import LiveBytes
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

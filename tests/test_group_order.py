@@ -18,8 +18,8 @@ from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import covering, legal
 from weft.testing.matrix import row_of
-from weft.train.loss import model_forward, token_cross_entropy
 from weft.train.step import TrainStep
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 TOKENS, VOCABULARY = 16, 64
 

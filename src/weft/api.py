@@ -37,10 +37,9 @@ from weft.spec.layout import Layout
 from weft.spec.model import ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
-from weft.train import TrainStep
-from weft.train.loss_check import LossFn
-from weft.train.script_state import ScriptState
-from weft.train.step import ForwardFn
+from weft.train.script.script_state import ScriptState
+from weft.train.step import ForwardFn, TrainStep
+from weft.train.step.loss_check import LossFn
 from weft.units import parse_seconds
 
 
@@ -234,7 +233,7 @@ def _chosen(
     """The planner's plan for these ranks; the first of them says which."""
     from weft.parallel.description import trace
     from weft.planner.search import CODE, read_model
-    from weft.train.auto_plan import choose_plan, chosen_line, this_cluster
+    from weft.train.planned.auto_plan import choose_plan, chosen_line, this_cluster
 
     if model is None or seq_len is None or global_batch is None:
         call = "weft.init('auto', model='llama3-8b', seq_len=4096, global_batch=64)"

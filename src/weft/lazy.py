@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -26,11 +29,33 @@ def loads(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def named_object(source: str) -> Any:
-    """What `package.module:name` names; the working folder can be imported from.
+    """What `package.module:name` or `path/to/file.py:name` names; the working folder can be imported from.
 
     Raises whatever importing that module raises, and AttributeError where it has no such name.
     """
-    module_name, _, name = source.partition(":")
+    module_name, _, name = source.rpartition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    return getattr(importlib.import_module(module_name), name)
+    module = _module_in(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    return getattr(module, name)
+
+
+def _module_in(file: Path) -> ModuleType:
+    """The module that a file holds, loaded once. Its folder can be imported from, as of a script that is run."""
+    path = file.resolve()
+    key = f"weft_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if key in sys.modules:
+        return sys.modules[key]
+    spec = importlib.util.spec_from_file_location(key, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"there is no file {str(file)!r}")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module

@@ -15,7 +15,7 @@ from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 SPEC = DecoderSpec(vocab_size=1024, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, max_seq_len=128)
 SEQ_LEN, ROWS = 128, 4

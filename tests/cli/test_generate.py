@@ -69,3 +69,11 @@ def test_the_options_reach_the_model(runs, monkeypatch, capsys):
 def test_values_out_of_range(runs, capsys, option):
     assert main.run(["generate", "runs/quickstart", *option]) == 2
     assert option[0] in capsys.readouterr().err
+
+
+def test_a_run_of_another_task_writes_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text('[task]\nname = "images.py:ImageTask"\n')
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    assert main.run(["generate", str(tmp_path)]) == 2
+    rule = "task.name=images.py:ImageTask trains no decoder on text. Give a run of one."
+    assert capsys.readouterr().err == f"error: RUN={tmp_path}: {rule}\n"

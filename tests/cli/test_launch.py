@@ -23,7 +23,7 @@ from weft.cli.launcher.launch import launch_ranks
 from weft.cli.launcher.switchboard import switchboard
 from weft.cli.main import show_error
 from weft.errors import LaunchError, WeftError
-from weft.train.run_lock import run_lock
+from weft.train.run.run_lock import run_lock
 
 LIMIT_S = 40.0
 

@@ -13,7 +13,7 @@ from weft.monitor.step_text import Eta, format_clock, format_loss
 
 
 def record(step: int, **more) -> StepRecord:
-    fields = {"loss": 4.312, "lr": 8.2e-4, "grad_norm": 0.912, "tokens": 4096, "tokens_per_s": 12_345.0}
+    fields = {"loss": 4.312, "lr": 8.2e-4, "grad_norm": 0.912, "count": 4096, "count_per_s": 12_345.0}
     return StepRecord(step=step, **{**fields, "memory_bytes": int(1.2 * 2**30), **more})
 
 
@@ -52,7 +52,7 @@ def test_first_last_skipped_and_every_nth_step_have_a_line():
 def test_what_is_known_is_shown():
     stream, display = plain(total_steps=5)
     display.step(record(1, mfu=0.4123, loss_scale=65536.0, loss=0.01234, grad_norm=12345.6))
-    display.evaluation(5, 3.9, 1.85)
+    display.evaluation(5, 3.9, [(1.85, "bits/byte")])
     display.evaluation(5, math.nan)
     display.note("two\nlines")
     display.note("bell \a and \x1b[2J colour")

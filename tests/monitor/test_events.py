@@ -16,7 +16,7 @@ from weft.monitor.events import number
 
 
 def record(step: int, loss: float = 4.0, **more) -> StepRecord:
-    return StepRecord(step=step, loss=loss, lr=1e-3, grad_norm=0.5, tokens=100, tokens_per_s=1e4, **more)
+    return StepRecord(step=step, loss=loss, lr=1e-3, grad_norm=0.5, count=100, count_per_s=1e4, **more)
 
 
 def test_a_step_is_one_line_of_json(tmp_path):

@@ -27,7 +27,7 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def record(step: int, **more) -> StepRecord:
-    fields = {"loss": 4.312, "lr": 8.2e-4, "grad_norm": 0.912, "tokens": 4096, "tokens_per_s": 12_345.0, "mfu": 0.412}
+    fields = {"loss": 4.312, "lr": 8.2e-4, "grad_norm": 0.912, "count": 4096, "count_per_s": 12_345.0, "mfu": 0.412}
     return StepRecord(step=step, **{**fields, "memory_bytes": int(1.2 * 2**30), **more})
 
 
@@ -89,8 +89,8 @@ def test_the_numbers_are_on_the_screen_and_resizing_is_no_error():
         display.note("data: 3 files")
         for step in range(101, 121):
             display.step(record(step, loss=5.0 - step / 100))
-        display.evaluation(110, 3.95, 1.91)
-        display.evaluation(120, 4.401, 1.92)
+        display.evaluation(110, 3.95, [(1.91, "bits/byte")])
+        display.evaluation(120, 4.401, [(1.92, "bits/byte")])
         terminal.wait_for("eval 4.401")
         for columns in (120, 40, 12, 1, 200):
             terminal.resize(columns)
@@ -129,7 +129,7 @@ def test_the_panel_is_as_wide_as_its_own_terminal_less_one_column(columns):
     with make_display(terminal.stream, total_steps=30) as display:
         for step in range(1, 31):
             display.step(record(step, loss=math.sin(step)))
-        display.evaluation(30, 4.4, 1.9)
+        display.evaluation(30, 4.4, [(1.9, "bits/byte")])
     terminal.close()
     lines = [line for line in re.split(r"[\r\n]+", terminal.plain()) if line]
     assert lines
@@ -157,8 +157,8 @@ def test_every_line_fits_every_width_and_the_loss_is_always_there(width):
     assert len(display.lines(width)) == 1
     for step in range(1, 700):
         display.step(record(step, loss=10 / step, loss_scale=65536.0))
-    display.evaluation(400, 3.9, 1.9)
-    display.evaluation(500, 4.4, 2.0)
+    display.evaluation(400, 3.9, [(1.9, "bits/byte")])
+    display.evaluation(500, 4.4, [(2.0, "bits/byte")])
     head, *rest = display.lines(width)
     assert isinstance(head, tuple)
     label, bar, tail = head

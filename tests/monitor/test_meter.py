@@ -66,25 +66,25 @@ def test_seconds_are_those_of_the_wall(monkeypatch):
         now[0] += 2.0
     now[0] += 0.5
     times = meter.end_step(1000)
-    assert (times.total_s, times.tokens_per_s, times.phases) == (2.5, 400.0, {"forward": 2.0})
+    assert (times.total_s, times.count_per_s, times.phases) == (2.5, 400.0, {"forward": 2.0})
     now[0] += 1.5
-    assert meter.end_step(600).tokens_per_s == 400.0  # Without begin_step a step lasts from the last one's end.
+    assert meter.end_step(600).count_per_s == 400.0  # Without begin_step a step lasts from the last one's end.
     now[0] += 50.0  # An evaluation.
     meter.begin_step()
     now[0] += 1.0
     meter.end_step(0)
-    assert meter.tokens_per_s == pytest.approx(1600 / 5.0)
+    assert meter.count_per_s == pytest.approx(1600 / 5.0)
 
 
 def test_the_smoothed_speed_forgets_old_steps(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     meter = Meter()
-    assert meter.tokens_per_s == 0
+    assert meter.count_per_s == 0
     for step in range(100):
         now[0] += 10.0 if step < 50 else 1.0
         meter.end_step(100)
-    assert meter.tokens_per_s == pytest.approx(100.0)
+    assert meter.count_per_s == pytest.approx(100.0)
 
 
 def test_a_meter_that_nobody_ends_does_not_grow():

@@ -12,7 +12,7 @@ from weft.monitor.plot import smoothed
 
 
 def step(number: int, loss: float, **more) -> dict[str, object]:
-    fields = {"lr": 1e-3 / number, "grad_norm": 1.0, "tokens": 1, "tokens_per_s": 1.0}
+    fields = {"lr": 1e-3 / number, "grad_norm": 1.0, "count": 1, "count_per_s": 1.0}
     return StepRecord(step=number, loss=loss, **{**fields, **more}).to_event()
 
 

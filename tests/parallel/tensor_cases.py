@@ -23,7 +23,7 @@ from weft.parallel.tensor.head import expect_labels
 from weft.spec.decoder import DecoderSpec
 from weft.spec.layout import Layout
 from weft.spec.plan import Plan
-from weft.train.loss import token_cross_entropy
+from weft.train.tasks.decoder_loss import token_cross_entropy
 
 VOCAB, DIM, TOKENS = 61, 16, 8
 

@@ -18,7 +18,7 @@ from weft.parallel.tensor.head import HeadLoss, expect_labels
 from weft.parallel.tensor.head_loss import token_loss
 from weft.spec.plan import Plan
 from weft.testing.live import LiveBytes
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 ROWS, TOKENS, LAYERS = 2, 32, 3
 SPEC = replace(LLAMA, num_layers=LAYERS, vocab_size=64, tied=False, max_seq_len=TOKENS)

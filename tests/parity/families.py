@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from weft.spec.decoder import DecoderSpec
 from weft.testing.float64 import Float64Throughout
-from weft.train.loss import IGNORE, token_cross_entropy
+from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 
 VOCAB, DIM, LAYERS, HEADS, KV_HEADS, FFN, LENGTH = 61, 16, 2, 4, 2, 24, 32
 

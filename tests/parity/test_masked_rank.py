@@ -13,7 +13,7 @@ import torch
 from tests.parity.cases import LLAMA
 from tests.parity.moe_cases import MOE, MoECase
 from weft.testing import Case, DecoderCase, train_cases
-from weft.train.loss import IGNORE
+from weft.train.tasks.decoder_loss import IGNORE
 
 
 @dataclass(frozen=True)

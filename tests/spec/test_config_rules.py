@@ -40,6 +40,9 @@ CASES = [
     ("options-are-of-a-class", ["optimizer.options={rho = 0.9}"],
      "optimizer.options={rho = 0.9}: they belong to an optimizer named as package.module:Class, and here "
      "optimizer.name=adamw. Set betas, eps, momentum beside it, or name a class."),
+    ("task-options-are-of-a-class", ["task.options={side = 16}"],
+     "task.options={side = 16}: they belong to a task named as package.module:Class, and none is named. "
+     "Use task.name=package.module:Class, or leave them out."),
     ("patience-needs-evaluations", ["train.early_stop.patience=3", "eval.every=0"],
      "train.early_stop.patience=3: eval.every=0 evaluates only at the end. Use eval.every=50."),
     ("patience-needs-evaluation-data", ["train.early_stop.patience=3", "data.holdout=0"],

@@ -15,11 +15,11 @@ from weft.planner.measured.here import this_host
 from weft.planner.measured.lessons import RUN_FILE
 from weft.planner.measured.profile import load_profile
 from weft.spec.config import RunConfig
-from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
-from weft.train.expectation import expectation_lines
+from weft.train.planned.expectation import expectation_lines
+from weft.train.tasks.decoder import DecoderTask
 
-SPEC = DecoderSpec(vocab_size=256, dim=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=128, max_seq_len=64)
+MODEL = {"vocab_size": 256, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
 RANK = {"typical": {"compute": 0.5, "optimizer": 0.1, "data": 0.01}, "memory": 2**28, "steps": 7}
 
 
@@ -30,8 +30,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(folder: Path) -> list[str]:
-    config = RunConfig.model_validate({"train": {"seq_len": 32, "global_batch": 8}})
-    return expectation_lines(folder, config, SPEC, build_mesh(Plan()), [RANK])
+    config = RunConfig.model_validate(
+        {"model": MODEL, "tokenizer": {"kind": "bytes"}, "train": {"seq_len": 32, "global_batch": 8}}
+    )
+    task = DecoderTask()
+    task.config = config
+    return expectation_lines(folder, task, build_mesh(Plan()), [RANK])
 
 
 def here_profile(home: Path) -> Path:
@@ -86,7 +90,7 @@ def test_a_format_that_was_not_measured_with_so_many_ranks_is_said(
 
 def test_whatever_the_planner_raises_is_one_line(home: Path, monkeypatch, capsys) -> None:
     here_profile(home)
-    monkeypatch.setattr("weft.train.expectation.estimate", lambda *_: {}["linear_f"])
+    monkeypatch.setattr("weft.train.planned.expectation.estimate", lambda *_: {}["linear_f"])
     [line] = lines(home)
     assert line == "planned: not measured (KeyError: 'linear_f'; the traceback is in the log of rank 0)"
     assert "Traceback" in capsys.readouterr().err

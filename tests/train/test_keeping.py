@@ -6,12 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from weft.checkpoint.tensor_file import block_of
 from weft.errors import CheckpointError, TrainingHalted
 from weft.monitor import read_events
-from weft.train import RunFolder, keeping
-from weft.train import run as run_module
-from weft.train.keeping import saved_steps
-from weft.train.loss import token_cross_entropy
+from weft.train import RunFolder
+from weft.train.run import keeping
+from weft.train.run import rank_run as run_module
+from weft.train.run.keeping import saved_steps
+from weft.train.tasks.decoder import DecoderTask
+from weft.train.tasks.decoder_loss import token_cross_entropy
 
 #: Saves at every step, evaluates at the end only, and keeps the newest checkpoint alone.
 EACH = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=false", "eval.every=0")
@@ -34,7 +37,7 @@ def poison(monkeypatch: pytest.MonkeyPatch):
         bad.clear()
         bad.update(steps)
 
-    monkeypatch.setattr(run_module, "token_cross_entropy", loss_of)
+    monkeypatch.setattr(DecoderTask, "loss", staticmethod(loss_of))
     return begin
 
 
@@ -174,4 +177,5 @@ def test_more_steps_stretch_the_schedule_and_say_so(start):
 def test_what_makes_tensors_useless(group: str, value: float, told: str) -> None:
     groups = {"model": {"w": torch.zeros(4)}, "optimizer": {"w/m": torch.zeros(4), "w/step": torch.tensor(3)}}
     groups[group]["x"] = torch.tensor([0.0, value])
-    assert keeping._fault(groups) == told
+    blocks = {name: {key: block_of(tensor) for key, tensor in group.items()} for name, group in groups.items()}
+    assert keeping._fault(blocks) == told

@@ -15,8 +15,8 @@ from weft.errors import ModelError, WeftWarning
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train.loss_check import CheckedLoss
 from weft.train.step import TrainStep
+from weft.train.step.loss_check import CheckedLoss
 
 OUTPUT = torch.randn(4, 3, requires_grad=True)
 BATCH = (torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))

@@ -18,8 +18,8 @@ from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.parallel.placement.batches import map_tensors, move_batch, tensors_in
 from weft.spec.plan import Plan
-from weft.train.microbatches import microbatches_of, split_batch
 from weft.train.step import TrainStep
+from weft.train.step.microbatches import microbatches_of, split_batch
 
 
 class Pair(NamedTuple):

@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from tests.train.conftest import SMALL
 from weft.checkpoint import load_checkpoint
 from weft.errors import CheckpointError, ConfigError, DataError, LaunchError, LayoutError, PlanError
+from weft.models import build_decoder
 from weft.monitor import read_events
 from weft.spec.files.config_file import load_config
-from weft.train import RunFolder, generate_text, prepare_run, run_rank
-from weft.train.run_lock import run_lock
-from weft.train.state import expected_bytes
+from weft.train import RunFolder, Start, generate_text, prepare_run, run_rank
+from weft.train.run.run_lock import run_lock
+from weft.train.step.state import expected_bytes
+from weft.train.tasks.decoder_files import data_of, decoder_of
 
 
 def test_a_layout_is_checked_before_the_ranks_start_and_kept_in_the_folder(tmp_path, text):
@@ -64,7 +66,7 @@ def test_a_run_leaves_a_folder_that_says_everything(start):
     assert {"config.toml", "plan.txt", "model.json", "data.json", "tokenizer", "events.jsonl", "loss.png"} <= names
     assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder.path / "plan.txt").read_text() == "\n"  # the default plan: one rank
-    assert [path.name for path in folder.samples.iterdir()] == ["step_00000012.txt"]
+    assert [path.name for path in (folder.path / "samples").iterdir()] == ["step_00000012.txt"]
     events = read_events(folder.events)
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, 13))
@@ -189,11 +191,11 @@ def test_a_saved_tokenizer_may_be_moved(text, tmp_path):
         places = [f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
         return prepare_run(load_config(None, [*SMALL, *places, *overrides]).config, world_size=1)
 
-    made = prepare("tokenizer.kind=bpe", "tokenizer.vocab_size=300", "run.name=first").tokenizer
+    made = prepare("tokenizer.kind=bpe", "tokenizer.vocab_size=300", "run.name=first").path / "tokenizer"
     first = shutil.copytree(made, tmp_path / "first_place")
-    digest = prepare("tokenizer.kind=file", f"tokenizer.path={first}").data().digest
+    digest = data_of(prepare("tokenizer.kind=file", f"tokenizer.path={first}")).digest
     moved = first.rename(tmp_path / "second_place")
-    assert prepare("tokenizer.kind=file", f"tokenizer.path={moved}").data().digest == digest
+    assert data_of(prepare("tokenizer.kind=file", f"tokenizer.path={moved}")).digest == digest
 
 
 def test_damaged_data_json_says_what_to_type(start, text):
@@ -209,7 +211,8 @@ def test_epochs_become_steps(text, tmp_path):
     places = [f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
     settings = [word for word in SMALL if not word.startswith("train.steps=")] + places
     folder = prepare_run(load_config(None, [*settings, "train.epochs=0.5"]).config, world_size=1)
-    told = re.fullmatch(r"train.epochs=0.5: (\d+) sequences an epoch, 4 a step: (\d+) steps", folder.data().summary[-1])
+    last_line = data_of(folder).summary[-1]
+    told = re.fullmatch(r"train.epochs=0.5: (\d+) sequences an epoch, 4 a step: (\d+) steps", last_line)
     assert told is not None
     assert folder.config().train.steps == int(told[2]) == math.ceil(int(told[1]) / 8)
     assert folder.config().train.epochs is None
@@ -306,7 +309,8 @@ def test_the_bytes_of_a_checkpoint_are_known_before_the_first_step(start, settin
     config, tensors = folder.config(), load_checkpoint(folder.checkpoint(2))
     saved = sum(t.nbytes for group in ("model", "optimizer") for t in tensors.tensors(group).values())
     master = torch.float64 if "fp64" in config.plan else torch.float32
-    assert expected_bytes(folder.decoder(), config.optimizer, master) == pytest.approx(saved, rel=0.001)
+    shapes = build_decoder(decoder_of(folder), device="meta")
+    assert expected_bytes(shapes, config.optimizer, master) == pytest.approx(saved, rel=0.001)
 
 
 def test_room_for_a_checkpoint_is_asked_before_the_first_step(start, monkeypatch):
@@ -333,7 +337,7 @@ def test_a_time_that_is_over_before_the_first_step_is_a_mistake(tmp_path, text):
     settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
     run = prepare_run(load_config(None, [*settings, "train.max_time=1m30s"]).config, world_size=1)
     with pytest.raises(ConfigError, match=r"train.max_time=1m30s: the time was over 1\d s before the first step. Use "):
-        run_rank(run, None, io.StringIO(), started=time.monotonic() - 100)
+        run_rank(run, None, io.StringIO(), Start(began=time.monotonic() - 100))
 
 
 def test_text_comes_out_of_a_run(start):

@@ -13,8 +13,8 @@ from weft.errors import ModelError
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train.microbatches import split_batch
 from weft.train.step import TrainStep
+from weft.train.step.microbatches import split_batch
 
 
 def mlp() -> nn.Module:

@@ -6,8 +6,8 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.monitor import StepRecord
-from weft.train.evaluate import Evaluation
-from weft.train.time_limit import TimeLimit
+from weft.train.engine import Evaluation
+from weft.train.run.time_limit import TimeLimit
 
 
 class Run:
@@ -21,12 +21,12 @@ class Run:
     def step(self, seconds: float, *, evaluation_s: float = 0.0, save_s: float = 0.0) -> bool:
         """One step and what follows it; whether the limit asked for a stop."""
         self.now += seconds
-        record = StepRecord(step=1, loss=1.0, lr=0.1, grad_norm=1.0, tokens=1, tokens_per_s=1.0,
+        record = StepRecord(step=1, loss=1.0, lr=0.1, grad_norm=1.0, count=1, count_per_s=1.0,
                             seconds={"total": seconds}, memory_bytes=0)  # fmt: skip
         asked = self.limit.on_step(record)
         if evaluation_s:
             self.now += evaluation_s
-            self.limit.on_evaluation(1, Evaluation(loss=1.0, bits_per_byte=None, num_tokens=1))
+            self.limit.on_evaluation(1, Evaluation(loss=1.0, count=1))
         self.now += save_s
         return bool(asked)
 

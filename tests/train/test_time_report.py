@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from weft.planner.cost.pipeline.pipeline_sim import Durations, simulate
 from weft.spec.schedule import build_schedule
-from weft.train.time_report import _bubble_line, _on_a_clock
+from weft.train.planned.time_report import _bubble_line, _on_a_clock
 
 
 def actions_of(name: str, slower: float):

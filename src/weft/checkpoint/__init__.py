@@ -4,6 +4,7 @@ The format is described in docs/reference/checkpoint_format.md.
 """
 
 from weft.checkpoint.aside import set_aside, set_unfinished_aside
+from weft.checkpoint.block import Block, Piece
 from weft.checkpoint.folders import folder_name, step_in_name
 from weft.checkpoint.load import (
     Checkpoint,
@@ -17,9 +18,11 @@ from weft.checkpoint.prune import prune_checkpoints
 from weft.checkpoint.save import require_space, save_checkpoint
 
 __all__ = [
+    "Block",
     "Checkpoint",
     "Found",
     "folder_name",
+    "Piece",
     "list_checkpoints",
     "load_checkpoint",
     "newest_checkpoint",

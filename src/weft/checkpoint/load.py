@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, strict_json
+from weft.checkpoint.block import Block, read_blocks
 from weft.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -24,6 +23,9 @@ from weft.checkpoint.manifest import (
 )
 from weft.checkpoint.tensor_file import header_problems, open_tensors, sha256_of
 from weft.errors import CheckpointError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: A manifest of a million tensors is about 150 MB; COMMIT is 65 bytes.
 _MAX_MANIFEST_BYTES = 512 * 2**20
@@ -50,7 +52,7 @@ class Found:
     passed_over: tuple[PassedOver, ...] = ()
 
 
-class TensorGroup(Mapping[str, Tensor]):
+class TensorGroup(Mapping[str, "Tensor"]):
     """The tensors of one group, each read from its memory-mapped file when it is asked for.
 
     Tensors are on the CPU and private to this process: writing to one never reaches the file, but is seen by a
@@ -97,6 +99,15 @@ class Checkpoint:
                 f"{self.path.name} has no tensors named '{group}' (it has: {known}).{did_you_mean(group, self.groups)}"
             )
         return TensorGroup(self.path, self._manifest.tensors[group])
+
+    def blocks(self, group: str) -> Iterator[tuple[str, Block]]:
+        """The same without torch: arrays of a group by name, in the order they were saved."""
+        entries = self._manifest.tensors[group]
+        files: dict[str, dict[str, Block]] = {}
+        for name, entry in entries.items():
+            if entry.file not in files:
+                files[entry.file] = dict(read_blocks(self.path / entry.file))
+            yield name, files[entry.file][entry.same_as or name]
 
 
 def load_checkpoint(path: Path, *, verify: bool = False) -> Checkpoint:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from weft import env
 from weft.checkpoint import folders, strict_json
+from weft.checkpoint.block import Block
 from weft.checkpoint.load import verify_checkpoint
 from weft.checkpoint.manifest import (
     COMMIT_NAME,
@@ -32,6 +32,9 @@ from weft.checkpoint.tensor_file import dtype_name, write_file, write_tensors
 from weft.errors import CheckpointError
 from weft.units import format_bytes
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 #: Tensors of one group go on in a new file beyond this size.
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -39,7 +42,7 @@ MAX_FILE_BYTES = 4 * 2**30
 def save_checkpoint(
     root: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Mapping[str, Tensor | Block]],
     state: Mapping[str, object],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -47,7 +50,7 @@ def save_checkpoint(
     """Save one step durably and return its folder, `<root>/step_00000120`.
 
     step: optimizer steps done. tensors: named groups, such as {"model": {...}, "optimizer": {...}}; any device,
-    strides and sharing (a tensor that is stored under two names is written once and comes back as one).
+    strides and sharing, or blocks (a tensor that is stored under two names is written once and comes back as one).
     state: JSON values (floats, also inf and nan, come back exactly; tuples come back as lists).
     One process saves; the others wait where the caller makes them. Raises CheckpointError when something cannot be
     stored or the disk is too full; earlier checkpoints then stand as they were, and nothing half-written stays.
@@ -75,7 +78,7 @@ def save_checkpoint(
         ) from error
 
 
-def _place(group: str, members: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, TensorEntry]:
+def _place(group: str, members: Mapping[str, Tensor | Block], max_file_bytes: int) -> dict[str, TensorEntry]:
     """Decide for each tensor of a group the file it goes to, and which names share one tensor."""
     if not GROUP_NAME.fullmatch(group):
         raise CheckpointError(f"tensors: {group!r} cannot name a group. Use lower-case letters, digits and '_'.")
@@ -91,13 +94,13 @@ def _place(group: str, members: Mapping[str, Tensor], max_file_bytes: int) -> di
         if first != name:
             shared[name] = first
             continue
-        num_bytes = tensor.numel() * tensor.element_size()
+        num_bytes = tensor.data.nbytes if isinstance(tensor, Block) else tensor.numel() * tensor.element_size()
         if filled and filled + num_bytes > max_file_bytes:
             number, filled = number + 1, 0
         numbers[name] = number
         filled += num_bytes
 
-    def entry(name: str, tensor: Tensor) -> TensorEntry:
+    def entry(name: str, tensor: Tensor | Block) -> TensorEntry:
         position = numbers[shared.get(name, name)]
         file = f"{group}.safetensors" if number == 1 else f"{group}-{position:05d}-of-{number:05d}.safetensors"
         return TensorEntry(file, dtype_name(name, tensor), tuple(tensor.shape), shared.get(name))
@@ -105,8 +108,10 @@ def _place(group: str, members: Mapping[str, Tensor], max_file_bytes: int) -> di
     return {name: entry(name, tensor) for name, tensor in members.items()}
 
 
-def _memory(name: str, tensor: Tensor) -> tuple[object, ...]:
+def _memory(name: str, tensor: Tensor | Block) -> tuple[object, ...]:
     """Equal for two names of one tensor; empty tensors own no memory and are never shared."""
+    if isinstance(tensor, Block):
+        return (id(tensor),)
     if tensor.numel() == 0:
         return (name,)
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -133,7 +138,7 @@ def require_space(root: Path, needed: int) -> None:
 def _write(
     root: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Mapping[str, Tensor | Block]],
     entries: Mapping[str, Mapping[str, TensorEntry]],
     state_text: bytes,
 ) -> Path:
@@ -163,7 +168,7 @@ def _write(
 def _write_files(
     place: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Mapping[str, Tensor | Block]],
     entries: Mapping[str, Mapping[str, TensorEntry]],
     state_text: bytes,
 ) -> bytes:
@@ -174,7 +179,9 @@ def _write_files(
             chosen = {name: tensors[group][name] for name, entry in stored.items() if entry.file == file}
             files[file] = write_tensors(place / file, chosen, stored)
     files[STATE_NAME] = write_file(place / STATE_NAME, state_text)
-    written_by = {"weft": env.weft_version(), "torch": str(torch.__version__)}
+    written_by = {"weft": env.weft_version()}
+    if "torch" in sys.modules:  # not where another engine trains
+        written_by["torch"] = str(sys.modules["torch"].__version__)
     manifest = Manifest(step, files, entries, written_by).to_bytes()
     write_file(place / MANIFEST_NAME, manifest)
     folders.sync_folder(place)

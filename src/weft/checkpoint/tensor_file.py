@@ -7,41 +7,69 @@ needs all bytes of a file in memory at once and cannot digest while it writes; r
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from weft.checkpoint.block import Block
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
 from weft.errors import CheckpointError
 
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
-    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 #: Large enough that a thread pays, small enough to stay in the cache between digest and write.
 _CHUNK_BYTES = 4 * 2**20
 
 
-def dtype_name(name: str, tensor: Tensor) -> str:
+@functools.cache
+def _dtype_names() -> dict[torch.dtype, str]:
+    import torch
+
+    return {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+        torch.complex64: "C64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+        torch.bool: "BOOL", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    }  # fmt: skip
+
+
+def dtype_name(name: str, tensor: Tensor | Block) -> str:
     """The format's name of a tensor's dtype. CheckpointError when the tensor is of a kind that cannot be stored."""
-    if not isinstance(tensor, Tensor):
+    if isinstance(tensor, Block):
+        return tensor.dtype
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"{name}: a {type(tensor).__name__} is not a tensor. Put plain values in `state`.")
     kind = type(tensor.detach())
-    if kind is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
-        what = kind.__name__ if kind is not Tensor else f"{tensor.layout} on {tensor.device}"
+    if kind is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
+        what = kind.__name__ if kind is not torch.Tensor else f"{tensor.layout} on {tensor.device}"
         raise CheckpointError(f"{name}: a {what} has no bytes of its own to store. Gather it to a plain tensor first.")
-    if tensor.dtype not in _DTYPE_NAMES:
+    if tensor.dtype not in _dtype_names():
         raise CheckpointError(f"{name}: dtype {tensor.dtype} cannot be stored. Convert it, for example to float32.")
-    return _DTYPE_NAMES[tensor.dtype]
+    return _dtype_names()[tensor.dtype]
+
+
+def block_of(tensor: Tensor) -> Block:
+    """The bytes of a tensor; its own memory where it is contiguous on the CPU."""
+    return Block(dtype_name("tensor", tensor), tuple(tensor.shape), _bytes_of(tensor))
+
+
+def tensor_of(block: Block) -> Tensor:
+    """A tensor in the block's memory, which must be writable."""
+    import torch
+
+    dtype = next(kind for kind, name in _dtype_names().items() if name == block.dtype)
+    if not block.data.nbytes:
+        return torch.empty(block.shape, dtype=dtype)
+    return torch.frombuffer(block.data, dtype=dtype).view(block.shape)
 
 
 class DigestingFile:
@@ -94,7 +122,7 @@ def file_order(names_and_entries: Iterable[tuple[str, TensorEntry]]) -> list[str
     return [name for name, _ in sorted(names_and_entries, key=lambda item: (-DTYPE_BYTES[item[1].dtype], item[0]))]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], entries: Mapping[str, TensorEntry]) -> FileEntry:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | Block], entries: Mapping[str, TensorEntry]) -> FileEntry:
     """Write one safetensors file, durable on return. One tensor at a time is copied to the CPU."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -112,17 +140,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], entries: Mapping[st
         return file.close()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor | Block) -> memoryview:
+    if isinstance(tensor, Block):
+        return tensor.data
+    import torch
+
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
 
 
-def open_tensors(path: Path) -> Any:
+def open_tensors(path: Path, framework: str = "pt") -> Any:
     """The safetensors package's handle on a memory-mapped file. CheckpointError when the file is not of the format."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(str(path), framework="pt", device="cpu")
+        return safe_open(str(path), framework=framework, device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path.name}: not a safetensors file ({error})") from error
 
@@ -130,7 +162,7 @@ def open_tensors(path: Path) -> Any:
 def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]:
     """Where the file's own header differs from what the manifest says of it: names, dtypes, shapes."""
     try:
-        handle = open_tensors(path)
+        handle = open_tensors(path, "numpy")  # for names and shapes alone
     except CheckpointError as error:
         return [str(error)]
     present, expected = set(handle.keys()), set(entries)

@@ -75,8 +75,8 @@ def train_here(config: RunConfig) -> None:
     cores = usable_cores()
     with busy(sys.stderr, "starting: loading torch"):
         num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
-        from weft.train.folder import run_folder
-        from weft.train.run_lock import run_lock
+        from weft.train.run.folder import run_folder
+        from weft.train.run.run_lock import run_lock
 
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
     with run_lock(run_folder(config).path) as lock:
@@ -93,7 +93,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     from weft.cli.launcher import run_as_rank, second_handle
     from weft.comm import FirstWord
     from weft.mesh import open_store
-    from weft.train import run_rank
+    from weft.train import Start, run_rank
 
     started = time.monotonic() - process_age_s()
     # Kept until the end: the first rank may host it.
@@ -105,19 +105,14 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
             folder = _prepared_by_the_first(config, place, word, held)
         else:
             folder = _prepared_elsewhere(config, word)
-        run_as_rank(
-            folder.logs,
-            place,
-            lambda terminal: run_rank(
-                folder, place, terminal, alarm, locked=True, started=started, store=store, command=typed_command()
-            ),
-        )
+        start = Start(locked=True, began=started, alarm=alarm, store=store, command=tuple(typed_command()))
+        run_as_rank(folder.logs, place, lambda terminal: run_rank(folder, place, terminal, start))
 
 
 def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
     """Settle the plan and write the folder, which the caller holds."""
     from weft.train import prepare_run
-    from weft.train.auto_plan import chosen_line, record_choice, settle_plan
+    from weft.train.planned.auto_plan import chosen_line, record_choice, settle_plan
 
     asked = config.plan
     config, chosen = settle_plan(config, num_ranks, num_local)
@@ -132,8 +127,8 @@ def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
 
 def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack) -> RunFolder:
     """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
-    from weft.train.folder import run_folder
-    from weft.train.run_lock import run_lock
+    from weft.train.run.folder import run_folder
+    from weft.train.run.run_lock import run_lock
 
     said: dict[str, object] = {"exit_code": 1}
     try:

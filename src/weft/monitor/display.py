@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
 
-from weft.monitor.record import StepRecord
+from weft.monitor.record import Metrics, StepRecord
 from weft.monitor.step_text import Eta, format_clock, format_loss, numbers
 from weft.monitor.terminal import LastingStream, is_live
 
@@ -15,7 +15,8 @@ class Display(Protocol):
 
     def step(self, record: StepRecord) -> None: ...
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None: ...
+    def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
+        """metrics: of the task, beside the loss: (value, its unit or name)."""
 
     def phase(self, name: str) -> None:
         """What the run does now besides training: "evaluating", "saving", ...; "" when it trains."""
@@ -39,12 +40,14 @@ def make_display(
     title: Sequence[str] = (),
     steps_per_epoch: float | None = None,
     past: Sequence[Mapping[str, Any]] = (),
+    metrics: Mapping[str, str] | None = None,
 ) -> Display:
     """A live panel when `stream` is a terminal (and no CI's), else plain lines, one each `every` steps.
 
     start_step: steps done before, by the run that this one resumes; past: its last events, which the panel's curve
     goes on from. is_tty: overrules the detection. title: what the panel's first line says, such as the run's name and
     its plan. steps_per_epoch: None where an epoch means nothing.
+    metrics: of the events of evaluations, the label of each metric by its name.
     """
     if is_tty is None:
         is_tty = is_live(stream)
@@ -58,6 +61,7 @@ def make_display(
             title=title,
             steps_per_epoch=steps_per_epoch,
             past=past,
+            metrics=metrics,
         )
     return PlainDisplay(stream, total_steps=total_steps, start_step=start_step, every=every)
 
@@ -83,9 +87,9 @@ class PlainDisplay:
                 "  ".join([place, *(f"{name} {value}".strip() for name, value in numbers(record)), f"eta {eta}"])
             )
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
-        bits = f"  {format_loss(bits_per_byte)} bits/byte" if bits_per_byte is not None else ""
-        self._line(f"eval {step:>{len(str(self._total))}}/{self._total}  loss {format_loss(loss)}{bits}")
+    def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
+        more = "".join(f"  {format_loss(value)} {label}" for value, label in metrics)
+        self._line(f"eval {step:>{len(str(self._total))}}/{self._total}  loss {format_loss(loss)}{more}")
 
     def phase(self, name: str) -> None:
         """Only what may take minutes has a line: the log of a short phase is the line of what it made."""

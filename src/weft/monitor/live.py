@@ -23,7 +23,7 @@ from rich.text import Text
 
 from weft import env
 from weft.monitor.events import last_per_step, number
-from weft.monitor.record import StepRecord
+from weft.monitor.record import Metrics, StepRecord
 from weft.monitor.step_text import Eta, format_clock, format_loss, numbers
 from weft.monitor.terminal import LastingStream, wrapped
 
@@ -89,7 +89,9 @@ class LiveDisplay:
         title: Sequence[str] = (),
         steps_per_epoch: float | None = None,
         past: Sequence[Mapping[str, Any]] = (),
+        metrics: Mapping[str, str] | None = None,
     ):
+        self._metrics = metrics or {}
         self._total = total_steps
         self._title = title
         self._steps_per_epoch = steps_per_epoch
@@ -122,8 +124,9 @@ class LiveDisplay:
                 self._curve.add(number(event.get("loss")))
         for event in last_per_step(past, "eval"):
             if event["step"] <= self._start:
-                bits = event.get("bits_per_byte")
-                self.evaluation(event["step"], number(event.get("loss")), bits if isinstance(bits, float) else None)
+                found = [(event.get(name), label) for name, label in self._metrics.items()]
+                metrics = [(value, label) for value, label in found if isinstance(value, float)]
+                self.evaluation(event["step"], number(event.get("loss")), metrics)
 
     def phase(self, name: str) -> None:
         with self._lock:
@@ -138,8 +141,8 @@ class LiveDisplay:
         if record.skipped:
             self.note(f"step {record.step}/{self._total}  skipped: {record.skipped}")
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None = None) -> None:
-        bits = f" · {format_loss(bits_per_byte)} bits/byte" if bits_per_byte is not None else ""
+    def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
+        more = "".join(f" · {format_loss(value)} {label}" for value, label in metrics)
         with self._lock:
             if math.isfinite(loss) and (self._best is None or loss < self._best[0]):
                 self._best = (loss, step)
@@ -148,7 +151,7 @@ class LiveDisplay:
                 best = f" · best {format_loss(self._best[0])} at {self._best[1]}"
             # From the fullest wording to the shortest: a narrow terminal takes the first that fits.
             brief = f"eval {format_loss(loss)}"
-            self._evaluations = (f"{brief}{bits} at step {step}{best}", f"{brief}{bits} at step {step}", brief)
+            self._evaluations = (f"{brief}{more} at step {step}{best}", f"{brief}{more} at step {step}", brief)
 
     def note(self, text: str) -> None:
         self._console.print(Text(wrapped(text, max(20, self._console.width - 1))), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Seconds by phase of a step, tokens per second, memory.
+"""Seconds by phase of a step, what it trained per second, memory.
 
 On a GPU a phase is bracketed by two CUDA events and nothing waits: the seconds are read from the events when somebody
 asks for them, which by then have usually passed.
@@ -58,12 +58,12 @@ class CudaClock:
 
 
 class StepTimes:
-    """One step's times. total_s: by the host's clock, all included. tokens_per_s: of this step alone."""
+    """One step's times. total_s: by the host's clock, all included. count_per_s: of this step alone."""
 
     def __init__(
         self,
         total_s: float,
-        num_tokens: int,
+        count: int,
         spans: list[tuple[str, Any, Any]],
         clock: StepClock,
         exposed: Mapping[str, Mapping[str, float]] | None = None,
@@ -71,7 +71,7 @@ class StepTimes:
         self.total_s = total_s
         #: Host seconds of communication inside each phase, by axis.
         self.exposed = exposed or {}
-        self.tokens_per_s = num_tokens / total_s if total_s > 0 else 0.0
+        self.count_per_s = count / total_s if total_s > 0 else 0.0
         self._spans = spans
         self._clock = clock
 
@@ -137,21 +137,21 @@ class Meter:
                 for axis, seconds in self._communication().items():
                     inside[axis] = inside.get(axis, 0.0) + seconds - before.get(axis, 0.0)
 
-    def end_step(self, num_tokens: int) -> StepTimes:
-        """End the step. num_tokens: trained in it over all ranks; 0 for a step that trained nothing."""
+    def end_step(self, count: int) -> StepTimes:
+        """End the step. count: tokens or samples trained in it over all ranks; 0 for a step that trained nothing."""
         now = time.perf_counter()
-        times = StepTimes(now - self._began, num_tokens, list(self._spans), self._clock, self._exposed)
+        times = StepTimes(now - self._began, count, list(self._spans), self._clock, self._exposed)
         self._exposed = {}
-        self._recent.append((num_tokens, times.total_s))
+        self._recent.append((count, times.total_s))
         self._spans.clear()
         self._began = now
         return times
 
     @property
-    def tokens_per_s(self) -> float:
-        """Smoothed over the last steps: their tokens over their seconds. 0 before the first."""
+    def count_per_s(self) -> float:
+        """Smoothed over the last steps: what they trained over their seconds. 0 before the first."""
         total_s = sum(seconds for _, seconds in self._recent)
-        return sum(tokens for tokens, _ in self._recent) / total_s if total_s > 0 else 0.0
+        return sum(count for count, _ in self._recent) / total_s if total_s > 0 else 0.0
 
 
 def memory_bytes(device: object = "cpu") -> tuple[int, int]:

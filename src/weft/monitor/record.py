@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+#: What an evaluation found beside the loss: (value, its unit or name).
+Metrics = Sequence[tuple[float, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One optimizer step.
 
-    step: steps done, this one included (1 is the first). loss: nats per trained token. tokens: trained in this step,
-    over all ranks. seconds: host time by phase, and "total". memory_bytes: this rank's peak. skipped: why the weights
-    were not changed, or None. mfu: None where the device's peak is not known. loss_scale: of fp16, else None.
+    step: steps done, this one included (1 is the first). loss: mean over what is counted. count: how many were trained
+    in this step, over all ranks; unit: what they are, such as "tokens". seconds: host time by phase, and "total".
+    memory_bytes: this rank's peak. skipped: why the weights were not changed, or None. mfu: None where the device's
+    peak is not known. loss_scale: of fp16, else None.
     """
 
     step: int
     loss: float
     lr: float
     grad_norm: float
-    tokens: int
-    tokens_per_s: float
+    count: int
+    count_per_s: float
     seconds: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: int = 0
     mfu: float | None = None
     loss_scale: float | None = None
     skipped: str | None = None
+    unit: str = "tokens"
 
     def to_event(self) -> dict[str, object]:
-        """One line of events.jsonl, of kind "step"; what does not apply to this run is left out."""
+        """One line of events.jsonl, of kind "step"; what does not apply to this run is left out.
+
+        Counts are called by their unit: "tokens" and "tokens_per_s".
+        """
+        names = {"count": self.unit, "count_per_s": f"{self.unit}_per_s"}
         event: dict[str, object] = {"event": "step"}
         for name in self.__slots__:
             value = getattr(self, name)
-            if value is not None:
-                event[name] = value
+            if value is not None and name != "unit":
+                event[names.get(name, name)] = value
         event["seconds"] = {phase: round(seconds, 6) for phase, seconds in self.seconds.items()}
         return event

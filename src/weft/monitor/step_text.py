@@ -12,6 +12,8 @@ from weft.units import format_bytes, format_count
 
 #: Steps that the remaining time is estimated from; evaluations and saves between them count.
 _ETA_WINDOW = 100
+#: Units that the lines abbreviate.
+_SHORT = {"tokens": "tok"}
 
 
 class Eta:
@@ -48,7 +50,7 @@ def numbers(record: StepRecord) -> Iterator[tuple[str, str]]:
     yield "loss", format_loss(record.loss)
     yield "lr", f"{record.lr:.1e}"
     yield "grad", f"{record.grad_norm:.2f}" if abs(record.grad_norm) < 1000 else f"{record.grad_norm:.1e}"
-    yield "", f"{format_count(record.tokens_per_s)} tok/s"
+    yield "", f"{format_count(record.count_per_s)} {_SHORT.get(record.unit, record.unit)}/s"
     if record.memory_bytes:
         yield "", format_bytes(record.memory_bytes)
     if record.mfu is not None:

@@ -1,10 +1,10 @@
-"""Optimizers, learning rates, clipping and loss scaling."""
+"""Optimizers, learning rates, clipping and loss scaling. Names are loaded at first use: a schedule needs no torch."""
 
-from weft.optim.build import build_optimizer, check_optimizer, freeze, options_of
-from weft.optim.clip import clip_factor, global_norm
-from weft.optim.loss_scale import LossScale
-from weft.optim.muon import Muon
-from weft.optim.schedule import lr_factor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
 
 __all__ = [
     "LossScale",
@@ -17,3 +17,25 @@ __all__ = [
     "lr_factor",
     "options_of",
 ]
+
+if TYPE_CHECKING:
+    from weft.optim.build import build_optimizer, check_optimizer, freeze, options_of
+    from weft.optim.clip import clip_factor, global_norm
+    from weft.optim.loss_scale import LossScale
+    from weft.optim.muon import Muon
+    from weft.optim.schedule import lr_factor
+
+__getattr__ = loads(
+    __name__,
+    {
+        "LossScale": ".loss_scale",
+        "Muon": ".muon",
+        "build_optimizer": ".build",
+        "check_optimizer": ".build",
+        "clip_factor": ".clip",
+        "freeze": ".build",
+        "global_norm": ".clip",
+        "lr_factor": ".schedule",
+        "options_of": ".build",
+    },
+)

@@ -49,6 +49,14 @@ CodeName = Annotated[
     StringConstraints(pattern=_CODE),
     WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
 ]
+_TASK = r"^([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*$"
+TaskName = Annotated[
+    str,
+    StringConstraints(pattern=_TASK),
+    WithJsonSchema(
+        {"type": "string", "pattern": _TASK, "x-rule": "a class as package.module:Class or path/to/file.py:Class"}
+    ),
+]
 OptionValue = Annotated[
     bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
     WithJsonSchema({"x-rule": "true, false, a number, a text or a list of numbers"}),
@@ -91,6 +99,16 @@ class RunSection(Section):
     after that file: my.toml runs in runs/my."""
     dir: str = "runs"
     """Folder that holds the run folders."""
+
+
+class TaskSection(Section):
+    """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
+
+    name: TaskName | None = None
+    """A task of your own as package.module:Class, importable from this folder, or path/to/file.py:Class.
+    `task = "package.module:Class"` says the same. Absent: a decoder on text."""
+    options: dict[str, OptionValue] = {}
+    """Options of that class, such as {size = 32}; the class says which there are."""
 
 
 class ModelSection(Section):
@@ -349,6 +367,7 @@ class RunConfig(Section):
     seed: Count = 0
     """Seed of initial weights, data order and sampling."""
     run: RunSection = RunSection()
+    task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()

@@ -23,7 +23,7 @@ from weft.testing.between_steps import live_bytes, plain_tensors
 from weft.testing.live import LiveBytes
 from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 MODEL = DecoderSpec(
     vocab_size=2048, dim=128, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=32, tied=True

@@ -20,7 +20,7 @@ from weft.errors import CommError, WeftError
 #: Failures, those first that say most: a rank that raised, one that is gone, one that waits in vain for these.
 _TELLING = ("error", "dead", "late")
 #: What every rank imports: one process does, and ranks of gloo are forked off it. Imports by each take seconds.
-_IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train.loop", "weft.testing.parity"]
+_IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train.step", "weft.testing.parity"]
 #: How long (s) the other ranks may take once one has failed.
 _AFTER_FAILURE_S = 5.0
 

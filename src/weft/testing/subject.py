@@ -2,7 +2,7 @@
 
 | written | is |
 |---|---|
-| run.toml | the model and optimizer of a run's config |
+| run.toml | the model and optimizer of a run's config, or the task that it names |
 | llama3-8b | a size that has a name, whatever lies in the working directory |
 | folder with config.json | a Hugging Face model of that config, with random weights; no code of the folder is run |
 | package.module:function | what the function returns: a model, or (model, batch_fn) or (model, batch_fn, loss_fn) |
@@ -27,15 +27,18 @@ from weft.models import build_decoder
 from weft.models.initialise import BATCH_NORMS
 from weft.optim import build_optimizer
 from weft.parallel.placement.batches import map_tensors
-from weft.spec import DecoderSpec, Layout, decoder_spec, model_names, resolve_decoder
+from weft.spec import DecoderSpec, Layout, RunConfig, decoder_spec, model_names, resolve_decoder
 from weft.spec.config import OptimizerSection
 from weft.spec.files.config_file import load_config
 from weft.spec.hugging_face_config import decoder_shape
+from weft.spec.plan import Plan
 from weft.spec.shape_rules import shape_problems
 from weft.structure import call_function, hugging_face
 from weft.testing.foreign_config import has_inputs, inputs_of, read_config, token_labels
-from weft.train.forward import call_model
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.step.forward import call_model
+from weft.train.task import Share
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.train.tasks.task_choice import find_task
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 
@@ -60,7 +63,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model by its source, so that each process builds its own. kind: "decoder", "hf" or "function"."""
+    """A model by its source, so that each process builds its own.
+
+    kind: "decoder", "task", "hf" or "function". config: of a task.
+    """
 
     source: str
     kind: str
@@ -69,6 +75,7 @@ class Subject:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     plan: str = ""
     layout: Layout | None = None
+    config: RunConfig | None = None
 
     def build(self) -> BuiltCase:
         """The model with its data and loss. Raises ModelError where it cannot be had."""
@@ -78,6 +85,8 @@ class Subject:
             assert self.shape is not None
             model = build_decoder(self.shape, dtype=dtype, seed=self.settings.seed)
             return BuiltCase(self, model, forward=model_forward, vocab_size=self.shape.vocab_size)
+        if self.kind == "task":
+            return self._build_task(dtype)
         if self.kind == "hf":
             return BuiltCase(self, hugging_face.model_of_config(_config(self.source, self.settings)).to(dtype))
         model, rest = call_function(self.source)
@@ -89,6 +98,19 @@ class Subject:
                 f"Return (model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
             )
         return BuiltCase(self, model.to(dtype), batch_fn=batch_fn, loss_fn=loss_fn, vocab_size=vocab_size)
+
+    def _build_task(self, dtype: torch.dtype) -> BuiltCase:
+        """The task's own model, training batches, forward and loss."""
+        assert self.config is not None
+        task = find_task(self.config)
+        batches = task.batches(Share(self.settings.global_batch))
+        return BuiltCase(
+            self,
+            task.initial_model(Plan()).to(dtype),
+            forward=task.forward,
+            batch_fn=lambda step, size: batches.batches(step)[0],
+            loss_fn=task.loss,
+        )
 
 
 class BuiltCase:
@@ -158,15 +180,19 @@ def find_subject(source: str, settings: Settings) -> Subject:
     path = Path(source)
     if path.suffix == ".toml":
         config = load_config(path).config
+        if config.task.name is not None:
+            _refuse_reduction(f"the task {config.task.name}", settings)
+            config = config.model_copy(update={"seed": settings.seed})
+            return Subject(source, "task", settings, None, config.optimizer, config.plan, layout_of(config), config)
         shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
-        layout = Layout.read(config.layout) if config.layout else None
-        return Subject(source, "decoder", settings, reduced(shape, settings), config.optimizer, config.plan, layout)
+        shape = reduced(shape, settings)
+        return Subject(source, "decoder", settings, shape, config.optimizer, config.plan, layout_of(config))
     if path.is_dir() and source not in model_names():
         if not (path / "config.json").is_file():
             raise ModelError(f"model={source}: the folder has no config.json. Give the folder of a Hugging Face model.")
         return Subject(source, "hf", settings, decoder_shape(_config(source, settings)))
     if ":" in source:
-        _refuse_reduction(source, settings)
+        _refuse_reduction(f"the function {source}", settings)
         return Subject(source, "function", settings)
     try:
         return Subject(source, "decoder", settings, reduced(decoder_spec(source), settings))
@@ -178,15 +204,20 @@ def find_subject(source: str, settings: Settings) -> Subject:
         ) from None
 
 
+def layout_of(config: RunConfig) -> Layout | None:
+    """The layout that a config gives."""
+    return Layout.read(config.layout) if config.layout else None
+
+
 def _config(source: str, settings: Settings) -> Any:
     return read_config(Path(source), settings.num_layers, settings.dim, settings.vocab_size)
 
 
-def _refuse_reduction(source: str, settings: Settings) -> None:
+def _refuse_reduction(maker: str, settings: Settings) -> None:
     asked = (("layers", settings.num_layers), ("width", settings.dim), ("vocab", settings.vocab_size))
     for name, value in asked:
         if value is not None:
-            raise ConfigError(f"{name}={value}: the function {source} makes its model as it likes. Reduce it there.")
+            raise ConfigError(f"{name}={value}: {maker} makes its model as it likes. Reduce it there.")
 
 
 def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "Engine",
     "Hook",
+    "Metric",
     "Microbatches",
     "Progress",
     "RunFolder",
     "RunResult",
+    "Start",
     "StepMetrics",
+    "Task",
     "TrainStep",
     "Trainer",
     "generate_text",
@@ -24,27 +28,34 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.folder import RunFolder, prepare_run
+    from weft.train.engine import Engine
     from weft.train.hooks import Hook
-    from weft.train.loop import Progress, Trainer
-    from weft.train.microbatches import Microbatches
-    from weft.train.run import RunResult, run_rank
-    from weft.train.sample import generate_text
-    from weft.train.step import StepMetrics, TrainStep
+    from weft.train.loop import Trainer
+    from weft.train.progress import Progress
+    from weft.train.run.folder import RunFolder, prepare_run
+    from weft.train.run.rank_run import RunResult, Start, run_rank
+    from weft.train.step.microbatches import Microbatches
+    from weft.train.step.train_step import StepMetrics, TrainStep
+    from weft.train.task import Metric, Task
+    from weft.train.tasks.decoder_sample import generate_text
 
 __getattr__ = loads(
     __name__,
     {
+        "Engine": ".engine",
         "Hook": ".hooks",
-        "Microbatches": ".microbatches",
-        "Progress": ".loop",
-        "RunFolder": ".folder",
-        "RunResult": ".run",
-        "StepMetrics": ".step",
-        "TrainStep": ".step",
+        "Metric": ".task",
+        "Microbatches": ".step.microbatches",
+        "Progress": ".progress",
+        "RunFolder": ".run.folder",
+        "RunResult": ".run.rank_run",
+        "Start": ".run.rank_run",
+        "StepMetrics": ".step.train_step",
+        "Task": ".task",
+        "TrainStep": ".step.train_step",
         "Trainer": ".loop",
-        "generate_text": ".sample",
-        "prepare_run": ".folder",
-        "run_rank": ".run",
+        "generate_text": ".tasks.decoder_sample",
+        "prepare_run": ".run.folder",
+        "run_rank": ".run.rank_run",
     },
 )

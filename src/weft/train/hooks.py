@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.monitor import StepRecord
-from weft.train.evaluate import Evaluation
+from weft.train.engine import Evaluation
 
 
 class Hook:

@@ -22,8 +22,9 @@ from weft.parallel.context.context import Context
 from weft.spec.context import choose_cp_mode, sent_bytes
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case
-from weft.train.evaluate import evaluate
-from weft.train.loss import model_forward, token_cross_entropy
+from weft.train.step.evaluate import evaluate
+from weft.train.tasks.decoder import DecoderTask
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 
 def hf_llama(**changes):
@@ -102,15 +103,17 @@ def evaluation(text):
     model = case.model()
     parallelize(model, mesh)
     batches = [case.batch(step) for step in range(2)]
-    return evaluate(model, batches, mesh, torch.arange(LLAMA.vocab_size))
+    task = DecoderTask()
+    task._bytes_on = lambda device: torch.arange(LLAMA.vocab_size, device=device)
+    return evaluate(model, batches, mesh, task)
 
 
 def test_evaluation_counts_each_token_once(ranks4):
     wanted = evaluation("precision=fp64")
     for found in ranks4.run(evaluation, "cp=4 precision=fp64"):
-        assert found.num_tokens == wanted.num_tokens
+        assert found.count == wanted.count
         assert found.loss == pytest.approx(wanted.loss, rel=1e-12)
-        assert found.bits_per_byte == pytest.approx(wanted.bits_per_byte, rel=1e-12)
+        assert found.metrics == pytest.approx(wanted.metrics, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["", pytest.param("cp_mode=ring compile=on", marks=pytest.mark.full)])

@@ -20,11 +20,11 @@ from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches
-from weft.train.evaluate import evaluate
-from weft.train.loss import model_forward, token_cross_entropy
-from weft.train.microbatches import Microbatches
-from weft.train.state import capture, restore
 from weft.train.step import TrainStep
+from weft.train.step.evaluate import mean_loss
+from weft.train.step.microbatches import Microbatches
+from weft.train.step.state import capture, restore
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 
 def start(plan_text: str, spec: DecoderSpec = TIED, *, device: str | None = None, dtype: torch.dtype | None = None):
@@ -100,8 +100,7 @@ def evaluation(plan_text: str) -> tuple[float, int]:
     """Loss and tokens of an evaluation of two batches of different lengths."""
     mesh, model, _, _ = start(plan_text, dtype=torch.float64)
     batches = [DecoderCase(TIED, global_batch=2, seq_len=length).batch(0) for length in (8, 5, 8)]
-    result = evaluate(model, batches, mesh, None)
-    return result.loss, result.num_tokens
+    return mean_loss(model, batches, mesh, token_cross_entropy, model_forward)
 
 
 def held_on_ranks(plan_text: str) -> tuple[list[str], int, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import NOT_BUILT, check
 from weft.spec.rules.rule import Facts
 from weft.testing.live import LiveBytes
-from weft.train.loss import token_cross_entropy
+from weft.train.tasks.decoder_loss import token_cross_entropy
 
 GIB = 2**30
 STATES = Usage(parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, activations=8 * GIB, num_rows=4, num_blocks=32)

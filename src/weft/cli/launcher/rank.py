@@ -26,7 +26,7 @@ from weft.cli.launcher.failure import Failure, error_path, log_path, write_failu
 from weft.cli.launcher.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
 from weft.monitor import busy
-from weft.train.signals import STOP_SIGNALS
+from weft.train.run.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 
@@ -158,11 +158,13 @@ def main() -> None:
     def body(terminal: TextIO | None) -> object:
         # torch loads here, behind the redirection, so that its warnings land in the log.
         with busy(terminal, "loading torch"):
-            from weft.train import RunFolder, run_rank
+            from weft.engines import torch_engine  # noqa: F401 - the slow part, told by `busy`
+            from weft.train import RunFolder, Start, run_rank
 
         given = json.loads(line.settings)
         run = RunFolder(run_dir, given["texts"])
-        return run_rank(run, place, terminal, alarm, locked=True, started=given["started"], command=given["command"])
+        start = Start(locked=True, began=given["started"], alarm=alarm, command=tuple(given["command"]))
+        return run_rank(run, place, terminal, start)
 
     run_as_rank(run_dir / "logs", place, body, line)
     gc.freeze()  # as in main.py: ending takes no second

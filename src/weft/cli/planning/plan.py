@@ -13,8 +13,9 @@ from weft.cli.planning.findings import Findings
 from weft.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from weft.planner.search import Question
+    from weft.planner.search import PlannedModel, Question
     from weft.spec.traced import TracedModel
+    from weft.train.task import Task
 
 #: Exit code where no plan fits: as of a rank that runs out of memory.
 NOTHING_FITS = 4
@@ -78,14 +79,17 @@ def plan(
         raise typer.Exit(NOTHING_FITS)
 
 
-def _described(model: str, save: Path | None) -> str | TracedModel:
-    """The model's name, or what tracing finds where the name is that of code: that alone needs torch."""
+def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:
+    """The model's name, or what tracing finds where the name is that of code, or of a config with a task of its own:
+    that alone needs torch."""
     from weft.cli.console import say
     from weft.planner.search import CODE
     from weft.spec.model import size_hides
 
     if note := size_hides(model):
         say(note)
+    if model.endswith(".toml") and (task := _task_of(model)) is not None:
+        return task.describe()
     if not CODE.fullmatch(model):
         if save is not None:
             rule = "only what is traced is saved, and this model is read from a config"
@@ -98,6 +102,18 @@ def _described(model: str, save: Path | None) -> str | TracedModel:
         found.save(save)
         say(f"wrote {save}.")
     return found
+
+
+def _task_of(file: str) -> Task | None:
+    """The task that a config names, or None."""
+    from weft.spec.files.config_file import load_config
+
+    config = load_config(file, ["plan=auto"]).config
+    if config.task.name is None:
+        return None
+    from weft.train.tasks.task_choice import find_task
+
+    return find_task(config)
 
 
 def _needs_no_question(

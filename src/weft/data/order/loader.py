@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -114,11 +115,17 @@ def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int,
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch
 
 
+class StepBatches(Protocol):
+    """Gives the microbatches of any step."""
+
+    def batches(self, step: int) -> list[Any]: ...
+
+
 class Prefetch:
     """Builds batches in a thread, two steps ahead; an error there is raised where the batch is asked for."""
 
-    def __init__(self, loader: Loader, start_step: int, end_step: int):
-        self._queue: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(maxsize=_PREFETCH)
+    def __init__(self, loader: StepBatches, start_step: int, end_step: int):
+        self._queue: queue.Queue[list[Any] | BaseException | None] = queue.Queue(maxsize=_PREFETCH)
         self._closed = threading.Event()
         self._finished = False
         self._thread = threading.Thread(
@@ -129,7 +136,7 @@ class Prefetch:
     def __iter__(self) -> Prefetch:
         return self
 
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> list[Any]:
         if self._finished or self._closed.is_set():
             raise StopIteration
         item = self._queue.get()
@@ -157,7 +164,7 @@ class Prefetch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _work(self, loader: Loader, start_step: int, end_step: int) -> None:
+    def _work(self, loader: StepBatches, start_step: int, end_step: int) -> None:
         try:
             for step in range(start_step, end_step):
                 if not self._put(loader.batches(step)):
@@ -167,7 +174,7 @@ class Prefetch:
         except BaseException as error:
             self._put(error)
 
-    def _put(self, item: list[Batch] | BaseException | None) -> bool:
+    def _put(self, item: list[Any] | BaseException | None) -> bool:
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=0.1)

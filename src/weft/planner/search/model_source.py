@@ -106,6 +106,9 @@ def _read_run(path: Path) -> PlannedModel:
     from weft.spec.rules import least_vocab
 
     config = load_config(path, ["plan=auto"]).config
+    if config.task.name is not None:
+        rule = f"task.name={config.task.name} is traced with torch, which is not done here"
+        raise ModelError(f"model={path}: {rule}. Type weft plan {path} with a cluster.")
     return of_decoder(config.model.name, resolve_decoder(config.model, least_vocab(config)), config)
 
 
@@ -202,8 +205,11 @@ def _expert_fields(shape: Shape) -> dict[str, Any]:
 
 
 def default_seq_len(model: PlannedModel) -> int:
-    """Tokens of a sequence where nobody says: the config's, else what the model reads, at most 8192."""
-    if model.config:
+    """Tokens of a sequence where nobody says: the config's, else what the model reads, at most 8192.
+
+    Of a traced model the example says it: train.seq_len is the decoder's setting.
+    """
+    if model.config and model.traced is None:
         return model.config.train.seq_len
     example = model.traced.default_seq_len if model.traced else 0
     return example or min(8192, model.spec.max_seq_len)

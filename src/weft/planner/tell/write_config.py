@@ -26,7 +26,9 @@ def config_text(one: Candidate) -> str:
     base = question.model.config or RunConfig.model_validate({"model": _model_table(one)})
     tables = base.model_dump(by_alias=True, exclude_none=True)
     tables["plan"] = one.plan.format()
-    tables["train"] |= {"seq_len": question.job.seq_len, "global_batch": question.job.global_batch}
+    tables["train"]["global_batch"] = question.job.global_batch
+    if question.model.traced is None:
+        tables["train"]["seq_len"] = question.job.seq_len
     if question.model.config is None:
         tables["run"] |= {"name": question.model.name}
     config = RunConfig.model_validate(tables)
@@ -35,7 +37,7 @@ def config_text(one: Candidate) -> str:
         raise ConfigError(problems)
     expected = (
         f"# Chosen by `weft plan` for {question.model.name} on {question.cluster}. Expected: "
-        f"{format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} tokens/s, "
+        f"{format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} {question.unit}/s, "
         f"{format_bytes(one.total_bytes)} of {format_bytes(one.usable_bytes)} on each rank.\n"
     )
     return expected + format_config(config)

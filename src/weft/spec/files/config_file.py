@@ -49,13 +49,13 @@ def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path
     """
     tables, origins = _read_tables(text, name)
     problems: list[Problem] = []
-    _expand_sources(tables)
+    _expand_short_forms(tables)
     for override in overrides:
         typed = apply_override(tables, override, problems)
         if typed is not None:
             origins = {key: origin for key, origin in origins.items() if key[: len(typed)] != typed}
             origins[typed] = COMMAND_LINE
-            _expand_sources(tables)
+            _expand_short_forms(tables)
     found = [*_read_plan(tables), *_settle_steps(tables, origins)]
     _make_whole(tables)
     named = {dotted(key): origin for key, origin in origins.items()}
@@ -137,8 +137,10 @@ def _name_run(tables: dict[str, object], path: Path) -> bool:
     return bool(name)
 
 
-def _expand_sources(tables: dict[str, object]) -> None:
-    """The short forms of sources: "a.txt" and ["a.txt", {path = ...}] become tables."""
+def _expand_short_forms(tables: dict[str, object]) -> None:
+    """A task that is a text, and sources such as "a.txt" and ["a.txt", {path = ...}], become tables."""
+    if isinstance(tables.get("task"), str):
+        tables["task"] = {"name": tables["task"]}
     data = tables.get("data")
     if not isinstance(data, dict):
         return

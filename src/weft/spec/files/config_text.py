@@ -13,6 +13,8 @@ def format_config(config: RunConfig) -> str:
     import tomli_w
 
     tables = config.model_dump(by_alias=True, exclude_none=True)
+    if config.task.name is None and not config.task.options:
+        del tables["task"]
     for name in ("train", "eval"):  # a table for each source reads better than one long line
         for source in tables["data"][name]:
             if not source["columns"]:
@@ -26,6 +28,7 @@ def config_schema() -> dict[str, object]:
     properties = cast(dict[str, dict[str, object]], schema["properties"])
     plan = properties["plan"]
     plan["anyOf"] = [{"type": plan.pop("type")}, _plan_table()]
+    properties["task"]["anyOf"] = [{"$ref": properties["task"].pop("$ref")}, _TEXT]
     definitions = cast(dict[str, dict[str, object]], schema["$defs"])
     sources = cast(dict[str, dict[str, object]], definitions["DataSection"]["properties"])
     for name in ("train", "eval"):

@@ -24,6 +24,8 @@ def apply_override(tables: dict[str, object], text: str, problems: list[Problem]
         problems.append(_problem(text, f"override {shown(text)!r}: an override is key=value. {_example(parts)}"))
         return None
     path = _indexed(parts)
+    if path == ("task",):
+        path = ("task", "name")  # options that the file gives stay
     parsed = override_value(path, value)
     if path[0] == "plan" and len(path) > 1:
         _open_plan(tables)

@@ -62,6 +62,16 @@ def _decay(config: RunConfig) -> int:
 
 CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
+        name="task-options-are-of-a-class",
+        keys=("task.options", "task.name"),
+        reason="The decoder that is trained by default has sections of its own.",
+        predicate=lambda config: bool(config.task.options) and config.task.name is None,
+        message=lambda config: (
+            f"{shown(config.task.options)}: they belong to a task named as package.module:Class, and none is named. "
+            f"Use task.name=package.module:Class, or leave them out."
+        ),
+    ),
+    ConfigRule(
         name="warmup-fits",
         keys=("schedule.warmup_steps", "train.steps"),
         reason="The warm-up must end before the run does.",
@@ -188,7 +198,7 @@ def config_problems(
         if problem is not None:
             found.append((problem, rule.keys))
     model = None
-    if not _touches("model", broken):
+    if config.task.name is None and not _touches("model", broken):
         try:
             model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:
@@ -230,7 +240,8 @@ def _plan_problems(
         global_batch=None
         if _touches("plan", broken) or _touches("train.global_batch", broken)
         else config.train.global_batch,
-        seq_len=None if _touches("train.seq_len", broken) else config.train.seq_len,
+        # What a task of one's own reads is not known before its class is loaded.
+        seq_len=None if config.task.name or _touches("train.seq_len", broken) else config.train.seq_len,
         device=device,
         open_axis=open_axis,
     )

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.parallel import data_parallel
-from weft.train.state import held
+from weft.train.step.state import held
 
 
 class Ema:

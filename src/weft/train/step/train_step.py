@@ -26,11 +26,11 @@ from weft.parallel.local_means import TrainMode, trust_loss
 from weft.parallel.pipeline.runtime import Drawing, Work, pipeline_of
 from weft.parallel.placement.batches import move_batch
 from weft.parallel.tensor.head import expect_labels
-from weft.train.forward import call_model
-from weft.train.loss_check import CheckedLoss, LossFn
-from weft.train.microbatches import Microbatches, microbatches_of, samples_in, values_in
-from weft.train.oom import explains_memory
-from weft.train.unsharded import fingerprint, warn_if_alike
+from weft.train.step.forward import call_model
+from weft.train.step.loss_check import CheckedLoss, LossFn
+from weft.train.step.microbatches import Microbatches, microbatches_of, samples_in, values_in
+from weft.train.step.oom import explains_memory
+from weft.train.step.unsharded import fingerprint, warn_if_alike
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]

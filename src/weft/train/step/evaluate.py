@@ -1,10 +1,8 @@
-"""Evaluation: the loss over a fixed set of sequences, the same number under every plan."""
+"""Evaluation: the loss and the metrics over a fixed set of samples, the same number under every plan."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,46 +14,29 @@ from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.parallel.tensor.head import expect_labels
 from weft.private_torch import tree_map
-from weft.train.loss import IGNORE, model_forward, token_cross_entropy
-from weft.train.loss_check import LossFn
-from weft.train.step import ForwardFn
-
-Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """loss: nats per trained token. bits_per_byte: of the text those tokens stand for; None without a tokenizer."""
-
-    loss: float
-    bits_per_byte: float | None
-    num_tokens: int
+from weft.train.engine import Evaluation
+from weft.train.step.loss_check import LossFn
+from weft.train.step.train_step import ForwardFn
+from weft.train.task import Task
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh, token_bytes: torch.Tensor | None) -> Evaluation:
-    """Loss of this rank's batches, added over the data-parallel ranks.
+def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
+    """Loss and metrics of this rank's batches, added over the data-parallel ranks. A collective."""
+    totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
-    token_bytes: number of bytes of text behind each token id (vocabulary,), on the mesh's device.
-    """
-    totals = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-
-    def add(output: Any, local: Batch) -> None:
-        loss_sum, num_tokens = token_cross_entropy(output, local)
+    def add(output: Any, local: Any) -> None:
+        loss_sum, count = task.loss(output, local)
         totals[0] += loss_sum
-        totals[1] += num_tokens
-        if token_bytes is not None:
-            labels = local["labels"]
-            # No index by a mask: the host would wait for the number of its elements.
-            totals[2] += token_bytes[labels.clamp(min=0)].where(labels != IGNORE, 0).sum()
+        totals[1] += count
+        if task.sum_names:
+            found = task.sums(output, local)
+            for place, name in enumerate(task.sum_names, 2):
+                totals[place] += found[name]
 
-    _each_output(model, batches, mesh, token_cross_entropy, model_forward, add)
-    loss_sum, num_tokens, num_bytes = all_reduce(totals, _counted(mesh)).tolist()
-    return Evaluation(
-        loss=loss_sum / max(num_tokens, 1.0),
-        bits_per_byte=loss_sum / (math.log(2) * num_bytes) if num_bytes else None,
-        num_tokens=round(num_tokens),
-    )
+    _each_output(model, batches, mesh, task.loss, task.forward, add)
+    loss_sum, count, *sums = all_reduce(totals, _counted(mesh)).tolist()
+    named = {"loss": loss_sum, "count": count, **dict(zip(task.sum_names, sums, strict=True))}
+    return Evaluation(loss_sum / max(count, 1.0), round(count), dict(task.measure(named)))
 
 
 def mean_loss(

@@ -8,12 +8,13 @@ import torch
 
 from weft.checkpoint import load_checkpoint, newest_checkpoint
 from weft.data import Tokenizer
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, ConfigError
 from weft.mesh import pick_device
 from weft.models import Decoder, build_decoder, generate
 from weft.spec.config import SampleSection
-from weft.train.folder import RunFolder
-from weft.train.state import restore_model
+from weft.train.run.folder import RunFolder
+from weft.train.step.state import restore_model
+from weft.train.tasks.decoder_files import decoder_of, tokenizer_of
 
 
 def generate_text(
@@ -28,11 +29,15 @@ def generate_text(
     """Continue `prompt` with the model of a run; returns prompt and continuation.
 
     run: what `prepare_run` gave, or the path of its folder.
-    step: which checkpoint; None takes the newest valid one. Raises CheckpointError when there is none.
+    step: which checkpoint; None takes the newest valid one. Raises CheckpointError when there is none, ConfigError for
+    a run whose task is no decoder on text.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
-    spec = folder.decoder()
-    tokenizer = Tokenizer.load(folder.tokenizer)
+    task = folder.config().task.name
+    if task is not None and not (folder.path / "model.json").exists():
+        raise ConfigError(f"RUN={folder.path}: task.name={task} trains no decoder on text. Give a run of one.")
+    spec = decoder_of(folder)
+    tokenizer = Tokenizer.load(tokenizer_of(folder))
     model = build_decoder(spec)
     restore_model(model, load_checkpoint(_find(folder, step)).tensors("model"))
     model.to(pick_device("auto", 0))
@@ -64,14 +69,15 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
 
     It is read from disk, not from the running model: under a plan that shards weights one rank alone has only a part.
     """
-    room = folder.decoder().max_seq_len - len(Tokenizer.load(folder.tokenizer).encode(section.prompt))
+    room = decoder_of(folder).max_seq_len - len(Tokenizer.load(tokenizer_of(folder)).encode(section.prompt))
     if not section.prompt or room < 1:
         return ""
     text = generate_text(
         folder, section.prompt, min(section.max_tokens, room), section.temperature, section.top_k, step=step
     )
-    folder.samples.mkdir(exist_ok=True)
-    (folder.samples / f"step_{step:08d}.txt").write_text(text + "\n")
+    samples = folder.path / "samples"
+    samples.mkdir(exist_ok=True)
+    (samples / f"step_{step:08d}.txt").write_text(text + "\n")
     return text
 
 

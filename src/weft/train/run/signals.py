@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.train.step import TrainStep
+    from weft.train.engine import Engine
 
 #: SIGUSR1 and SIGUSR2 are how schedulers warn that a job's time is nearly over; SIGHUP comes when a terminal closes.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -21,12 +21,12 @@ def heeded_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def stop_on_signal(step: TrainStep) -> Iterator[None]:
+def stop_on_signal(engine: Engine) -> Iterator[None]:
     """While inside, a stop signal asks the loop to save and stop after the step under way, on all ranks.
 
-    The step is not kept alive: model and groups must be gone before the ranks part.
+    The engine is not kept alive: model and groups must be gone before the ranks part.
     """
-    asked = weakref.ref(step)
+    asked = weakref.ref(engine)
 
     def ask(signum: int, frame: object) -> None:
         found = asked()

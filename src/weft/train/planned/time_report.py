@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from weft.monitor import memory_bytes
 from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
 from weft.parallel.pipeline.runtime import Pipeline, pipeline_of
 from weft.planner.cost.pipeline import Durations, Timeline, simulate
-from weft.spec.config import RunConfig
-from weft.train.expectation import expectation_lines
-from weft.train.folder import RunFolder
+from weft.train.planned.expectation import expectation_lines
+from weft.train.run.folder import RunFolder
+from weft.train.task import Task
 
 #: (name, start, end) in seconds.
 Span = tuple[str, float, float]
@@ -26,17 +27,26 @@ Span = tuple[str, float, float]
 _MOST_TRACED = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What all ranks said of the steps of one start."""
+
+    num_steps: int
+    start_step: int
+    ranks: Sequence[Mapping[str, Any]]
+
+
 def report_times(
     folder: RunFolder,
     mesh: Mesh,
     model: nn.Module,
     book: TimeBook,
-    config: RunConfig | None = None,
+    task: Task,
     start_step: int = 0,
 ) -> list[str]:
     """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
 
-    Lines are empty where no step was done. config: of the run, to lay what the planner expects beside it.
+    Lines are empty where no step was done. task: of the run, to lay what the planner expects beside it.
     start_step: where this start began; times are of this start alone.
     """
     if not book.num_steps:
@@ -57,7 +67,7 @@ def report_times(
     if mesh.rank:
         return []
     try:
-        return _written(folder, mesh, pipeline_of(model), ranks, book, config, start_step)
+        return _written(folder, task, mesh, pipeline_of(model), _Said(book.num_steps, start_step, ranks))
     except Exception as error:  # The run is done and saved: a report must not fail it.
         traceback.print_exc()
         return [f"time    no report ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"]
@@ -65,26 +75,25 @@ def report_times(
 
 def _written(
     folder: RunFolder,
+    task: Task,
     mesh: Mesh,
     pipeline: Pipeline | None,
-    ranks: Sequence[Mapping[str, Any]],
-    book: TimeBook,
-    config: RunConfig | None,
-    start_step: int,
+    said: _Said,
 ) -> list[str]:
     """The pictures, on disk, and the lines."""
+    ranks, num_steps, start_step = said.ranks, said.num_steps, said.start_step
     seconds = [one["seconds"] for one in ranks]
     sizes = mesh.plan.axis_sizes()
-    (folder.path / "times.svg").write_text(draw_times(seconds, book.num_steps, sizes, start_step))
+    (folder.path / "times.svg").write_text(draw_times(seconds, num_steps, sizes, start_step))
     tracks = [("phases", f"rank {rank}", one["spans"]) for rank, one in enumerate(ranks) if one["spans"]]
     tracks += [("pipeline", f"rank {rank}", one["actions"]) for rank, one in enumerate(ranks) if one["actions"]]
-    lines = time_lines(seconds, book.num_steps, sizes, start_step)
+    lines = time_lines(seconds, num_steps, sizes, start_step)
     if pipeline and (lists := [one["actions"] for one in ranks if one["actions"]]):
         timeline = _on_a_clock(pipeline, lists)
         tracks += _planned(pipeline, timeline)
         lines.append(_bubble_line(pipeline, timeline, lists))
     (folder.path / "trace.json").write_text(chrome_trace(tracks))
-    beside = expectation_lines(folder.path, config, folder.decoder(), mesh, ranks) if config else []
+    beside = expectation_lines(folder.path, task, mesh, ranks)
     return [*lines, "        times.svg: by rank; trace.json: the last step, for Perfetto", *beside]
 
 

@@ -22,12 +22,11 @@ from weft.errors import WeftError
 from weft.mesh import Mesh
 from weft.planner.estimate import estimate
 from weft.planner.measured import RUN_FILE, Profile, default_path, here, measured_parts, parts_of
-from weft.planner.search import Question, of_decoder
+from weft.planner.search import Question
 from weft.planner.space import Columns
 from weft.planner.tell import time_by_rung
 from weft.spec.cluster import ClusterSpec, device_by_torch_name
-from weft.spec.config import RunConfig
-from weft.spec.decoder import DecoderSpec
+from weft.train.task import Task
 from weft.units import format_bytes, format_seconds
 
 #: Parts of the report, where their share of a step is at least this.
@@ -35,18 +34,16 @@ _WORTH_TELLING = 0.01
 _TOLD = "no estimate; run `weft calibrate` once (1.5 min)"
 
 
-def expectation_lines(
-    folder: Path, config: RunConfig, spec: DecoderSpec, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write `measured.json`; the report's lines. ranks: `typical` seconds by part and `memory` bytes of each rank."""
     parts = measured_parts(_mean([one["typical"] for one in ranks]))
     if not parts:
         return []
     measured = {"step_s": sum(parts.values()), "memory_bytes": max(one["memory"] for one in ranks), "parts": parts}
-    expected, reason = _expected(config, spec, mesh)
+    expected, reason = _expected(task, mesh)
     table = {
         "plan": str(mesh.plan),
-        "model": config.model.name,
+        "model": task.name(),
         "device": mesh.device.type,
         "steps": max(one["steps"] for one in ranks),
         "measured": measured,
@@ -61,15 +58,13 @@ def expectation_lines(
     return _lines(measured, expected, mesh.device.type)
 
 
-def _expected(config: RunConfig, spec: DecoderSpec, mesh: Mesh) -> tuple[dict[str, Any] | None, str]:
+def _expected(task: Task, mesh: Mesh) -> tuple[dict[str, Any] | None, str]:
     """The planner's estimate of this run's plan; or None, and why."""
     try:
         cluster, profile, basis = _machines(mesh)
         if cluster is None:
             return None, basis
-        model = of_decoder(config.model.name, spec, config)
-        asked = Question.of(model, cluster, seq_len=config.train.seq_len, global_batch=config.train.global_batch)
-        asked = replace(asked, profile=profile)
+        asked = replace(Question.of(task.describe(), cluster), profile=profile)
         columns = Columns.of([mesh.plan], asked.job)
         found = estimate(asked.job, asked.cluster, columns, asked.tables)
     except WeftError as error:

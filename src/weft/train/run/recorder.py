@@ -7,16 +7,17 @@ from pathlib import Path
 from weft.monitor import Display, EventLog, StepRecord, plot_loss, read_events
 from weft.monitor.artist import Artist
 from weft.monitor.spikes import SpikeWatch
-from weft.train.evaluate import Evaluation
-from weft.train.folder import RunFolder
+from weft.train.engine import Evaluation
 from weft.train.hooks import Hook
+from weft.train.run.folder import RunFolder
+from weft.train.task import Task
 
 
 class Recorder(Hook):
     """Writes what happens to the run folder and passes it to the display."""
 
-    def __init__(self, folder: RunFolder, display: Display, start: dict[str, object]):
-        self._folder = folder
+    def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):
+        self._folder, self._task = folder, task
         self._display = display
         self._goes_on = folder.events.exists()
         self._log = EventLog(folder.events)
@@ -49,16 +50,11 @@ class Recorder(Hook):
         return None
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
-        self._log.write(
-            {
-                "event": "eval",
-                "step": step,
-                "loss": evaluation.loss,
-                "bits_per_byte": evaluation.bits_per_byte,
-                "tokens": evaluation.num_tokens,
-            }
-        )
-        self._display.evaluation(step, evaluation.loss, evaluation.bits_per_byte)
+        found = evaluation.metrics
+        event = {"event": "eval", "step": step, "loss": evaluation.loss, **found, self._task.unit: evaluation.count}
+        self._log.write(event)
+        shown = [(found.get(metric.name), metric.label) for metric in self._task.metrics]
+        self._display.evaluation(step, evaluation.loss, [(value, label) for value, label in shown if value is not None])
         self._artist.draw_soon()
         return None
 

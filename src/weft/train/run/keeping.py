@@ -10,12 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
 
 from weft.checkpoint import (
+    Block,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
@@ -26,39 +23,28 @@ from weft.checkpoint import (
     step_in_name,
     verify_checkpoint,
 )
-from weft.comm import barrier
+from weft.checkpoint.block import joined, whole_piece
 from weft.errors import CheckpointError
-from weft.mesh import Mesh
 from weft.spec import RunConfig
-from weft.train.folder import RunFolder
+from weft.train.engine import GROUPS, Engine
 from weft.train.progress import Progress
-from weft.train.rates import rate_change, rate_state
-from weft.train.state import capture, restore, saved_groups
-from weft.train.step import TrainStep
-from weft.train.together import on_first
+from weft.train.run.folder import RunFolder
+from weft.train.run.rates import rate_change, rate_state
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18
 
 
 class Keeper:
-    """Saves and resumes one run, on all ranks together; the first rank writes.
-
-    data_state: position in the data after so many samples, as the checkpoint keeps it.
-    """
+    """Saves and resumes one run, on all ranks together; the first rank writes."""
 
     def __init__(
         self,
         folder: RunFolder,
         config: RunConfig,
-        mesh: Mesh,
-        model: nn.Module,
-        step: TrainStep,
-        data_state: Callable[[int], Any],
+        engine: Engine,
     ):
-        self._folder, self._config, self._mesh = folder, config, mesh
-        self._model, self._step = model, step
-        self._data_state = data_state
+        self._folder, self._config, self._engine = folder, config, engine
         self._resumed = 0
         self._good_step: int | None = None
 
@@ -68,15 +54,16 @@ class Keeper:
         Returns its progress, and lines that say what was found. Raises CheckpointError where there is nothing to
         resume from although there should be.
         """
-        step, notes = on_first(self._mesh, self._find)
+        step, notes = self._engine.on_first(self._find)
         if step is None:
             return Progress(), notes
-        with self._mesh.pulse.doing("reads a checkpoint"):
+        with self._engine.pulse.doing("reads a checkpoint"):
             checkpoint = load_checkpoint(self._folder.checkpoint(step))
-        left_out = restore(self._model, self._step.optimizer, saved_groups(checkpoint))
-        self._step.loss_scale.restore(checkpoint.state["loss_scale"])
+        groups = dict.fromkeys((*GROUPS, *checkpoint.groups))
+        blocks = ((f"{group}/{name}", block) for group in groups for name, block in checkpoint.blocks(group))
+        left_out = self._engine.load((whole_piece(name, block) for name, block in blocks), checkpoint.state)
         notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
-        notes += left_out + rate_change(self._config, step, checkpoint.state.get("rate"))
+        notes += [*left_out, *rate_change(self._config, step, checkpoint.state.get("rate"))]
         self._resumed = step
         return Progress(**checkpoint.state["progress"]), notes
 
@@ -98,29 +85,37 @@ class Keeper:
         is_good: these weights gave a finite loss in an evaluation. Returns why nothing was written, or None; the same
         on all ranks. What is dropped is never the newest one that is known to be good.
         """
-        tensors = capture(self._model, self._step.optimizer, keep=self._mesh.rank == 0)
-        if reason := on_first(self._mesh, lambda: _fault(tensors)):
+        groups = self._gathered()
+        if reason := self._engine.on_first(lambda: _fault(groups)):
             return reason
-        if self._mesh.rank == 0:
-            path = self._write(progress, is_good, tensors)
+        if self._engine.rank == 0:
+            path = self._write(progress, is_good, groups)
             if on_saved:
                 on_saved(progress.step, path)
         if is_good:
             self._good_step = progress.step
-        barrier(self._mesh.world)
+        self._engine.barrier()
         return None
 
-    def _write(self, progress: Progress, is_good: bool, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> Path:
+    def _gathered(self) -> dict[str, dict[str, Block]]:
+        """What the engine saves, whole and by group, on the first rank."""
+        groups: dict[str, dict[str, Block]] = {group: {} for group in GROUPS}
+        for path, block in joined(self._engine.save()).items():
+            group, _, name = path.partition("/")
+            groups.setdefault(group, {})[name] = block
+        return groups
+
+    def _write(self, progress: Progress, is_good: bool, groups: Mapping[str, Mapping[str, Block]]) -> Path:
         position = progress.step * self._config.train.global_batch
         path = save_checkpoint(
             self._folder.checkpoints,
             progress.step,
-            tensors,
+            groups,
             {
                 "progress": asdict(progress),
-                "plan": str(self._mesh.plan),
-                "loss_scale": self._step.loss_scale.state(),
-                "data": {"next_sample": position, "sources": self._data_state(position)},
+                "plan": str(self._engine.plan),
+                **self._engine.state(),
+                "data": {"next_sample": position, "sources": self._engine.batches.state_at(position)},
                 # Random numbers of a step are drawn from seeds derived from these: there is no other state.
                 "rng": {"seed": self._config.seed, "next_step": progress.step},
                 "rate": rate_state(self._config),
@@ -149,7 +144,7 @@ class Keeper:
         The checkpoint of the step just before may hold what spoilt it: where there is an older one it is set aside,
         unless an evaluation gave a finite loss.
         """
-        return on_first(self._mesh, lambda: self._told_halt(first_bad))
+        return self._engine.on_first(lambda: self._told_halt(first_bad))
 
     def _told_halt(self, first_bad: int) -> str:
         doubtful = self._set_doubtful_aside(first_bad)
@@ -213,20 +208,12 @@ def _told_unfinished(moved: list[Path]) -> list[str]:
     ]
 
 
-def _fault(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
+def _fault(groups: Mapping[str, Mapping[str, Block]]) -> str:
     """What makes these tensors useless to train on from, or ''."""
-    weights = [_largest(tensor) for tensor in groups["model"].values()]
+    weights = [block.largest() for block in groups["model"].values()]
     if not all(map(math.isfinite, weights)):
         return "a weight is not finite"
     if max(weights, default=0.0) > _LARGEST_WEIGHT:
         return f"a weight is beyond {_LARGEST_WEIGHT:g}"
-    states_are_finite = all(math.isfinite(_largest(tensor)) for tensor in groups["optimizer"].values())
+    states_are_finite = all(math.isfinite(block.largest()) for block in groups["optimizer"].values())
     return "" if states_are_finite else "a state of the optimizer is not finite"
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest magnitude, nan where there is one; 0 for what has no floats."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return 0.0
-    low, high = torch.aminmax(tensor)  # nan wins in both
-    return math.nan if math.isnan(float(low)) else max(-float(low), float(high))

@@ -14,13 +14,12 @@ from typing import Any
 
 from weft.errors import PlanError, Problem
 from weft.planner.measured import Profile, default_path, here, load_profile
-from weft.planner.search import Candidate, PlannedModel, Question, answer, of_decoder
+from weft.planner.search import Candidate, PlannedModel, Question, answer
 from weft.planner.tell import report
 from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.spec.config import RunConfig
-from weft.spec.model import resolve_decoder
 from weft.spec.plan import Plan, auto_fields, is_auto
-from weft.spec.rules import least_vocab
+from weft.train.tasks.task_choice import find_task
 from weft.units import format_bytes, format_seconds
 
 #: Operations that one core of a CPU does in a second: fp32, vectors of eight, multiply and add.
@@ -40,13 +39,12 @@ def settle_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[Ru
     begun = _begun(Path(config.run.dir) / config.run.name, config.plan, world_size)
     if begun is not None:
         return config.model_copy(update={"plan": begun}), None
-    spec = resolve_decoder(config.model, least_vocab(config))
     on_cpu = config.launch.device == "cpu"
     machines = this_cluster(world_size, local_size, "cpu" if on_cpu else "auto")
     profile = _profile(machines) if world_size == local_size else None
     if profile is not None:
         machines = here.cluster_of(profile, f"{world_size}xhere")
-    best = choose_plan(of_decoder(config.model.name, spec, config), machines, auto_fields(config.plan), profile=profile)
+    best = choose_plan(find_task(config).describe(), machines, auto_fields(config.plan), profile=profile)
     return config.model_copy(update={"plan": best.plan.format()}), best
 
 

@@ -16,13 +16,11 @@ from torch import nn
 
 from weft.checkpoint.load import Checkpoint
 from weft.errors import CheckpointError
-from weft.models import build_decoder
 from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel
 from weft.parallel.placement.state_guard import pieces_allowed
 from weft.parallel.zero.wire_states import gather_carried, load_carried
 from weft.spec.config import OptimizerSection
-from weft.spec.decoder import DecoderSpec
 
 
 def capture(
@@ -58,12 +56,12 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
     return {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name} | weights
 
 
-def expected_bytes(spec: DecoderSpec, optimizer: OptimizerSection, master: torch.dtype) -> int:
-    """Bytes of what `capture` will give of a decoder that is trained; optimizer states exist only after a step.
+def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
+    """Bytes of what `capture` will give of a model that is trained; optimizer states exist only after a step.
 
-    master: the format in which weights and states are kept.
+    model: on the meta device; what the optimizer leaves alone is frozen in it. master: the format in which weights and
+    states are kept.
     """
-    model = build_decoder(spec, device="meta")
     freeze(model, optimizer)
     num_values = sum(tensor.numel() for tensor in model_tensors(model).values())
     for group in build_optimizer(model.named_parameters(), optimizer).param_groups:

@@ -5,26 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from weft.comm import Watch
-from weft.mesh import Mesh
 from weft.monitor import Display
 from weft.monitor.terminal import LastingStream
-from weft.spec.config import RunConfig
-from weft.train.folder import RunFolder
-from weft.units import parse_seconds
-
-
-def watched(folder: RunFolder, config: RunConfig, mesh: Mesh, voice: Voice, *, owns_process: bool) -> Watch:
-    """Tells when this rank waits for another one for long."""
-    return Watch(
-        mesh,
-        voice.tell,
-        warn_after_s=parse_seconds(config.launch.warn_after),
-        limit_s=parse_seconds(config.launch.timeout),
-        limit_name=f"launch.timeout={config.launch.timeout}",
-        where_stacks=f"{folder.logs}/rank_*.log",
-        owns_process=owns_process,
-    )
 
 
 class Voice:

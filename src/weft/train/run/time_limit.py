@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weft.errors import ConfigError
 from weft.monitor import StepRecord
-from weft.train.evaluate import Evaluation
+from weft.train.engine import Evaluation
 from weft.train.hooks import Hook
 
 #: Steps whose longest stands for those to come: an odd one long ago does not count for ever.

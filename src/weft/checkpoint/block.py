@@ -1,0 +1,94 @@
+"""An array as bytes with a type and a shape: what checkpoints hold, in no framework's own words."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.checkpoint.manifest import DTYPE_BYTES
+
+#: numpy's types by the format's names; the others are moved as bytes of their width.
+_NUMPY = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "C64": np.complex64, "I64": np.int64, "I32": np.int32,
+    "I16": np.int16, "I8": np.int8, "BOOL": np.bool_, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32,
+    "U64": np.uint64,
+}  # fmt: skip
+_OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items()}
+
+#: A part of an array on its way: name, global index ranges, and the block that fills them.
+Piece = tuple[str, tuple[slice, ...], "Block"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """dtype: the name in safetensors files, such as "F32" or "BF16". data: its bytes, row-major and contiguous."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> Block:
+        """The same memory as a numpy array, where it is contiguous."""
+        whole = np.ascontiguousarray(array)
+        return cls(_NAMES[array.dtype], tuple(array.shape), memoryview(whole.reshape(-1).view(np.uint8)))
+
+    def array(self) -> np.ndarray:
+        """The same memory as numpy; types that numpy lacks (BF16, F8) as whole numbers of their width."""
+        kind = _NUMPY.get(self.dtype, _OF_WIDTH[DTYPE_BYTES[self.dtype]])
+        return np.frombuffer(self.data, kind).reshape(self.shape)
+
+    def largest(self) -> float:
+        """The largest magnitude, nan where there is one; 0 for what has no floats."""
+        if self.dtype not in ("F64", "F32", "F16", "BF16") or not math.prod(self.shape):
+            return 0.0
+        values = self.array()
+        if self.dtype == "BF16":
+            values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        with np.errstate(invalid="ignore"):
+            low, high = float(values.min()), float(values.max())  # nan wins in both
+        return math.nan if math.isnan(low) else max(-low, high)
+
+
+def whole_piece(name: str, block: Block) -> Piece:
+    """A block that is all of its array."""
+    return name, tuple(slice(0, size) for size in block.shape), block
+
+
+def joined(pieces: Iterable[Piece]) -> dict[str, Block]:
+    """Whole arrays by name, in the order in which their first pieces came; what came whole is not copied."""
+    parts: dict[str, list[tuple[tuple[slice, ...], Block]]] = {}
+    for name, place, block in pieces:
+        parts.setdefault(name, []).append((place, block))
+    return {name: _join(found) for name, found in parts.items()}
+
+
+def _join(parts: list[tuple[tuple[slice, ...], Block]]) -> Block:
+    (place, first), *others = parts
+    if not others:
+        return first
+    shape = tuple(max(one[axis].stop for one, _ in parts) for axis in range(len(place)))
+    whole = np.empty(shape, first.array().dtype)
+    for where, block in parts:
+        whole[where] = block.array()
+    return Block(first.dtype, shape, memoryview(whole.reshape(-1).view(np.uint8)))
+
+
+def read_blocks(path: Path) -> Iterator[tuple[str, Block]]:
+    """The arrays of a safetensors file by name, each a private view of the mapped file: nothing is read yet."""
+    with path.open("rb") as file:
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    length = int.from_bytes(mapped[:8], "little")
+    header: dict[str, Any] = json.loads(bytes(mapped[8 : 8 + length]))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            yield name, Block(entry["dtype"], tuple(entry["shape"]), mapped[start:end])

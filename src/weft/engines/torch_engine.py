@@ -1,0 +1,210 @@
+"""The torch engine: the model parallelized over the plan's mesh, its optimizer and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint import Piece
+from weft.checkpoint.block import joined, whole_piece
+from weft.checkpoint.tensor_file import block_of, tensor_of
+from weft.comm import Ledger, barrier
+from weft.comm.hang_watch import Watch
+from weft.memory import recompute_of
+from weft.memory.offload import offload_lines
+from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
+from weft.monitor import Meter
+from weft.monitor.time_book import TimeBook
+from weft.optim import build_optimizer, freeze
+from weft.parallel import Precision, parallelize
+from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.placement.batches import move_batch
+from weft.spec.cluster import device_by_torch_name
+from weft.spec.layout import Layout
+from weft.train.engine import Evaluation, Job, StepResult, derive_seed
+from weft.train.planned.time_report import report_times
+from weft.train.step import TrainStep
+from weft.train.step.evaluate import evaluate
+from weft.train.step.microbatches import Microbatches
+from weft.train.step.state import capture, expected_bytes, restore
+from weft.train.step.together import on_first
+from weft.train.task import Batches, Share
+from weft.units import parse_seconds
+
+
+class TorchEngine:
+    """One rank's part of a model that torch trains. Making one joins the ranks and watches them."""
+
+    def __init__(self, job: Job):
+        self._job, self._config, self._task = job, job.config, job.task
+        launch = job.config.launch
+        device = pick_device(launch.device, job.place.local_rank if job.place else 0)
+        if job.place is not None:
+            join_ranks(job.place, device, parse_seconds(launch.timeout), job.store)
+        self._ledger = Ledger()
+        self.mesh = build_mesh(job.plan, device, self._ledger.record)
+        self.rank, self.plan, self.device, self.pulse = self.mesh.rank, job.plan, str(device), self.mesh.pulse
+        self.meter = Meter(device, communication=self._ledger.seconds_by_axis)
+        self._watch = Watch(
+            self.mesh,
+            job.tell,
+            warn_after_s=parse_seconds(launch.warn_after),
+            limit_s=parse_seconds(launch.timeout),
+            limit_name=f"launch.timeout={launch.timeout}",
+            where_stacks=f"{job.folder.logs}/rank_*.log",
+            owns_process=job.place is not None,
+        )
+        self._started = False
+
+    def build(self) -> None:
+        config, task, mesh = self._config, self._task, self.mesh
+        task.open(self._job.folder)
+        share = Share(
+            config.train.global_batch,
+            mesh.plan.microbatches_per_step,
+            mesh.data.rank,
+            mesh.data.size,
+            pin=mesh.device.type == "cuda",
+        )
+        self._batches = task.batches(share)
+        self._eval_batches = task.eval_batches(share)
+        self.model: nn.Module = task.initial_model(mesh.plan)
+        layout = Layout.read(config.layout) if config.layout else None
+        freeze(self.model, config.optimizer)
+        parallelize(self.model, mesh, layout=layout, seed=config.seed, pinned_limit=config.memory.pinned_limit)
+        self._step = TrainStep(
+            self.model,
+            build_optimizer(self.model.named_parameters(), config.optimizer),
+            task.loss,
+            mesh,
+            forward=task.forward,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            nominal_tokens=task.nominal_count(),
+            meter=self.meter,
+        )
+        self._choose_recompute()
+
+    @property
+    def batches(self) -> Batches:
+        return self._batches
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether this rank asks to stop; the next step tells the others."""
+        return self._step.wants_stop
+
+    @wants_stop.setter
+    def wants_stop(self, wanted: bool) -> None:
+        self._step.wants_stop = wanted
+
+    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
+        for group in self._step.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * lr_factor
+        with self._first_is_long():
+            key = derive_seed(self._config.seed, number)
+            done = self._step(Microbatches(batches), self._seeds(number), key)
+        return StepResult(done.loss, done.grad_norm, done.num_tokens, done.loss_scale, done.skipped, done.wants_stop)
+
+    @property
+    def evaluates(self) -> bool:
+        return self._eval_batches is not None
+
+    def evaluate(self) -> Evaluation:
+        assert self._eval_batches is not None
+        return evaluate(self.model, self._eval_batches, self.mesh, self._task)
+
+    def save(self) -> Iterator[Piece]:
+        groups = capture(self.model, self._step.optimizer, keep=self.rank == 0)
+        for group, tensors in groups.items():
+            for name, tensor in tensors.items():
+                yield whole_piece(f"{group}/{name}", block_of(tensor))
+
+    def state(self) -> Mapping[str, Any]:
+        return {"loss_scale": self._step.loss_scale.state()}
+
+    def load(self, pieces: Iterable[Piece], state: Mapping[str, Any]) -> Sequence[str]:
+        groups: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
+        for path, block in joined(pieces).items():
+            group, _, name = path.partition("/")
+            groups.setdefault(group, {})[name] = tensor_of(block)
+        left_out = restore(self.model, self._step.optimizer, groups)
+        self._step.loss_scale.restore(state["loss_scale"])
+        return left_out
+
+    def on_first(self, act: Callable[[], Any]) -> Any:
+        return on_first(self.mesh, act)
+
+    def barrier(self) -> None:
+        barrier(self.mesh.world)
+
+    def close(self, *, failed: bool = False) -> None:
+        try:
+            if not failed:
+                # Who is through waits for the first rank here, where it is watched, and not in the parting.
+                self.barrier()
+        finally:
+            self._watch.close()
+        if not failed:
+            # Not after an error: the others may be in a collective and would never come; the launcher ends them.
+            leave_ranks()
+
+    # --- what people are told ---
+
+    def versions(self) -> Mapping[str, str]:
+        return {"torch": torch.__version__}
+
+    def lines(self) -> Sequence[str]:
+        recompute = recompute_of(self.model)
+        return [
+            f"format  {Precision.of(self.plan)}",
+            *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
+            *(f"offload {line}" for line in offload_lines(self.plan, self.mesh.device)),
+        ]
+
+    def checkpoint_bytes(self) -> int:
+        return expected_bytes(self._task.shapes(), self._config.optimizer, Precision.of(self.plan).master)
+
+    def peak_flops(self) -> float | None:
+        if self.mesh.device.type != "cuda":
+            return None
+        device = device_by_torch_name(torch.cuda.get_device_name(self.mesh.device))
+        return device.peak_flops(self.plan.precision) if device else None
+
+    def report(self, book: TimeBook, start_step: int) -> Sequence[str]:
+        return report_times(self._job.folder, self.mesh, self.model, book, self._task, start_step)
+
+    # --- within ---
+
+    def _choose_recompute(self) -> None:
+        """Settle before the first step what is recomputed, from the first microbatch of the run."""
+        recompute = recompute_of(self.model)
+        if recompute is None or recompute.is_chosen:
+            return
+        batch = cut_sequence(self.model, move_batch(self._batches.batches(0)[0], self.mesh.device))
+
+        def example() -> None:
+            with sequence_in_use(self.model):
+                self._task.forward(self.model, batch)
+
+        recompute.prepare(self.model, example)
+
+    def _first_is_long(self) -> AbstractContextManager[None]:
+        """The first step of a start compiles, which ranks need not finish together."""
+        if self._started or not self.plan.compile:
+            return nullcontext()
+        self._started = True
+        return self.pulse.doing("compiles the model in its first step")
+
+    def _seeds(self, number: int) -> list[int]:
+        """Seeds of torch's generators: functions of (seed, step, first global sample), so nothing is left to save."""
+        axis, num_micro = self.mesh.data, self.plan.microbatches_per_step
+        batch, seed = self._config.train.global_batch, self._config.seed
+        per_micro = batch // (axis.size * num_micro)
+        first = number * batch + axis.rank * per_micro
+        # Ranks of cp have different tokens of the same samples: what drops some of them must not drop alike.
+        part = (self.mesh["cp"].rank,) if self.plan.cp > 1 else ()
+        return [derive_seed(seed, number, first + micro * axis.size * per_micro, *part) for micro in range(num_micro)]

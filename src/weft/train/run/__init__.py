@@ -1,0 +1,30 @@
+"""A run of `weft train`: its folder, one rank of it from start to end, its checkpoints, what people see. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "RunFolder",
+    "RunResult",
+    "Start",
+    "prepare_run",
+    "run_rank",
+]
+
+if TYPE_CHECKING:
+    from weft.train.run.folder import RunFolder, prepare_run
+    from weft.train.run.rank_run import RunResult, Start, run_rank
+
+__getattr__ = loads(
+    __name__,
+    {
+        "RunFolder": ".folder",
+        "RunResult": ".rank_run",
+        "Start": ".rank_run",
+        "prepare_run": ".folder",
+        "run_rank": ".rank_run",
+    },
+)

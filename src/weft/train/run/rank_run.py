@@ -1,0 +1,188 @@
+"""One rank's part of a run: from the run folder to the trained model, whatever engine computes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from weft import env
+from weft.checkpoint import require_space
+from weft.lazy import named_object
+from weft.monitor import busy, make_display, tail_events, tell
+from weft.train.engine import Engine, Job
+from weft.train.loop import ASKED_TO_STOP, Trainer
+from weft.train.progress import Progress
+from weft.train.run.folder import RunFolder
+from weft.train.run.keeping import Keeper
+from weft.train.run.recorder import Recorder
+from weft.train.run.run_lock import run_lock
+from weft.train.run.signals import stop_on_signal
+from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
+from weft.train.run.time_limit import TimeLimit
+from weft.train.run.voice import Voice
+from weft.train.tasks.task_choice import find_task
+from weft.units import parse_seconds
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+#: The engine that trains where nobody names another. By name: engines stand above this room, and load torch.
+TORCH = "weft.engines.torch_engine:TorchEngine"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended: optimizer steps done, and "finished" or why it stopped before."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a command started a run.
+
+    locked: whether it holds `run_lock`; else the first rank does while it trains. began: when it began, for
+    train.max_time (s of time.monotonic); None: now. alarm: where another rank than the first tells that it waits, when
+    the first cannot. store: where the ranks have met already. command: the words that the user typed, for the lines
+    that say what to type next. engine: the class that computes, as package.module:Class.
+    """
+
+    locked: bool = False
+    began: float | None = None
+    alarm: TextIO | None = None
+    store: Store | None = None
+    command: tuple[str, ...] = ()
+    engine: str = TORCH
+
+
+def run_rank(
+    run: RunFolder | Path | str,
+    place: env.RankEnv | None = None,
+    terminal: TextIO | None = None,
+    start: Start = Start(),
+) -> RunResult:
+    """Train, as one rank, the run that `prepare_run` made; goes on from the newest valid checkpoint.
+
+    run: what `prepare_run` gave, or the path of its folder. place: this process among the ranks; None is a single rank.
+    terminal: where the first rank shows progress.
+    """
+    folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
+    began = time.monotonic() if start.began is None else start.began
+    is_first = place is None or place.rank == 0
+    with contextlib.ExitStack() as until_left:
+        if is_first and not start.locked:
+            until_left.enter_context(run_lock(folder.path))
+        config = folder.config()
+        voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
+        job = Job(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store)
+        engine = cast(Callable[[Job], Engine], named_object(start.engine))(job)
+        try:
+            with busy(terminal if is_first else None, "loading the model and the data"):
+                engine.build()
+            result = _RankRun(job, engine, terminal or sys.stdout, voice, start.command).train(began, until_left)
+        except BaseException:
+            engine.close(failed=True)
+            raise
+        engine.close()
+    return result
+
+
+class _RankRun:
+    """Joins the pieces of one rank's run."""
+
+    def __init__(self, job: Job, engine: Engine, terminal: TextIO, voice: Voice, command: tuple[str, ...]):
+        self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
+        self.terminal, self.voice, self.command = terminal, voice, command
+
+    def train(self, began: float, until_left: contextlib.ExitStack) -> RunResult:
+        """Resume or start, train to the end, show, sum up. Signals that ask to stop are heeded until the ranks part.
+
+        began: when the command did (s of time.monotonic).
+        """
+        is_first = self.engine.rank == 0
+        keeper = Keeper(self.folder, self.config, self.engine)
+        with busy(self.terminal if is_first else None, "loading the checkpoint"):
+            progress, notes = keeper.resume()
+        if progress.step >= self.config.train.steps:
+            if is_first:
+                done = already_done(self.folder, self.task, progress.step, self.command)
+                tell(self.terminal, [*notes, *done])
+            return RunResult(progress.step, "finished")
+        start_step = progress.step
+        recorder, limit = None, None
+        if is_first:
+            limit = self._watch_resources(began)
+            recorder = self._recorder(progress, notes)
+        trainer = Trainer(
+            task=self.task,
+            engine=self.engine,
+            save=lambda progress, is_good: keeper.save(progress, is_good, recorder.on_checkpoint if recorder else None),
+            confirm=keeper.confirm,
+            halted=keeper.halted,
+            hooks=[hook for hook in (limit, recorder) if hook],
+            progress=progress,
+        )
+        until_left.enter_context(stop_on_signal(self.engine))
+        try:
+            reason = trainer.fit()
+            times = self.engine.report(trainer.book, start_step)
+            shown = self._show(recorder, progress.step, reason) if recorder else ""
+        finally:
+            self.voice.display = None
+            if recorder:
+                recorder.close()
+        if is_first:
+            if limit and reason == ASKED_TO_STOP:
+                reason = limit.reason or reason
+            ending = Ending(progress, reason, shown, times)
+            tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
+        return RunResult(progress.step, reason)
+
+    def _watch_resources(self, began: float) -> TimeLimit | None:
+        """Before the first step: ask for the room of a checkpoint, and watch the time where it has a limit.
+
+        Raises CheckpointError where the disk is too full to save.
+        """
+        limit, num_bytes = self.config.train.max_time, self.engine.checkpoint_bytes()
+        require_space(self.folder.path, num_bytes)
+        return TimeLimit(limit, began + parse_seconds(limit), num_bytes) if limit else None
+
+    def _show(self, recorder: Recorder, step: int, reason: str) -> str:
+        """What the trained model makes, while the panel still stands."""
+        recorder.on_phase("sampling")
+        # Who stops a run wants it to end: making a sample takes seconds.
+        if reason == ASKED_TO_STOP or self.engine.wants_stop:
+            return ""
+        with self.engine.pulse.doing("writes a sample"):
+            return self.task.show(self.folder, step)
+
+    def _recorder(self, progress: Progress, notes: list[str]) -> Recorder:
+        config, engine = self.config, self.engine
+        tell(self.terminal, [*opening_lines(self.folder, self.task, engine), *notes])
+        epoch = engine.batches.samples_per_epoch
+        display = make_display(
+            self.terminal,
+            total_steps=config.train.steps,
+            start_step=progress.step,
+            every=config.log.every,
+            title=(config.run.name, str(engine.plan)),
+            steps_per_epoch=epoch / config.train.global_batch if epoch is not None else None,
+            past=tail_events(self.folder.events) if progress.step else (),
+            metrics={metric.name: metric.label for metric in self.task.metrics},
+        )
+        self.voice.display = display
+        start = {
+            "model": self.task.model_line(),
+            "plan": str(engine.plan),
+            "world_size": engine.plan.world_size,
+            "device": engine.device.partition(":")[0],
+            "weft": env.weft_version(),
+            **engine.versions(),
+        }
+        return Recorder(self.folder, self.task, display, start)

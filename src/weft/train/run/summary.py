@@ -1,0 +1,102 @@
+"""What a run says of itself before its first step and after its last."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.monitor import last_per_step, read_events
+from weft.train.engine import Engine
+from weft.train.progress import Progress
+from weft.train.run.folder import RunFolder
+from weft.train.run.rates import more_steps
+from weft.train.task import Metric, Task
+
+#: What every run leaves in its folder, beside what the task does.
+_CONTENTS = ("events.jsonl", "loss.png")
+
+
+def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
+    """Run, model, data, plan and precision, one line each."""
+    plan, device = engine.plan, engine.device.partition(":")[0]
+    return [
+        f"run     {folder.path}",
+        f"model   {task.model_line()}",
+        *(f"data    {line}" for line in task.data_lines()),
+        f"batch   {task.batch_line()}",
+        f"plan    {plan} on {plan.world_size} {device} rank{'s' if plan.world_size > 1 else ''}",
+        *engine.lines(),
+    ]
+
+
+def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: object) -> str:
+    """The command that started the run with one setting changed, to be pasted into a shell.
+
+    command: its words; where nobody knows them (a run started from Python), the folder's own config is named.
+    """
+    words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
+    # Steps and epochs say the same thing, and are refused together.
+    replaced = ("train.steps=", "train.epochs=") if key == "train.steps" else (f"{key}=",)
+    kept = [word for word in words if not word.startswith((*replaced, "resume.step="))]
+    return shlex.join([*kept, f"{key}={value}"])
+
+
+def _go_on(command: Sequence[str]) -> str:
+    """How an unfinished run goes on; the command that went back to an older step would go back once more."""
+    kept = [word for word in command if not word.startswith("resume.step=")]
+    if len(kept) < len(command):
+        return f"{shlex.join(kept)}   goes on from here"
+    return "the same command again goes on from here"
+
+
+def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str] = ()) -> list[str]:
+    """For a run whose last step is done."""
+    told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
+    return [
+        f"{folder.path} is complete: {step} steps are done.",
+        f"Go on with more steps:  {with_setting(command, folder, 'train.steps', step * 2)}",
+        *([f"                        {told}"] if told else []),
+        *([f"Try the model:          {try_it}"] if try_it else []),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended. reason: "finished", or why before. shown: what the model makes. times: where the time went."""
+
+    progress: Progress
+    reason: str
+    shown: str = ""
+    times: Sequence[str] = ()
+
+
+def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequence[str] = ()) -> list[str]:
+    """How it ended, how the loss fell, what the model makes, where the time went, and what to type next."""
+    config, progress = task.config, ending.progress
+    evaluations = last_per_step(read_events(folder.events), kind="eval")
+    lines = [""]
+    if ending.shown:
+        lines += ["sample  " + ending.shown.replace("\n", "\n        "), ""]
+    lines.append(f"done    {progress.step} of {config.train.steps} steps: {ending.reason}")
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        fall = f"{_evaluation(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
+        lines.append(f"eval    {fall}{_evaluation(last, task.metrics)}")
+    lines += [*ending.times, f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/"]
+    try_it = task.try_line(folder)
+    next_lines: list[str] = [try_it] if try_it else []
+    if progress.step < config.train.steps:
+        next_lines.append(_go_on(command))
+    else:
+        wanted = config.train.steps * 2
+        next_lines.append(f"{with_setting(command, folder, 'train.steps', wanted)}   trains on from here")
+        if told := more_steps(config, wanted):
+            next_lines.append(told)
+    return [*lines, *(f"{'        ' if place else 'next    '}{line}" for place, line in enumerate(next_lines))]
+
+
+def _evaluation(event: dict[str, Any], metrics: Sequence[Metric]) -> str:
+    text = f"step {event['step']}: loss {event['loss']:.3f}"
+    return text + "".join(f", {event[one.name]:.3f} {one.words}" for one in metrics if event.get(one.name))

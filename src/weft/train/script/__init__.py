@@ -1,0 +1,28 @@
+"""What a script of one's own has of a run: saving, loading, averages and export."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "Ema",
+    "Evaluated",
+    "Loaded",
+    "ScriptState",
+]
+
+if TYPE_CHECKING:
+    from weft.train.script.ema import Ema
+    from weft.train.script.script_state import Evaluated, Loaded, ScriptState
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Ema": ".ema",
+        "Evaluated": ".script_state",
+        "Loaded": ".script_state",
+        "ScriptState": ".script_state",
+    },
+)

@@ -1,0 +1,38 @@
+"""One optimizer step of a torch model, and what stands around it.
+
+How a model is called, what a loss gives, how a batch is cut, what evaluations add up, what a checkpoint holds, and what
+to do when memory runs out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "ForwardFn",
+    "LossFn",
+    "Microbatches",
+    "StepMetrics",
+    "TrainStep",
+    "call_model",
+]
+
+if TYPE_CHECKING:
+    from weft.train.step.forward import call_model
+    from weft.train.step.loss_check import LossFn
+    from weft.train.step.microbatches import Microbatches
+    from weft.train.step.train_step import ForwardFn, StepMetrics, TrainStep
+
+__getattr__ = loads(
+    __name__,
+    {
+        "ForwardFn": ".train_step",
+        "LossFn": ".loss_check",
+        "Microbatches": ".microbatches",
+        "StepMetrics": ".train_step",
+        "TrainStep": ".train_step",
+        "call_model": ".forward",
+    },
+)

@@ -1,0 +1,261 @@
+"""The seam for kinds of training: what is trained, on what, and what is told of it.
+
+`weft train` runs any `Task`: the loop, the run folder, checkpoints, plans and the display know no other kind of
+training than this. The decoder on text (tasks/decoder.py) is the one that runs where a config names none.
+docs/how-to/own_task.md adds one for images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from weft.spec.config import RunConfig
+from weft.spec.rules.rule import Facts
+from weft.units import format_count
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from weft.planner.search.model_source import PlannedModel
+    from weft.spec.plan import Plan
+    from weft.train.run.folder import RunFolder
+
+#: (stage, done, total) while data is prepared.
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number that evaluations find beside the loss. name: its key in events.jsonl. unit: may be empty."""
+
+    name: str
+    unit: str
+    help: str
+
+    @property
+    def label(self) -> str:
+        """What stands beside its value on a line."""
+        return self.unit or self.words
+
+    @property
+    def words(self) -> str:
+        """Its name in words."""
+        return self.name.replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which samples are this rank's: data-parallel rank `rank` of `size`.
+
+    global_batch: samples of one optimizer step over all ranks. microbatches: into how many a rank's part of them is
+    cut. pin: whether tensors are wanted in pinned memory.
+    """
+
+    global_batch: int
+    microbatches: int = 1
+    rank: int = 0
+    size: int = 1
+    pin: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Samples of one microbatch on this rank."""
+        return self.global_batch // (self.size * self.microbatches)
+
+
+class Samples(Protocol):
+    """Samples by index: a list, or a map-style dataset of torch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Batches(Protocol):
+    """The microbatches of one rank, as a pure function of the step, so that a run resumes from one number."""
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples of one pass over the data; None where an epoch means nothing."""
+        ...
+
+    def batches(self, step: int) -> list[Any]:
+        """The microbatches of one optimizer step, 0 and up."""
+        ...
+
+    def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
+        """The same for steps start_step .. end_step - 1."""
+        ...
+
+    def state_at(self, num_samples: int) -> Any:
+        """The place in the data after so many samples, as a checkpoint keeps it: a JSON value."""
+        ...
+
+
+class Task(Protocol):
+    """One kind of training. A subclass writes `build`, `samples` and `loss`; the rest has a default.
+
+    An instance is made with the options of the config's [task.options] as keyword arguments; then `config` is set.
+    Weft makes one in the process that prepares a run, and one on each rank. What is wrong with options or data raises
+    a WeftError (or ValueError in the constructor).
+    """
+
+    #: The run's settings. Weft sets it before anything is called.
+    config: RunConfig
+
+    #: What a loss is the mean over and throughput counts, in the plural.
+    unit: ClassVar[str] = "samples"
+    #: What a batch holds `train.global_batch` of, in the plural.
+    sample_unit: ClassVar[str] = "samples"
+    #: What evaluations find beside the loss; `sums` and `measure` compute it.
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    #: Names of what `sums` gives.
+    sum_names: ClassVar[tuple[str, ...]] = ()
+    #: Sections and settings of the decoder that this task reads too, such as "data" or "train.seq_len". Weft refuses
+    #: the others where they are set, so that none is silently ignored.
+    sections: ClassVar[tuple[str, ...]] = ()
+    #: Of those, what decides the weights of a step: with another value a run does not go on.
+    identity: ClassVar[tuple[str, ...]] = ()
+
+    # --- what every task writes ---
+
+    def build(self) -> nn.Module:
+        """The model with its initial weights: plain PyTorch. Weft seeds torch before; under the meta device it makes
+        shapes alone."""
+        raise NotImplementedError(f"{type(self).__name__}.build: it returns the model")
+
+    def samples(self, split: str) -> Samples | None:
+        """The samples of "train" or "eval" by index; None of "eval": nothing is evaluated.
+
+        Weft shuffles by `seed` and stacks samples as torch's DataLoader does: (x, y) gives a batch (x, y).
+        """
+        raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
+
+    def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """(sum of the losses, number of what they are of). Weft divides once, over all ranks and microbatches."""
+        raise NotImplementedError(f"{type(self).__name__}.loss: it returns (sum, number)")
+
+    # --- batches ---
+
+    def batches(self, share: Share) -> Batches:
+        """The training batches of one rank."""
+        from weft.train.tasks.indexed import IndexedBatches
+
+        return IndexedBatches(self.samples("train") or (), share, seed=self.config.seed)
+
+    def eval_batches(self, share: Share) -> Iterable[Any] | None:
+        """The evaluation set of one rank, equally many batches on each; None where there is none.
+
+        The whole set must not depend on the share: evaluations are then equal under every plan.
+        """
+        from weft.train.tasks.indexed import evaluation_batches
+
+        return evaluation_batches(self.samples("eval"), share, self.config.eval.batches)
+
+    def nominal_count(self) -> int:
+        """About how many of `unit` one global batch holds. It keeps scaled losses in range and changes no result."""
+        return self.config.train.global_batch
+
+    # --- model and step ---
+
+    def shapes(self) -> nn.Module:
+        """The model on the meta device."""
+        import torch
+
+        with torch.device("meta"):
+            return self.build()
+
+    def initial_model(self, plan: Plan) -> nn.Module:
+        """The model that a rank of `plan` starts from, the same weights on all."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.seed)
+            return self.build()
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The model's output for a batch. By default: model(x) of (x, y), and of a dict all but "labels" by name."""
+        from weft.train.step.forward import call_model
+
+        return call_model(model, batch)
+
+    def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor | float]:
+        """What `measure` needs of one evaluation batch, by `sum_names`: numbers that add up over batches and ranks."""
+        return {}
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        """The metrics of a whole evaluation by name. sums: of `sums`, and "loss" and "count" of `loss`."""
+        return {}
+
+    def flops_per_count(self) -> float | None:
+        """FLOPs of forward and backward for one of `unit`; None: no utilisation is shown."""
+        return None
+
+    # --- preparing a run, in one process before the ranks start ---
+
+    def facts(self, world_size: int) -> Facts:
+        """What the rules of plans may know."""
+        return Facts(world_size=world_size, global_batch=self.config.train.global_batch)
+
+    def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
+        """(setting, old, new) of what makes this another run than the one begun with `before`, beside `identity`."""
+        return ()
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Make the data ready. A `folder` that holds a run already must go on with the same data, or be refused."""
+
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the training data, for train.epochs; asked after `prepare`."""
+        return len(self.samples("train") or ())
+
+    def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
+        """Contents of the task's own files in the run folder, by name. notes: lines for people of the data."""
+        return {}
+
+    def open(self, folder: RunFolder) -> None:
+        """On a rank, before anything else: what `keep` wrote is there."""
+
+    # --- for the planner ---
+
+    def describe(self) -> PlannedModel:
+        """The model in the planner's words; by default from tracing it with two of its samples."""
+        from weft.train.tasks.traced_task import describe_by_samples
+
+        return describe_by_samples(self)
+
+    # --- what people see ---
+
+    def name(self) -> str:
+        """What is trained, in a word or two."""
+        return type(self).__name__
+
+    def model_line(self) -> str:
+        """Name and size of the model."""
+        return f"{self.name()}: {format_count(sum(p.numel() for p in self.shapes().parameters()))} parameters"
+
+    def data_lines(self) -> Sequence[str]:
+        """The data, a line for each part of it."""
+        return [f"{self.samples_per_epoch()} {self.sample_unit}"]
+
+    def batch_line(self) -> str:
+        """What a step and the whole run read."""
+        batch, steps = self.config.train.global_batch, self.config.train.steps
+        return f"{batch} {self.sample_unit} a step, {steps} steps, {format_count(batch * steps)} {self.sample_unit}"
+
+    def show(self, folder: RunFolder, step: int) -> str:
+        """What the trained model of a saved step makes, as text for the end of a run; "": nothing.
+
+        Called on the first rank alone; `load_weights(model, folder, step)` reads the weights.
+        """
+        return ""
+
+    #: What `show` leaves in the run folder, by name.
+    leaves: ClassVar[tuple[str, ...]] = ()
+
+    def try_line(self, folder: RunFolder) -> str:
+        """The command that tries the trained model; "": there is none."""
+        return ""

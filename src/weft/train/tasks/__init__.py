@@ -1,0 +1,27 @@
+"""Kinds of training: each is a `Task`. The decoder on text is the first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "DecoderTask",
+    "find_task",
+    "generate_text",
+]
+
+if TYPE_CHECKING:
+    from weft.train.tasks.decoder import DecoderTask
+    from weft.train.tasks.decoder_sample import generate_text
+    from weft.train.tasks.task_choice import find_task
+
+__getattr__ = loads(
+    __name__,
+    {
+        "DecoderTask": ".decoder",
+        "find_task": ".task_choice",
+        "generate_text": ".decoder_sample",
+    },
+)

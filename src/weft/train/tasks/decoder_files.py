@@ -1,0 +1,68 @@
+"""What the decoder keeps in a run folder: model.json, data.json and a copy of the tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from weft.data import PreparedData
+from weft.errors import DataError
+from weft.spec.decoder import DecoderSpec
+from weft.train.run.folder import RunFolder, free_name
+
+
+def decoder_of(folder: RunFolder) -> DecoderSpec:
+    """Shape of the run's model."""
+    return DecoderSpec(**json.loads(folder.text("model.json")))
+
+
+def tokenizer_of(folder: RunFolder) -> Path:
+    """The folder of the run's own tokenizer."""
+    return folder.path / "tokenizer"
+
+
+def data_of(folder: RunFolder) -> PreparedData:
+    """The run's tokenised data. DataError where its description is damaged."""
+    try:
+        return PreparedData.from_json(folder.text("data.json"))
+    except DataError as error:
+        file = folder.path / "data.json"
+        raise DataError(
+            f"{file}: {error}. Type rm {shlex.quote(str(file))} and repeat the weft train command, "
+            "which writes it anew."
+        ) from error
+
+
+def keep_files(folder: RunFolder, spec: DecoderSpec, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
+    """Copy the tokenizer, where the folder has none, and give the contents of the other files."""
+    if not tokenizer_of(folder).exists():
+        _copy_tree(data.tokenizer_dir, tokenizer_of(folder))
+    data = dataclasses.replace(data, summary=[*data.summary, *notes])
+    return {"model.json": json.dumps(dataclasses.asdict(spec), indent=2) + "\n", "data.json": data.to_json()}
+
+
+def refuse_other_data(folder: RunFolder, data: PreparedData) -> None:
+    """DataError when the tokens are not those that the run was started with; says which and how they differ."""
+    changes = data.changes_from(data_of(folder))
+    if changes:
+        raise DataError(
+            f"{'; '.join(changes)}. The run in {str(folder.path)!r} cannot go on with other data. "
+            f"Use {free_name(folder)} for a new run, or bring the old data back to resume."
+        )
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copytree(source, draft, dirs_exist_ok=True)
+    try:
+        os.rename(draft, target)
+    except OSError as error:
+        # Another rank was first, with the same content.
+        shutil.rmtree(draft)
+        if not target.is_dir():
+            raise DataError(f"tokenizer: cannot copy {str(source)!r} to {str(target)!r} ({error.strerror}).") from error

@@ -1,0 +1,117 @@
+"""Which task a config names: importing its class, and checking its options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from weft.errors import ConfigError, Problem, WeftError, did_you_mean
+from weft.lazy import named_object
+from weft.spec.config import RunConfig
+from weft.train.task import Task
+
+#: Sections and settings that mean something to the decoder on text, and to tasks that say so.
+_OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
+
+
+def find_task(config: RunConfig) -> Task:
+    """The config's task. Raises ConfigError where its class cannot be had, or refuses its options."""
+    if config.task.name is None:
+        from weft.train.tasks.decoder import DecoderTask
+
+        task: Task = DecoderTask()
+    else:
+        task = _made(_found(config.task.name), config.task.name, config.task.options)
+        _refuse_unread(task, config)
+    task.config = config
+    return task
+
+
+def _found(name: str) -> type[Task]:
+    try:
+        made = named_object(name)
+    except Exception as error:  # code of the user's may raise anything
+        why = f"{type(error).__name__}: {error}"
+        _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
+    if not (isinstance(made, type) and Task in made.__mro__):
+        _refuse("name", f"={name}: it is no subclass of weft.train.Task. Name one that is.")
+    return made
+
+
+def _made(kind: type[Task], name: str, options: Mapping[str, Any]) -> Task:
+    takes = inspect.signature(kind).parameters
+    free = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    problems = []
+    for option in options:
+        if not free and option not in takes:
+            hint = did_you_mean(option, takes) or f" It takes {', '.join(takes) or 'none'}."
+            problems.append(_problem(f"options.{option}", f": {name} has no such option.{hint}"))
+    for option, each in takes.items():
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            if option not in options:
+                problems.append(_problem(f"options.{option}", f": {name} needs this option. Give it a value."))
+        elif option in options and (wanted := _other_kind(each.default, options[option])):
+            value = options[option]
+            problems.append(_problem(f"options.{option}", f"={value}: {name} takes {wanted}. Use such a value."))
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return kind(**options)
+    except WeftError:
+        raise
+    except Exception as error:
+        _refuse("options", f": {name} refuses them: {type(error).__name__}: {error}. Change or leave them out.")
+
+
+def _other_kind(default: Any, value: Any) -> str:
+    """What an option takes, in words, where its default is of a kind that the value is not of; else ''."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, int):
+        return "" if isinstance(value, int) and not isinstance(value, bool) else "a whole number"
+    if isinstance(default, float):
+        return "" if isinstance(value, int | float) and not isinstance(value, bool) else "a number"
+    if isinstance(default, str):
+        return "" if isinstance(value, str) else "a text"
+    return ""
+
+
+def _refuse_unread(task: Task, config: RunConfig) -> None:
+    """ConfigError for settings of the decoder that the task never looks at."""
+    before, now = RunConfig().model_dump(by_alias=True), config.model_dump(by_alias=True)
+    name = config.task.name
+    problems = [
+        Problem(key, f"{key}: the decoder on text reads it, and task.name={name} does not. Leave it out.")
+        for section in _OF_THE_DECODER
+        if section not in task.sections
+        for key in changed_keys(section, value_at(before, section), value_at(now, section))
+        if not any(f"{key}.".startswith(f"{read}.") for read in task.sections)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def value_at(tables: Any, key: str) -> Any:
+    """The value under a dotted key."""
+    for part in key.split("."):
+        tables = tables[part]
+    return tables
+
+
+def changed_keys(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """(old, new) by dotted key, of all values below `key` that differ."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return {} if old == new else {key: (old, new)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in dict.fromkeys([*old, *new]):
+        found |= changed_keys(f"{key}.{name}", old.get(name), new.get(name))
+    return found
+
+
+def _problem(key: str, rule: str) -> Problem:
+    return Problem(f"task.{key}", f"task.{key}{rule}")
+
+
+def _refuse(key: str, rule: str) -> NoReturn:
+    raise ConfigError([_problem(key, rule)])

@@ -1,0 +1,111 @@
+"""An engine without torch: a least-squares line in numpy. It drives the loop, the run folder and the display."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.checkpoint import Block
+from weft.monitor import Meter
+from weft.pulse import Pulse
+from weft.train import Metric, Task
+from weft.train.engine import Evaluation, Job, StepResult
+
+
+class Points:
+    """Microbatches of points near y = 3 x: pure functions of the step."""
+
+    samples_per_epoch = 32
+
+    def batches(self, step: int) -> list[Any]:
+        x = np.random.default_rng(step).normal(size=8)
+        return [(x, 3.0 * x)]
+
+    def iterate(self, start_step: int, end_step: int):
+        return contextlib.nullcontext([self.batches(step) for step in range(start_step, end_step)])
+
+    def state_at(self, num_samples: int) -> int:
+        return num_samples
+
+
+class LineTask(Task):
+    """Fits a line."""
+
+    unit = sample_unit = "points"
+    metrics = (Metric("slope", "", "The line's slope."),)
+
+    def batches(self, share):
+        return Points()
+
+    def samples_per_epoch(self):
+        return Points.samples_per_epoch
+
+    def model_line(self):
+        return "a line: 2 parameters"
+
+
+class FakeEngine:
+    """Gradient descent with momentum on [slope, offset]."""
+
+    rank, device, wants_stop, evaluates = 0, "cpu", False, True
+
+    def __init__(self, job: Job):
+        self.plan, self.config, self.pulse, self.meter = job.plan, job.config, Pulse(), Meter()
+        self.batches = job.task.batches(None)
+
+    def build(self) -> None:
+        self.weights, self.momentum = np.zeros(2), np.zeros(2)
+
+    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
+        ((x, y),) = batches
+        off = self.weights[0] * x + self.weights[1] - y
+        gradient = np.array([(off * x).mean(), off.mean()])
+        self.momentum = 0.9 * self.momentum + gradient
+        self.weights = self.weights - self.config.optimizer.lr * lr_factor * self.momentum
+        norm = float(np.linalg.norm(gradient))
+        return StepResult(float((off**2).mean()), norm, len(x), wants_stop=self.wants_stop)
+
+    def evaluate(self) -> Evaluation:
+        return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
+
+    def save(self):
+        # In two pieces each, as ranks of a sharded engine give them.
+        for name, array in (("model/line", self.weights), ("optimizer/line/momentum", self.momentum)):
+            for part in (slice(0, 1), slice(1, 2)):
+                yield name, (part,), Block.of(array[part])
+
+    def state(self):
+        return {"fake": True}
+
+    def load(self, pieces, state) -> list[str]:
+        assert state["fake"]
+        arrays = {name: block.array().copy() for name, _, block in pieces}
+        self.weights, self.momentum = arrays["model/line"], arrays["optimizer/line/momentum"]
+        return []
+
+    def on_first(self, act):
+        return act()
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self, *, failed: bool = False) -> None:
+        self.closed = True
+
+    def versions(self):
+        return {"numpy": np.__version__}
+
+    def lines(self):
+        return ["format  float64"]
+
+    def checkpoint_bytes(self) -> int:
+        return 32
+
+    def peak_flops(self):
+        return None
+
+    def report(self, book, start_step):
+        return []

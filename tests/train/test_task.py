@@ -1,0 +1,162 @@
+"""A task of one's own, by the name of its class in a config: it trains, resumes, is planned and verified."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weft.cli.main import run
+from weft.errors import ConfigError
+from weft.monitor import read_events
+from weft.spec.files.config_file import load_config
+from weft.spec.plan import Plan
+from weft.testing.subject import Settings, find_subject
+from weft.testing.verify import Verifier
+from weft.train import RunFolder, prepare_run, run_rank
+from weft.train.planned.auto_plan import settle_plan
+from weft.train.tasks.task_choice import find_task
+
+IMAGES = ["task=tests.train.image_task:ImageTask", "train.steps=9", "train.global_batch=8", "eval.every=3",
+          "checkpoint.every=3", "launch.device=cpu"]  # fmt: skip
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    def train(*overrides: str) -> tuple[RunFolder, str]:
+        folder = prepare_run(load_config(None, [*IMAGES, f"run.dir={tmp_path}", *overrides]).config, world_size=1)
+        terminal = io.StringIO()
+        run_rank(folder, None, terminal)
+        return folder, terminal.getvalue()
+
+    return train
+
+
+def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    place = folder / "checkpoints" / f"step_{step:08d}"
+    return load_file(place / "model.safetensors") | load_file(place / "optimizer.safetensors")
+
+
+def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_images_are_trained_counted_and_measured(start):
+    folder, shown = start()
+    events = read_events(folder.events)
+    steps = [event for event in events if event["event"] == "step"]
+    assert {"images", "images_per_s"} <= steps[0].keys()
+    assert not {"tokens", "tokens_per_s", "unit"} & steps[0].keys()
+    assert [event["images"] for event in steps] == [8] * 9
+    found = [event for event in events if event["event"] == "eval"]
+    assert [event["step"] for event in found] == [3, 6, 9]
+    assert all(event["images"] == 16 for event in found)
+    assert 0.25 <= found[-1]["accuracy"] <= 1
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert "images/s" in shown
+    assert " accuracy" in shown
+    for word in ("token", "weft generate", "sequence"):
+        assert word not in shown
+    assert {path.name for path in folder.path.iterdir()}.isdisjoint({"model.json", "data.json", "tokenizer"})
+
+
+def test_a_run_in_two_halves_ends_on_the_same_bits(start):
+    whole, _ = start("run.name=whole")
+    halves, _ = start("run.name=halves", "checkpoint.keep=9")
+    for step in (6, 9):  # as if the process had died before
+        (halves.checkpoint(step) / "COMMIT").unlink()
+    _, shown = start("run.name=halves", "checkpoint.keep=9")
+    assert "resumed from step 3" in shown
+    assert_alike(saved(whole.path, 9), saved(halves.path, 9))
+
+
+def test_the_page_shows_this_task():
+    page = (HERE.parents[1] / "docs" / "how-to" / "own_task.md").read_text()
+    assert f"```python\n{(HERE / 'image_task.py').read_text()}```" in page
+    assert len((HERE / "image_task.py").read_text().splitlines()) < 50
+
+
+def test_epochs_are_of_the_tasks_samples(tmp_path):
+    words = [word for word in IMAGES if not word.startswith("train.steps")]
+    config = load_config(None, [*words, f"run.dir={tmp_path}", "train.epochs=0.5"]).config
+    assert prepare_run(config, world_size=1).config().train.steps == 4
+
+
+def test_the_planner_chooses_for_it_and_reads_its_config(tmp_path, capsys):
+    config, best = settle_plan(load_config(None, [*IMAGES, f"run.dir={tmp_path}", "plan=auto"]).config, 2, 2)
+    assert best is not None
+    assert config.plan == best.plan.format()
+    assert best.plan.world_size == 2
+    file, out = tmp_path / "run.toml", tmp_path / "out.toml"
+    file.write_text('task = "tests.train.image_task:ImageTask"\n[train]\nglobal_batch = 64\n')
+    assert run(["plan", str(file), "8xh100", "--top", "1", "--out", str(out)]) == 0
+    assert "ImageTask, " in (shown := capsys.readouterr().out)
+    assert "64 samples a step" in shown
+    find_task(load_config(out).config)  # and that config trains it
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3"])
+def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
+    file = tmp_path / "run.toml"
+    file.write_text('task = "tests.train.image_task:ImageTask"\n')
+    with Verifier(find_subject(str(file), Settings()), 2, ranks2) as verifier:
+        verdict = verifier.verify(Plan.parse(plan))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["task.options.sise=8"], r"task\.options\.sise: .*has no such option\. Did you mean 'side'\?"),
+        (["task.options.side=big"], r"task\.options\.side=big: .* takes a whole number"),
+        (["task=tests.train.image_task:Nothing"], r"task\.name=.*Nothing: it cannot be imported"),
+        (
+            ["task=tests.train.image_task:TensorDataset"],
+            r"task\.name=.*TensorDataset: it is no subclass of weft\.train\.Task",
+        ),
+        (["task=tests/train/none.py:X"], r"task\.name=.*: it cannot be imported \(FileNotFoundError"),
+        (["model.dim=64", "sample.prompt=a"], r"model\.dim: the decoder on text reads it, .*\n.*sample\.prompt: "),
+    ],
+)
+def test_what_a_config_may_not_say_of_a_task(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        find_task(load_config(None, [*IMAGES, *settings]).config)
+
+
+def test_options_without_a_task_and_another_task_in_a_folder_are_refused(start):
+    with pytest.raises(ConfigError, match=r"task\.options=\{side = 8\}: they belong to a task named as"):
+        load_config(None, ["task.options.side=8"])
+    start("train.steps=3")
+    with pytest.raises(ConfigError, match=r"task\.options\.dim=32: the run in .* was started without it"):
+        start("task.options.dim=32")
+
+
+@pytest.mark.full
+def test_a_killed_command_goes_on_from_its_config(tmp_path):
+    """`weft train` on two ranks, with a task in a file beside the config; killed, and typed again."""
+    shutil.copy(HERE / "image_task.py", tmp_path / "images.py")
+    text = '[task]\nname = "images.py:ImageTask"\n[task.options]\nside = 16\n[train]\nsteps = 40\nglobal_batch = 8\n'
+    (tmp_path / "run.toml").write_text(text + "[checkpoint]\nevery = 4\nkeep = 99\n")
+    words = [sys.executable, "-m", "weft", "train", "run.toml", "launch.device=cpu", "launch.ranks=2"]
+    subprocess.run([*words, "run.name=whole"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=200)
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        until = time.monotonic() + 100
+        while not list(tmp_path.glob("runs/run/checkpoints/step_*/COMMIT")) and time.monotonic() < until:
+            time.sleep(0.01)
+        first.send_signal(signal.SIGKILL)
+    subprocess.run([*words, "plan=dp_shard=2 zero=1"], cwd=tmp_path, check=True, capture_output=True, timeout=200)
+    ours, theirs = saved(tmp_path / "runs" / "run", 40), saved(tmp_path / "runs" / "whole", 40)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
+    assert any(event["event"] == "resume" for event in read_events(tmp_path / "runs" / "run" / "events.jsonl"))
