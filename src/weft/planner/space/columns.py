@@ -173,7 +173,7 @@ class Columns:
 
     def plan(self, row: int) -> Plan:
         """One row as a plan. Raises PlanError where the runtime has no word for it (fp8)."""
-        values = {
+        values: dict[str, Any] = {
             name: known.kind.decode(*(getattr(self, column.name)[row] for column in known.columns))
             for name, known in PLAN_FIELDS.items()
             if known.columns
@@ -184,7 +184,8 @@ class Columns:
                 values[name] = known.default  # nothing is settled where there is nothing to choose
         values["microbatches" if sizes["pp"] > 1 else "accumulation"] = int(self.num_micro[row])
         usual, found = (tuple(axis for axis in order if sizes[axis] > 1) for order in (AXES, values["order"]))
-        return Plan(**{**values, "order": () if found == usual else found})
+        values["order"] = () if found == usual else found
+        return Plan(**values)
 
 
 def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:

@@ -73,8 +73,8 @@ def as_values(name: str, chosen: Any) -> dict[str, Any]:
 
 def default_choice(name: str) -> Any:
     """What a plan that names none of them has of the fields that a searched field decides."""
-    defaults = tuple(PLAN_FIELDS[member].default for member in members(name))
-    return defaults if len(defaults) > 1 else defaults[0]
+    defaults: tuple[Any, ...] = tuple(PLAN_FIELDS[member].default for member in members(name))
+    return defaults if len(defaults) > 1 else next(iter(defaults))
 
 
 def _decided(name: str, choices: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ def _first(name: str) -> Callable[[Space], dict[str, Any]]:
 
 
 #: What leaves a space that is too large to be looked at whole, in this order; refinement comes back to it.
-_NARROWER = (
+_NARROWER: tuple[tuple[str, Callable[[Space], dict[str, Any]]], ...] = (
     ("fp32 (half precision is faster)", _first("precision")),
     ("sp=off (sp=on needs less memory)", _without("sp", False)),
     ("schedule=gpipe", _without("schedule", ("gpipe", 1))),
