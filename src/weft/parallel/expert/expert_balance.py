@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +12,7 @@ from weft.comm import Pending, all_gather
 from weft.comm.autograd import sum_over
 from weft.comm.collectives import start_all_reduce
 from weft.mesh import Axis, Mesh
-from weft.models.balance import Span, move_bias
+from weft.models.balance import Load, Span, move_bias
 from weft.models.moe import Router, routers
 from weft.parallel.context import Context, context_of
 from weft.parallel.expert.foreign_router import ForeignRouter
@@ -86,6 +87,18 @@ class ExpertBalance:
         for router in self._routers:
             router.aux_scale = scale
             router.load.clear()
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """What is forwarded inside counts for nothing: no loss of balance in its backward, no tokens of it."""
+        before = [(router, router.aux_scale, router.load) for router in self._routers]
+        for router, _, load in before:
+            router.aux_scale, router.load = 0.0, Load(load.num_experts)
+        try:
+            yield
+        finally:
+            for router, scale, load in before:
+                router.aux_scale, router.load = scale, load
 
     def start(self) -> None:
         """After the last backward: begin to add up the ranks' counts. All ranks call it."""
