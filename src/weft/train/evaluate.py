@@ -72,7 +72,8 @@ def mean_loss(
     def one_by_one() -> Iterator[Any]:
         nonlocal counts
         for batch in batches:
-            for one, counts in batch.counted() if isinstance(batch, Microbatches) else [(batch, True)]:
+            for one, is_counted in batch.counted() if isinstance(batch, Microbatches) else [(batch, True)]:
+                counts = is_counted
                 yield one
 
     def add(output: Any, local: Any) -> None:

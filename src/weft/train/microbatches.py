@@ -164,7 +164,8 @@ class _Splitting:
                 f"{self._field}: the batch holds a {type(batch).__name__}, which Weft cannot cut into "
                 f"microbatches. Give it cut: step(weft.Microbatches([...])), or use accumulation=1."
             )
-        if isinstance(batch, tuple | list) and len(batch) == self._num_samples and next(tensors_in(batch), None) is None:
+        is_column = isinstance(batch, tuple | list) and len(batch) == self._num_samples
+        if is_column and next(tensors_in(batch), None) is None:
             size = self._num_samples // self._num_parts
             return [batch[index * size : (index + 1) * size] for index in range(self._num_parts)]
         columns = [self.split(part, inner) for part, inner in zip(parts, _names_in(batch, name), strict=True)]
@@ -176,8 +177,8 @@ class _Splitting:
         if tensor.shape[0] != self._num_samples:
             raise ModelError(
                 f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, so "
-                f"its rows are no samples and a cut would tear them apart. Pass the DataLoader through run.shard, which "
-                f"cuts by samples before they are collated, or give the step weft.Microbatches([...])."
+                f"its rows are no samples and a cut would tear them apart. Pass the DataLoader through run.shard, "
+                f"which cuts by samples before they are collated, or give the step weft.Microbatches([...])."
             )
         if tensor.shape[0] % self._num_parts:
             raise ModelError(

@@ -17,7 +17,6 @@ from weft.data.order.share_out import numbers_of, rows_of, share_out
 from weft.errors import DataError
 
 
-
 class AsBatch(Protocol):
     """Makes what a loop is given of a rank's microbatches."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 
 def share_out(count: int, num_parts: int) -> list[range]:
-    """0 to count - 1 as so many runs in order, as equal as they can be: the first ones have one more, some may be empty."""
+    """0 to count - 1 as so many runs in order: the first ones may have one more than the others, which may be empty."""
     size, rest = divmod(count, num_parts)
     starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def numbers_of(global_batch: int, dp_rank: int, dp_size: int, num_microbatches: int) -> list[range]:
