@@ -40,6 +40,7 @@ from weft.spec.rules import Facts, check
 from weft.train.script.script_state import ScriptState
 from weft.train.step import ForwardFn, TrainStep
 from weft.train.step.loss_check import LossFn
+from weft.train.step.microbatches import from_loader
 from weft.units import parse_seconds
 
 
@@ -90,9 +91,20 @@ class Run(ScriptState):
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
         """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
 
-        A sampler or batch_sampler is kept: it is drawn alike on all ranks. Raises DataError where that is impossible.
+        A sampler or batch_sampler is kept: it is drawn alike on all ranks. Batches are cut by samples, and the loader's
+        collate_fn is called for each part. Where the plan cuts a rank's samples into microbatches, or a batch has fewer
+        samples than there are ranks, `for` gives `weft.Microbatches`; else batches as the loader itself makes them.
+        Raises DataError where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
         """
-        return ShardedLoader(loader, self.mesh.data.rank, self.mesh.data.size, self.seed)
+        return ShardedLoader(
+            loader,
+            self.mesh.data.rank,
+            self.mesh.data.size,
+            self.seed,
+            num_microbatches=self.plan.microbatches_per_step,
+            as_batch=from_loader,
+            takes_empty=lambda: self._leaves_out,
+        )
 
     def train_step(
         self,
@@ -117,6 +129,7 @@ class Run(ScriptState):
         elif optimizer_options:
             names = ", ".join(optimizer_options)
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
+        self._leaves_out = True
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, max_grad_norm=max_grad_norm)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:

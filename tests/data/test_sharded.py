@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_a_last_batch_that_is_short_is_shared_out():
 @pytest.mark.parametrize(
     ("loader", "dp_size", "text"),
     [
-        (loader_of(12, 3), 2, r"batch_size=3: .*not a multiple of the 2 data-parallel ranks. Use a multiple of 2."),
+        (loader_of(12, 1), 2, r"batch_size=1: .*smaller than the 2 data-parallel ranks. Use at least 2."),
         (loader_of(9, 4), 2, r"drop_last=False: the last batch has 1 of 9 samples, fewer than the 2"),
         (
             loader_of(8, None),
@@ -202,3 +203,68 @@ def test_a_stream_is_refused():
 
     with pytest.raises(DataError, match="an IterableDataset has no indices"):
         ShardedLoader(DataLoader(Stream(), batch_size=2), 0, 2)
+
+
+class Parts(NamedTuple):
+    batches: list[Any]
+    numbers: list[list[int]]
+    rows: list[Any]
+    is_plain: bool
+
+
+def as_parts(batches, numbers, rows, *, is_plain) -> Parts:
+    return Parts([batch[0].tolist() for batch in batches], list(map(list, numbers)), rows, is_plain)
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.integers(5, 20))
+@settings(max_examples=40, deadline=None)
+def test_samples_lie_in_microbatches_of_ranks_by_their_numbers(batch_size, dp_size, num_microbatches, num_samples):
+    loaders = [
+        ShardedLoader(
+            loader_of(num_samples, batch_size), rank, dp_size,
+            num_microbatches=num_microbatches, as_batch=as_parts, takes_empty=lambda: True,
+        )
+        for rank in range(dp_size)
+    ]  # fmt: skip
+    seen = []
+    for start, ranks in zip(range(0, num_samples, batch_size), zip(*loaders, strict=True), strict=True):
+        size = min(batch_size, num_samples - start)
+        parts = [pair for rank in ranks for pair in zip(rank.batches, rank.numbers, strict=True)]
+        assert len(parts) == dp_size * num_microbatches
+        assert [number for _, numbers in parts for number in numbers] == list(range(size))
+        for batch, numbers in parts:
+            assert batch == [start + number for number in numbers] if numbers else len(batch) == 1
+            seen += batch if numbers else []
+        assert {rank.is_plain for rank in ranks} == {num_microbatches == 1 and size >= dp_size}
+    assert seen == list(range(num_samples))
+
+
+def ragged(samples):
+    return torch.cat([sample["patches"] for sample in samples]), torch.stack([sample["y"] for sample in samples])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_users_collate_function_sees_each_microbatch(num_workers):
+    samples = [{"patches": torch.full((n, 2), float(n)), "y": torch.tensor(n)} for n in (3, 1, 0, 2, 4)]
+    loader = DataLoader(samples, batch_size=5, collate_fn=ragged, num_workers=num_workers)
+    collected = []
+    for rank in range(2):
+        [batch] = ShardedLoader(
+            loader, rank, 2, num_microbatches=2, as_batch=lambda batches, numbers, rows, is_plain: (batches, rows)
+        )
+        batches, rows = batch
+        collected += [(patches[:, 0].tolist(), y.tolist()) for patches, y in batches]
+        assert [[sum(counts) for counts in part if max(counts) != 1] or [0] for part in rows] == [
+            [len(patches)] for patches, _ in batches
+        ]
+    assert collected == [([3.0] * 3 + [1.0], [3, 1]), ([], [0]), ([2.0] * 2, [2]), ([4.0] * 4, [4])]
+
+
+def test_samples_that_are_no_list_stay_in_one_piece():
+    class Columns(TensorDataset):
+        def __getitems__(self, indices):
+            return self.tensors[0][indices]
+
+    loader = DataLoader(Columns(torch.arange(4)), batch_size=4, collate_fn=lambda rows: rows)
+    [batch] = ShardedLoader(loader, 1, 2, num_microbatches=2, as_batch=as_parts)
+    assert batch.tolist() == [2, 3]

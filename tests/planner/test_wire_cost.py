@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from weft.planner.cost.tables import Tables
 
 from tests.comm import block8  # noqa: F401 (registers the wire)
-from weft.planner.cost.tables import Tables
 from weft.planner.cost.wire_cost import copy_bytes, state_bytes, wire_bytes
 from weft.planner.estimate import estimate
 from weft.planner.space.columns import Columns, Job

@@ -24,6 +24,7 @@ from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context, context_of, dropped_attention
 from weft.parallel.placement.cut_part import CutPart, cut_part_of
 from weft.parallel.placement.position_noise import kept_at, key_of
+from weft.parallel.placement.samples import Samples, rows_of_samples
 from weft.structure import become, repeated_blocks
 
 _ATTRIBUTE = "_weft_drops"
@@ -34,13 +35,15 @@ _RATES = ("attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attenti
 
 
 class Drops:
-    """Where one model on one rank is in its random numbers: key of the step, first sample of the microbatch."""
+    """Where one model on one rank is in its random numbers: key of the step, samples of the microbatch."""
 
     def __init__(self, mesh: Mesh, seed: int, part: CutPart | None, context: Context | None):
         self.part = part or CutPart(mesh["tp"])
         self.sites: list[Site] = []
-        #: Number of the first sample, as a tensor that compiled blocks read; None where it follows from the rank.
-        self.first: Tensor | None = None
+        #: Numbers of the samples, as a tensor that compiled blocks read; None where they follow from the rank, or where
+        #: rows are no samples: then dropout runs outside of compiled blocks.
+        self.told_samples: Tensor | None = None
+        self.is_told = True
         self._data = mesh.data
         self._device = mesh.device
         self._is_compiled = mesh.plan.compile
@@ -49,7 +52,8 @@ class Drops:
         self.num_keys = 0  #: how many were asked for here
         self._is_driven = False
         self._key = 0
-        self._first_sample: int | None = None  # None: a rank's samples follow those of the rank before
+        self._samples: Samples | None = None  # None: a rank's samples follow those of the rank before
+        self._places: dict[tuple[int, torch.device], Tensor] = {}  # of rows, by their count
         self._told: int | None = None  # the key that compiled blocks have
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
@@ -69,20 +73,20 @@ class Drops:
         return key_of(self._seed, self.num_keys)
 
     @contextlib.contextmanager
-    def microbatch(self, key: int, first_sample: int | None) -> Iterator[None]:
-        """While inside, the model is given samples of the global batch from that number on."""
-        before = self._is_driven, self._key, self._first_sample
-        self._is_driven, self._key, self._first_sample = True, key, first_sample
+    def microbatch(self, key: int, samples: Samples | None) -> Iterator[None]:
+        """While inside, the model is given these samples of the global batch."""
+        before = self._is_driven, self._key, self._samples, self._places
+        self._is_driven, self._key, self._samples, self._places = True, key, samples, {}
         self._tell_compiled()
         self.restart()
         try:
             yield
         finally:
-            self._is_driven, self._key, self._first_sample = before
+            self._is_driven, self._key, self._samples, self._places = before
 
     def travelling(self) -> AbstractContextManager[None]:
         """What a later replay of what is computed now must run inside of."""
-        return self.microbatch(self._key, self._first_sample)
+        return self.microbatch(self._key, self._samples)
 
     def restart(self) -> None:
         """A forward begins: no call of it has been made, and no rank is inside a cut part."""
@@ -94,7 +98,7 @@ class Drops:
         """Before the whole model's: in a loop that is not ours each training forward has a key of its own."""
         if self._is_driven or not model.training:
             return
-        self._key, self._first_sample = self.next_key(), None
+        self._key, self._samples = self.next_key(), None
         self._tell_compiled()
         self.restart()
 
@@ -102,8 +106,12 @@ class Drops:
         """Where blocks are compiled, give them keys and samples as tensors: numbers would be parts of their graphs."""
         if not self._is_compiled:
             return
-        first = self._first_sample
-        self.first = None if first is None else torch.tensor(first, device=self._device)
+        samples = self._samples
+        self.is_told = samples is None or not (samples.is_empty or samples.rows)
+        if samples is not None and self.is_told:
+            self.told_samples = samples.places(len(samples.numbers), self._device)
+        else:
+            self.told_samples = None
         if self._told != self._key:
             keys = [[site.key(self._key, call) for call in range(1, _CALLS + 1)] for site in self.sites]
             for site, row in zip(self.sites, torch.tensor(keys, device=self._device).unbind(), strict=True):
@@ -111,11 +119,15 @@ class Drops:
             self._told = self._key
 
     def samples(self, count: int, device: torch.device) -> Tensor:
-        """Numbers of this rank's samples in the global batch."""
-        if torch.compiler.is_compiling() and self.first is not None:
-            return torch.arange(count, device=device) + self.first
-        first = self._data.rank * count if self._first_sample is None else self._first_sample
-        return torch.arange(first, first + count, device=device)
+        """For each row of a tensor, a number from its sample's in the global batch."""
+        if torch.compiler.is_compiling() and self.told_samples is not None:
+            return rows_of_samples(self.told_samples, count)
+        if self._samples is None:
+            return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
+        found = self._places.get((count, device))
+        if found is None:
+            found = self._places[count, device] = self._samples.places(count, device)
+        return found
 
     def tokens(self, count: int, is_cut: bool, device: torch.device) -> Tensor:
         """Places in the sequence of this rank's tokens. is_cut: over tp, as between cut layers under sp."""
@@ -171,7 +183,7 @@ class Site:
             return x * 0.0
         if x.ndim == 1:
             return self.drop(x[:, None], rate)[:, 0]
-        if not torch.compiler.is_compiling() or self.keys is None or self.calls == _CALLS:
+        if not torch.compiler.is_compiling() or self.keys is None or self.calls == _CALLS or not self._drops.is_told:
             return self._drop_by_number(x, rate)
         self.calls += 1
         return self._drop(x, rate, self.keys[self.calls - 1])
@@ -192,12 +204,11 @@ class Site:
             places[1] = drops.tokens(x.shape[1], self._cuts_tokens and not is_inside, x.device)
         return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
-    def attention(self, rate: float, num_samples: int, num_heads: int) -> AttentionDrop:
+    def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
         """What a call of attention drops of its weights. num_heads: of this rank."""
         part = self._drops.part
         first_head = part.axis.rank * num_heads if part.is_open else 0
-        first_sample = int(self._drops.samples(num_samples, torch.device("cpu"))[0])
-        return AttentionDrop(rate, self._next_key(), first_sample, first_head)
+        return AttentionDrop(rate, self._next_key(), self._drops.samples(num_samples, device), first_head)
 
 
 class PositionDropout(nn.Module):
@@ -268,7 +279,7 @@ class _ByPosition(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         del enable_gqa  # heads are read off the shapes
-        drop = self._site.attention(dropout_p, query.shape[0], query.shape[1])
+        drop = self._site.attention(dropout_p, query.shape[0], query.shape[1], query.device)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return dropped_attention(query, key, value, attn_mask, is_causal, scale, drop)
 

@@ -149,6 +149,11 @@ class _Drawn:
 
 
 def _check_last(num_samples: int, batch_size: int, drop_last: bool, dp_size: int) -> None:
+    if batch_size < dp_size:
+        raise DataError(
+            f"batch_size={batch_size}: the loader's batch is the global batch, and it is smaller than the {dp_size} "
+            f"data-parallel ranks. Use at least {dp_size}."
+        )
     rest = num_samples % batch_size
     if not drop_last and 0 < rest < dp_size:
         raise DataError(

@@ -1,38 +1,65 @@
-"""A user's own DataLoader, cut for data parallel: each rank reads its slice of every global batch, and can resume."""
+"""A user's own DataLoader, cut for data parallel: each rank reads its slice of every global batch, and can resume.
+
+A batch is a list of samples until it is cut: a rank fetches its own, cuts them into the plan's microbatches, and the
+user's collate function sees each microbatch by itself. So rows of a tensor need not be samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from weft.data.order.drawn import Batches, batches_of
+from weft.data.order.share_out import numbers_of, rows_of, share_out
 from weft.errors import DataError
+
+
+class AsBatch(Protocol):
+    """Makes what a loop is given of a rank's microbatches."""
+
+    def __call__(
+        self, batches: list[Any], numbers: list[range], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
+    ) -> Any:
+        """numbers: of each microbatch's samples in the global batch; none for one that stands in for samples that the
+        rank does not have. rows: see `rows_of`. is_plain: on all ranks there is one microbatch, and it has samples."""
+        ...
 
 
 class ShardedLoader:
     """This rank's part of a DataLoader whose `batch_size` is the global batch.
 
     The order is a function of (seed, epoch): the same global batches at any number of ranks. A sampler or batch_sampler
-    of the user's is drawn with random numbers seeded by them, alike on all ranks.
-    One pass of `for` is one epoch, or what is left of it after `load_state_dict`. State is two integers.
+    of the user's is drawn with random numbers seeded by them, alike on all ranks. What ranks get differs by at most one
+    sample. One pass of `for` is one epoch, or what is left of it after `load_state_dict`. State is two integers.
+
+    num_microbatches: that a rank's samples are cut into. as_batch: makes of them what `for` gives; None: their plain
+    batch, for which there must be one microbatch. takes_empty: asked as an epoch begins whether a batch may leave a
+    rank without a sample; None: it may not, and that is looked at here.
     """
 
-    def __init__(self, loader: DataLoader[Any], dp_rank: int, dp_size: int, seed: int = 0):
-        batch_size = loader.batch_size
-        if batch_size is not None and batch_size % dp_size:
-            raise DataError(
-                f"batch_size={batch_size}: the loader's batch is the global batch, and it is not a multiple of the "
-                f"{dp_size} data-parallel ranks. Use a multiple of {dp_size}."
-            )
-        self._slices = _Slices(batches_of(loader, seed), dp_rank, dp_size)
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        dp_rank: int,
+        dp_size: int,
+        seed: int = 0,
+        *,
+        num_microbatches: int = 1,
+        as_batch: AsBatch | None = None,
+        takes_empty: Callable[[], bool] | None = None,
+    ):
+        self._as_batch, self._num_microbatches = as_batch, num_microbatches
+        self._slices = _Slices(batches_of(loader, seed), dp_rank, dp_size, takes_empty or (lambda: False))
+        if takes_empty is None:
+            self._slices.check()
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=self._slices,
             num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
+            collate_fn=_CollateParts(loader.collate_fn, num_microbatches, counts_rows=as_batch is not None),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -42,12 +69,14 @@ class ShardedLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        slices = self._slices
+        for parts, rows in self._loader:
+            batch = self._batch(parts, rows, slices.size_of(slices.next_batch))
             # Counted before it is handed out: a state saved while the batch is in use comes after it.
-            self._slices.next_batch += 1
+            slices.next_batch += 1
             yield batch
-        self._slices.epoch += 1
-        self._slices.next_batch = 0
+        slices.epoch += 1
+        slices.next_batch = 0
 
     def __len__(self) -> int:
         """Batches in a whole epoch."""
@@ -61,25 +90,72 @@ class ShardedLoader:
         """Go on where `state_dict` was taken; nothing is read to get there."""
         self._slices.epoch, self._slices.next_batch = int(state["epoch"]), int(state["next_batch"])
 
+    def _batch(self, parts: list[Any], rows: list[Any], global_batch: int) -> Any:
+        if self._as_batch is None:
+            return parts[0]
+        slices, num_parts = self._slices, self._num_microbatches
+        everyone_has_some = global_batch >= slices.dp_size
+        if len(parts) < num_parts:  # in one piece: the step cuts it along dim 0
+            if not everyone_has_some:
+                raise DataError(
+                    f"loader: a batch has {global_batch} samples, fewer than the {slices.dp_size} data-parallel ranks, "
+                    f"and the dataset's __getitems__ gives no list of samples. Let it give one, or use drop_last=True."
+                )
+            return parts[0]
+        numbers = numbers_of(global_batch, slices.dp_rank, slices.dp_size, num_parts)
+        # Alike on all ranks: those with samples must know that another has none.
+        return self._as_batch(parts, numbers, rows, is_plain=num_parts == 1 and everyone_has_some)
+
+
+class _CollateParts:
+    """The user's collate function, called for each microbatch of a list of samples; runs in the loader's workers.
+
+    Gives microbatches, and the rows that each of their samples brings. A microbatch without samples is made of the
+    rank's first one. Samples that are no list, as a dataset's __getitems__ may give, stay in one piece.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], num_parts: int, *, counts_rows: bool):
+        self._collate, self._num_parts, self._counts_rows = collate, num_parts, counts_rows
+
+    def __call__(self, samples: Any) -> tuple[list[Any], list[Any]]:
+        if not isinstance(samples, list | tuple):
+            return [self._collate(samples)], [()]
+        if self._num_parts == 1:
+            parts = [samples]
+        else:
+            cuts = share_out(len(samples), self._num_parts)
+            parts = [samples[cut.start : cut.stop] or samples[:1] for cut in cuts]
+        rows = [rows_of(part) if self._counts_rows else () for part in parts]
+        return [self._collate(part) for part in parts], rows
+
 
 class _Slices(Sampler[list[Any]]):
-    """Dataset indices of this rank's slice of each global batch."""
+    """Dataset indices of this rank's slice of each global batch; the batch's first one for a rank without any."""
 
-    def __init__(self, batches: Batches, dp_rank: int, dp_size: int):
-        self._batches = batches
-        batches.check(0, dp_size)
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+    def __init__(self, batches: Batches, dp_rank: int, dp_size: int, takes_empty: Callable[[], bool]):
+        self._batches, self._takes_empty = batches, takes_empty
+        self.dp_rank, self.dp_size = dp_rank, dp_size
         self.epoch = 0
         self.next_batch = 0
+        self._reading: Sequence[Sequence[Any]] = ()
 
     @property
     def num_batches(self) -> int:
         """In the whole of this epoch."""
         return self._batches.count(self.epoch)
 
+    def check(self) -> None:
+        """DataError where a batch of the epoch leaves a rank without a sample, and it may not."""
+        if not self._takes_empty():
+            self._batches.check(self.epoch, self.dp_size)
+
+    def size_of(self, number: int) -> int:
+        """Samples in a global batch of the epoch that is being read."""
+        return len(self._reading[number])
+
     def __iter__(self) -> Iterator[list[Any]]:
-        self._batches.check(self.epoch, self._dp_size)
-        batches = self._batches.of(self.epoch)
+        self.check()
+        batches = self._reading = self._batches.of(self.epoch)
         for number in range(self.next_batch, len(batches)):
             yield self._own(batches[number])
 
@@ -87,7 +163,6 @@ class _Slices(Sampler[list[Any]]):
         return self.num_batches - self.next_batch
 
     def _own(self, batch: Any) -> list[Any]:
-        size, rest = divmod(len(batch), self._dp_size)
-        start = self._dp_rank * size + min(self._dp_rank, rest)
-        own = batch[start : start + size + (self._dp_rank < rest)]
-        return own.tolist() if isinstance(own, torch.Tensor) else list(own)
+        own = share_out(len(batch), self.dp_size)[self.dp_rank]
+        found = batch[own.start : own.stop] if own else batch[:1]
+        return found.tolist() if isinstance(found, torch.Tensor) else list(found)

@@ -134,7 +134,7 @@ def _attend_cut(
     whole = window is None or window >= key.shape[2] * context.axis.size
     before = None if whole else window - 1  # a window holds the token itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    drop = getattr(module, _SITE).attention(dropout, *query.shape[:2]) if dropout else None
+    drop = getattr(module, _SITE).attention(dropout, *query.shape[:2], query.device) if dropout else None
     scoring = Scoring(scale, Sight(before, 0 if causal else before), asked.get("softcap"), drop)
     return context.attend(query, key, value, scoring, ids_BT).transpose(1, 2)
 

@@ -60,4 +60,4 @@ class _Dropped(torch.autograd.Function):
 
 def _noise(drop: AttentionDrop, q_BHTC: Tensor, k_BKSC: Tensor) -> Noise:
     queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (q_BHTC, k_BKSC))
-    return drop.noise(drop.lines(*q_BHTC.shape[:2], queries), keys)
+    return drop.noise(drop.lines(q_BHTC.shape[1], queries), keys)

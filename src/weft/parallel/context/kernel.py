@@ -41,22 +41,18 @@ class Noise:
 class AttentionDrop:
     """What one call of attention drops: each weight with probability `rate`, by (sample, head, query, key).
 
-    first_sample, first_head: of this rank's, in the whole.
+    samples: numbers of this call's in the whole, int64 (B,). first_head: of this rank's.
     """
 
     rate: float
     key: int
-    first_sample: int
+    samples: Tensor
     first_head: int
 
-    def lines(self, batch: int, heads: int, places_T: Tensor) -> Tensor:
+    def lines(self, heads: int, places_T: Tensor) -> Tensor:
         """Numbers of queries, (B, H, T)."""
-        counts, firsts = (batch, heads), (self.first_sample, self.first_head)
-        starts = [
-            torch.arange(first, first + count, device=places_T.device)
-            for first, count in zip(firsts, counts, strict=True)
-        ]
-        return lines_of(self.key, [*starts, places_T])
+        heads_H = torch.arange(self.first_head, self.first_head + heads, device=places_T.device)
+        return lines_of(self.key, [self.samples.to(places_T.device), heads_H, places_T])
 
     def noise(self, lines_BHT: Tensor, places_S: Tensor) -> Noise:
         """For queries of these numbers and keys at these places."""

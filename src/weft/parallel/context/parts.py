@@ -78,7 +78,7 @@ class Gradients:
 
 def _lines(q_BHTC: Tensor, scoring: Scoring, places_T: Tensor) -> Tensor | None:
     """Numbers of the queries for dropout, (B, H, T)."""
-    return scoring.drop.lines(*q_BHTC.shape[:2], places_T) if scoring.drop else None
+    return scoring.drop.lines(q_BHTC.shape[1], places_T) if scoring.drop else None
 
 
 def _noise(lines_BHT: Tensor | None, scoring: Scoring, places_S: Tensor) -> Noise | None:

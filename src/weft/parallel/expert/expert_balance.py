@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from weft.comm import Pending, all_gather, start_all_reduce
 from weft.comm.autograd import sum_over
 from weft.mesh import Axis, Mesh
 from weft.models import Router, routers
-from weft.models.balance import Span, move_bias
+from weft.models.balance import Load, Span, move_bias
 from weft.parallel.expert.foreign_router import ForeignRouter
 
 
@@ -110,6 +111,18 @@ class ExpertBalance:
         for router in self._routers:
             router.aux_scale = scale
             router.load.clear()
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """What is forwarded inside counts for nothing: no loss of balance in its backward, no tokens of it."""
+        before = [(router, router.aux_scale, router.load) for router in self._routers]
+        for router, _, load in before:
+            router.aux_scale, router.load = 0.0, Load(load.num_experts)
+        try:
+            yield
+        finally:
+            for router, scale, load in before:
+                router.aux_scale, router.load = scale, load
 
     def start(self) -> None:
         """After the last backward: begin to add up the ranks' counts. All ranks call it."""

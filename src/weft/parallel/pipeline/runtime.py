@@ -27,10 +27,10 @@ from weft.parallel.placement.placement import Placement
 from weft.spec.schedule import Action, Key, Transfer, arrived_by, parts, receiving_early, schedule_of, with_transfers
 from weft.structure import repeated_blocks
 
-#: (output, batch) -> (sum of losses, number of tokens).
-LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
+#: (output, batch, number of the microbatch) -> (sum of losses, number of tokens).
+CountedLoss = Callable[[Any, Any, int], tuple[torch.Tensor, torch.Tensor | int]]
 #: By number of a microbatch, what its forward runs inside of.
-Drawing = Callable[[int], AbstractContextManager[None]]
+Inside = Callable[[int], AbstractContextManager[None]]
 #: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 
@@ -57,17 +57,17 @@ class Work:
     """What one optimizer step is about.
 
     forward_to_loss: `forward` on the last stage. scale: of the loss before backward. totals: sum of losses and number
-    of tokens, added to on the last stage. drawing: what the forward of a microbatch runs inside of, for its dropout.
+    of tokens, added to on the last stage. inside: what the forward of a microbatch runs inside of, for its dropout.
     """
 
     microbatches: Sequence[Any]
     forward: ForwardFn
     forward_to_loss: ForwardFn
-    loss: LossFn
+    loss: CountedLoss
     scale: float
     totals: torch.Tensor
     seeds: Sequence[int] | None = None
-    drawing: Drawing | None = None
+    inside: Inside | None = None
 
 
 class Pipeline:
@@ -209,10 +209,10 @@ class Pipeline:
             incoming.requires_grad_()
         if work.seeds is not None:
             torch.manual_seed((work.seeds[microbatch] + stage.index * _SEED_STRIDE) % 2**63)
-        with phases.phase("forward"), work.drawing(microbatch) if work.drawing else contextlib.nullcontext():
+        with phases.phase("forward"), work.inside(microbatch) if work.inside else contextlib.nullcontext():
             output = stage.forward(work.forward_to_loss if stage.is_last else work.forward, batch, incoming)
             if stage.is_last:
-                loss_sum, num_tokens = work.loss(output, batch)
+                loss_sum, num_tokens = work.loss(output, batch, microbatch)
                 work.totals[0] += loss_sum.detach()
                 work.totals[1] += num_tokens
                 output = loss_sum * work.scale

@@ -60,6 +60,8 @@ class ScriptState:
     """Saving, loading, export and evaluation of models that this run parallelized. All ranks call every method."""
 
     mesh: Mesh
+    #: Whether what `shard` gives may hold batches that stand in for none: somebody leaves them out.
+    _leaves_out: bool = False
 
     def save(
         self,
@@ -191,6 +193,7 @@ class ScriptState:
 
         batches: this rank's, such as `shard` gives. loss_fn, forward: as `train_step` takes them.
         """
+        self._leaves_out = True
         return Evaluated(*mean_loss(self._own(model), batches, self.mesh, loss_fn, forward or call_model))
 
     def _own(self, model: nn.Module) -> nn.Module:

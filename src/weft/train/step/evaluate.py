@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from weft.parallel.tensor.head import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
 from weft.train.step.loss_check import LossFn
+from weft.train.step.microbatches import Microbatches
 from weft.train.step.train_step import ForwardFn
 from weft.train.task import Task
 
@@ -44,16 +45,26 @@ def mean_loss(
 ) -> tuple[float, int]:
     """The mean loss of this rank's batches and those of the other data-parallel ranks, and the number in it.
 
-    loss_fn, forward: as `TrainStep` takes them. Equal on all ranks; a collective.
+    batches: plain ones or `Microbatches`, as many on each rank. loss_fn, forward: as `TrainStep` takes them. Equal on
+    all ranks; a collective.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    counts = True  # of the batch that is under way
+
+    def one_by_one() -> Iterator[Any]:
+        nonlocal counts
+        for batch in batches:
+            for one, is_counted in batch.counted() if isinstance(batch, Microbatches) else [(batch, True)]:
+                counts = is_counted
+                yield one
 
     def add(output: Any, local: Any) -> None:
         loss_sum, number = loss_fn(output, local)
-        totals[0] += loss_sum
-        totals[1] += number
+        if counts:
+            totals[0] += loss_sum
+            totals[1] += number
 
-    _each_output(model, batches, mesh, loss_fn, forward, add)
+    _each_output(model, one_by_one(), mesh, loss_fn, forward, add)
     loss_sum, number = all_reduce(totals, _counted(mesh)).tolist()
     return loss_sum / max(number, 1.0), round(number)
 

@@ -1,59 +1,139 @@
-"""A batch and its microbatches: cut here along dim 0, or handed over cut."""
+"""A batch and its microbatches: handed over cut by samples, or cut here along dim 0."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
 from weft.errors import ModelError
+from weft.mesh import Axis
 from weft.parallel.placement.batches import move_batch, parts_of, tensors_in, with_parts
+from weft.parallel.placement.samples import Samples, even_samples
 from weft.spec.plan import Plan
+
+#: What `mark` leaves at tensors of a batch.
+_MARK = "_weft_samples"
 
 
 class Microbatches:
     """A batch that is cut already: `step(Microbatches([first, second]))`, as many as the plan accumulates.
 
-    A plain list is one batch, because that is what torch's DataLoader gives.
+    A plain list is one batch, because that is what torch's DataLoader gives. samples: for each microbatch, the numbers
+    that its samples have in the global batch, counted from 0 over all ranks; random numbers follow them. Without
+    numbers at all, ranks and microbatches are taken to be equally large. A microbatch with an empty list of numbers
+    stands in for one without samples: it runs, so that ranks stay together, and counts for nothing. rows: how many
+    rows each sample has in tensors whose rows are no samples.
+
+    Raises ModelError where there are not as many of each.
     """
 
-    def __init__(self, batches: Iterable[Any]):
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        samples: Iterable[Sequence[int]] | None = None,
+        rows: Iterable[Sequence[Sequence[int]]] | None = None,
+    ):
         self._batches = tuple(batches)
+        self._samples: tuple[Samples, ...] | None = None
+        if samples is not None:
+            numbers = [one if isinstance(one, range) else tuple(map(int, one)) for one in samples]
+            counts = [()] * len(numbers) if rows is None else list(rows)
+            if not len(numbers) == len(counts) == len(self._batches):
+                raise ModelError(
+                    f"samples: numbers of {len(numbers)} microbatches were given for {len(self._batches)}. "
+                    f"Give a list of numbers for each; an empty one where there are no samples."
+                )
+            self._samples = tuple(map(Samples, numbers, counts))
+
+    @property
+    def samples(self) -> tuple[Samples, ...] | None:
+        """Of each microbatch; None where nobody said."""
+        return self._samples
 
     def to(self, device: torch.device) -> Microbatches:
         """The same on `device`."""
-        return Microbatches(move_batch(batch, device) for batch in self._batches)
+        moved = Microbatches(move_batch(batch, device) for batch in self._batches)
+        moved._samples = self._samples
+        return moved
+
+    def counted(self) -> Iterator[tuple[Any, bool]]:
+        """Each microbatch, and whether it counts: those that stand in for none do not."""
+        for index, batch in enumerate(self._batches):
+            yield batch, self._samples is None or not self._samples[index].is_empty
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._samples is not None and any(one.is_empty for one in self._samples):
+            raise ModelError(
+                "batch: this rank has no sample for a microbatch, so another one stands in for it, which only the step "
+                "of run.train_step knows to leave out. In a loop of your own use drop_last=True, and a batch_size of "
+                "at least one sample for each rank and microbatch."
+            )
         return iter(self._batches)
 
     def __getitem__(self, index: int) -> Any:
+        if not isinstance(index, int):
+            raise ModelError(
+                f"batch[{index!r}]: with accumulation or a pipeline run.shard gives a batch cut into microbatches. "
+                f"Give it to step(batch) as it is, or go through it: for microbatch in batch."
+            )
         return self._batches[index]
+
+
+def from_loader(
+    batches: list[Any], numbers: list[range], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
+) -> Any:
+    """What `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of."""
+    if not is_plain:
+        return Microbatches(batches, numbers, rows)
+    for tensor in tensors_in(batches[0]):
+        setattr(tensor, _MARK, Samples(numbers[0], rows[0]))
+    return batches[0]
 
 
 def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     """What a step passes through the model one by one. Raises ModelError where that is not what the plan says."""
     expected = plan.microbatches_per_step
     if not isinstance(batch, Microbatches):
-        return split_batch(batch, expected)
+        return split_batch(batch, expected, plan)
     if len(batch) != expected:
         field = "microbatches" if plan.pp > 1 else "accumulation"
         raise ModelError(f"{field}={expected}: this step was given {len(batch)}. Give as many as the plan says.")
-    return list(batch)
+    return [one for one, _ in batch.counted()]
 
 
-def split_batch(batch: Any, num_parts: int) -> list[Any]:
-    """Cut a batch into equal parts along dim 0 of its tensors; ModelError when that leaves a rest.
+def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[Samples]:
+    """Which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
+
+    A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to come one after another, each
+    from all ranks. data: the ranks that read different samples.
+    """
+    if isinstance(batch, Microbatches):
+        size = samples_in(batch[0])
+        return list(batch.samples or (even_samples(index, size, data.rank, data.size) for index in range(len(batch))))
+    marked = next((found for one in tensors_in(batch) if (found := getattr(one, _MARK, None)) is not None), None)
+    if num_microbatches == 1 and marked is not None:
+        return [marked]
+    size = samples_in(batch) // num_microbatches
+    first = data.rank * num_microbatches
+    return [even_samples(first + index, size, 0, 1) for index in range(num_microbatches)]
+
+
+def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:
+    """Cut a batch into equal parts along dim 0 of its tensors, each of which has a row for each sample.
 
     A list without tensors that has an entry for each sample is cut too. Numbers, text and None go to every part.
+    Raises ModelError where rows are not samples, or the parts would not be equal. plan: names the field in errors.
     """
     if num_parts == 1:
         return [batch]
-    return _split(batch, num_parts, samples_in(batch))
+    field = f"{'microbatches' if plan is not None and plan.pp > 1 else 'accumulation'}={num_parts}"
+    return _Splitting(num_parts, samples_in(batch), field).split(batch, "batch")
 
 
 def samples_in(batch: Any) -> int:
@@ -66,30 +146,52 @@ def values_in(batch: Any) -> int:
     return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
-def _split(batch: Any, num_parts: int, num_samples: int) -> list[Any]:
-    if isinstance(batch, torch.Tensor):
-        return _split_tensor(batch, num_parts)
-    parts = parts_of(batch)
-    if parts is None:
-        if batch is None or isinstance(batch, bool | int | float | str | bytes):
-            return [batch] * num_parts
-        raise ModelError(
-            f"accumulation={num_parts}: the batch holds a {type(batch).__name__}, which Weft cannot cut into "
-            f"microbatches. Give it cut: step(weft.Microbatches([...])), or use accumulation=1."
-        )
-    if isinstance(batch, tuple | list) and len(batch) == num_samples and next(tensors_in(batch), None) is None:
-        size = num_samples // num_parts
-        return [batch[index * size : (index + 1) * size] for index in range(num_parts)]
-    columns = [_split(part, num_parts, num_samples) for part in parts]
-    return [with_parts(batch, [column[index] for column in columns]) for index in range(num_parts)]
+class _Splitting:
+    """How one batch is cut. field: the setting that asks for it, for errors."""
+
+    def __init__(self, num_parts: int, num_samples: int, field: str):
+        self._num_parts, self._num_samples, self._field = num_parts, num_samples, field
+
+    def split(self, batch: Any, name: str) -> list[Any]:
+        """The parts of a batch, or of what it holds under that name."""
+        if isinstance(batch, torch.Tensor):
+            return self._split_tensor(batch, name)
+        parts = parts_of(batch)
+        if parts is None:
+            if batch is None or isinstance(batch, bool | int | float | str | bytes):
+                return [batch] * self._num_parts
+            raise ModelError(
+                f"{self._field}: the batch holds a {type(batch).__name__}, which Weft cannot cut into "
+                f"microbatches. Give it cut: step(weft.Microbatches([...])), or use accumulation=1."
+            )
+        is_column = isinstance(batch, tuple | list) and len(batch) == self._num_samples
+        if is_column and next(tensors_in(batch), None) is None:
+            size = self._num_samples // self._num_parts
+            return [batch[index * size : (index + 1) * size] for index in range(self._num_parts)]
+        columns = [self.split(part, inner) for part, inner in zip(parts, _names_in(batch, name), strict=True)]
+        return [with_parts(batch, [column[index] for column in columns]) for index in range(self._num_parts)]
+
+    def _split_tensor(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
+        if not tensor.ndim:
+            return [tensor] * self._num_parts
+        if tensor.shape[0] != self._num_samples:
+            raise ModelError(
+                f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, so "
+                f"its rows are no samples and a cut would tear them apart. Pass the DataLoader through run.shard, "
+                f"which cuts by samples before they are collated, or give the step weft.Microbatches([...])."
+            )
+        if tensor.shape[0] % self._num_parts:
+            raise ModelError(
+                f"{self._field}: the batch has {tensor.shape[0]} samples on this rank, which is not a "
+                f"multiple of {self._num_parts}. Use a batch that is, or another accumulation."
+            )
+        return list(tensor.chunk(self._num_parts))
 
 
-def _split_tensor(tensor: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
-    if not tensor.ndim:
-        return [tensor] * num_parts
-    if tensor.shape[0] % num_parts:
-        raise ModelError(
-            f"accumulation={num_parts}: the batch has {tensor.shape[0]} samples on this rank, which is not a "
-            f"multiple of {num_parts}. Use a batch that is, or another accumulation."
-        )
-    return list(tensor.chunk(num_parts))
+def _names_in(batch: Any, name: str) -> list[str]:
+    """How a user would write what a container holds."""
+    if isinstance(batch, Mapping):
+        return [f"{name}[{key!r}]" for key in batch]
+    if is_dataclass(batch):
+        return [f"{name}.{field.name}" for field in fields(batch)]
+    return [f"{name}[{index}]" for index in range(len(batch))]

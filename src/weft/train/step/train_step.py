@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.comm import all_reduce
 from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
@@ -23,12 +24,13 @@ from weft.parallel import ExpertBalance, Precision, data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.dropout import drops_of
 from weft.parallel.local_means import TrainMode, trust_loss
-from weft.parallel.pipeline.runtime import Drawing, Work, pipeline_of
+from weft.parallel.pipeline.runtime import CountedLoss, Inside, Work, pipeline_of
 from weft.parallel.placement.batches import move_batch
+from weft.parallel.placement.samples import Samples
 from weft.parallel.tensor.head import expect_labels
 from weft.train.step.forward import call_model
 from weft.train.step.loss_check import CheckedLoss, LossFn
-from weft.train.step.microbatches import Microbatches, microbatches_of, samples_in, values_in
+from weft.train.step.microbatches import Microbatches, microbatches_of, samples_of, values_in
 from weft.train.step.oom import explains_memory
 from weft.train.step.unsharded import fingerprint, warn_if_alike
 
@@ -96,16 +98,18 @@ class TrainStep:
         """Train on this rank's part of one global batch.
 
         batch: tensors in a tuple, list, dict or dataclass, as a DataLoader gives them, on any device: they are moved to
-        the run's, and split along dim 0 into as many microbatches as the plan says; or `Microbatches` that are cut.
+        the run's, and split along dim 0 into as many microbatches as the plan says; or `Microbatches` that are cut, as
+        `run.shard` gives them. Ranks and microbatches may differ in size; one without samples counts for nothing.
         seeds: of torch's generators, one per microbatch, for models that draw random numbers. dropout_key: what this
         step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
         """
         with self._meter.phase("data"):
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
-        if self._nominal is None:
-            self._nominal = _power_of_two(values_in(microbatches[0]) * len(microbatches) * self.mesh.data.size)
+            samples = samples_of(batch, len(microbatches), self.mesh.data)
         self._train_mode.enter()
         self.mesh.pulse.in_step = True
+        if self._nominal is None:
+            self._nominal = _power_of_two(self._values_in(microbatches))
         self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
@@ -114,15 +118,16 @@ class TrainStep:
             totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
         scale = self.loss_scale.factor() / self._nominal
         self._experts.begin(scale)
-        drawing = self._drawing(microbatches, dropout_key)
+        inside = self._inside(samples, dropout_key)
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
-            work = Work(parts, self._forward, self._with_labels, self._loss, scale, totals, seeds, drawing)
+            loss = self._counted_loss(samples)
+            work = Work(parts, self._forward, self._with_labels, loss, scale, totals, seeds, inside)
             # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
         else:
-            self._accumulate(microbatches, scale, totals, drawing, seeds)
+            self._accumulate(microbatches, self._counted_loss(samples), scale, totals, inside, seeds)
         self._experts.start()
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
@@ -141,20 +146,45 @@ class TrainStep:
         """The tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
-    def _drawing(self, microbatches: list[Any], key: int | None) -> Drawing:
-        """For the number of a microbatch, what its forward and backward run inside of: where it draws dropout from."""
-        drops, data, size = drops_of(self.model), self.mesh.data, samples_in(microbatches[0])
-        if drops is None:
-            return lambda index: contextlib.nullcontext()
-        chosen = drops.next_key() if key is None else key
-        return lambda index: drops.microbatch(chosen, (index * data.size + data.rank) * size)
+    def _inside(self, samples: list[Samples], key: int | None) -> Inside:
+        """For the number of a microbatch, what its forward runs inside of: where it draws dropout from, who counts."""
+        drops = drops_of(self.model)
+        chosen = key if key is not None or drops is None else drops.next_key()
+
+        @contextlib.contextmanager
+        def inside(index: int) -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                if drops is not None:
+                    stack.enter_context(drops.microbatch(chosen, samples[index]))
+                if samples[index].is_empty:
+                    stack.enter_context(self._experts.leaving_out())
+                yield
+
+        return inside
+
+    def _counted_loss(self, samples: list[Samples]) -> CountedLoss:
+        """The loss of a microbatch by its number; zero, with gradients of zero, for one that stands in for none."""
+
+        def loss(output: Any, microbatch: Any, index: int) -> tuple[torch.Tensor, torch.Tensor | int]:
+            loss_sum, number = self._loss(output, microbatch)
+            return (loss_sum * 0.0, 0) if samples[index].is_empty else (loss_sum, number)
+
+        return loss
+
+    def _values_in(self, microbatches: list[Any]) -> int:
+        """About how many tokens the global batch holds: the same number on all ranks, whose batches may differ."""
+        own = sum(map(values_in, microbatches))
+        if self.mesh.data.size == 1:
+            return own
+        return int(all_reduce(torch.tensor(own, dtype=torch.float64, device=self.mesh.device), self.mesh.data))
 
     def _accumulate(
         self,
         microbatches: list[Any],
+        loss: CountedLoss,
         scale: float,
         totals: torch.Tensor,
-        drawing: Drawing,
+        inside: Inside,
         seeds: Sequence[int] | None,
     ) -> None:
         """Add each microbatch's gradients, loss sum and token count."""
@@ -162,11 +192,11 @@ class TrainStep:
             if seeds is not None:
                 torch.manual_seed(seeds[index])
             last = index == len(microbatches) - 1
-            with self._data_parallel.microbatch(last), sequence_in_use(self.model), drawing(index):
+            with self._data_parallel.microbatch(last), sequence_in_use(self.model), inside(index):
                 microbatch = cut_sequence(self.model, whole)
                 with self._meter.phase("forward"):
                     output = self._with_labels(self.model, microbatch)
-                    loss_sum, num_tokens = self._loss(output, microbatch)
+                    loss_sum, num_tokens = loss(output, microbatch, index)
                     del output  # logits are large, and backward does not ask for them
                     totals[0] += loss_sum.detach()
                     totals[1] += num_tokens

@@ -1,0 +1,127 @@
+"""A model and a data set whose samples have unlike many patches and tokens, trained through a user's own DataLoader.
+
+B samples, T tokens, P patches of all samples together, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.parity.dropout_cases import Block
+from weft.api import Run
+from weft.comm import Ledger
+from weft.mesh import build_mesh
+from weft.parallel import data_parallel
+from weft.spec.plan import Plan
+from weft.testing import ParityResult
+from weft.testing.float64 import Float64Throughout
+
+VOCAB, DIM, PATCH = 29, 16, 6
+LAYOUT = "blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise blocks.*.mlp.0=colwise blocks.*.mlp.3=rowwise"
+Sample = dict[str, torch.Tensor]
+
+
+class Prefix(nn.Module):
+    """Tokens, and on each of them the sum of its sample's patches, some of whose features are dropped."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, DIM)
+        self.patches = nn.Linear(PATCH, DIM)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, ids_BT: torch.Tensor, patches_P: torch.Tensor, counts_B: torch.Tensor) -> torch.Tensor:
+        owner_P = torch.repeat_interleave(torch.arange(len(counts_B)), counts_B)
+        x_PD = self.drop(self.patches(patches_P).tanh())
+        seen_BD = torch.zeros(len(counts_B), DIM, dtype=x_PD.dtype).index_add(0, owner_P, x_PD)
+        return self.drop(self.words(ids_BT) + seen_BD[:, None])
+
+
+class Ragged(nn.Module):
+    """Prefix, two blocks with attention, head."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.prefix = Prefix(rate)
+        self.blocks = nn.ModuleList(Block(DIM, 4, rate) for _ in range(2))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, ids: torch.Tensor, patches: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        x = self.prefix(ids, patches, counts)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def samples(count: int) -> list[Sample]:
+    """Three to seven tokens each, and no patch up to four; the second of each three has no label."""
+    rng = torch.Generator().manual_seed(3)
+    found = []
+    for index in range(count):
+        length, patches = 3 + index * 2 % 5, index * 3 % 5
+        labels = torch.randint(VOCAB, (length,), generator=rng)
+        found.append(
+            {
+                "ids": torch.randint(VOCAB, (length,), generator=rng),
+                "patches": torch.randn(patches, PATCH, generator=rng, dtype=torch.float64),
+                "labels": labels if index % 3 != 1 else torch.full_like(labels, -100),
+            }
+        )
+    return found
+
+
+def collate(rows: list[Sample]) -> dict[str, torch.Tensor]:
+    """Patches one after another, tokens padded to the longest."""
+    pad = nn.utils.rnn.pad_sequence
+    return {
+        "ids": pad([row["ids"] for row in rows], batch_first=True),
+        "patches": torch.cat([row["patches"] for row in rows]),
+        "counts": torch.tensor([len(row["patches"]) for row in rows]),
+        "labels": pad([row["labels"] for row in rows], batch_first=True, padding_value=-100),
+    }
+
+
+def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = batch["labels"]
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def run_of(plan: str) -> Run:
+    """As `weft.init`, on ranks that are joined."""
+    parsed, ledger = Plan.parse(f"{plan} precision=fp64"), Ledger()
+    return Run(parsed, build_mesh(parsed, record=ledger.record), ledger, 0)
+
+
+def train(plan: str, *, batch_size: int = 5, count: int = 11, rate: float = 0.25) -> tuple[ParityResult, float]:
+    """Two epochs, of which the last batches may be short; then the loss of an evaluation."""
+    run = run_of(plan)
+    torch.manual_seed(0)
+    model = run.parallelize(Ragged(rate).double(), LAYOUT if "tp=" in plan else None)
+    loader = run.shard(DataLoader(samples(count), batch_size=batch_size, shuffle=True, collate_fn=collate))
+    step = run.train_step(model, torch.optim.AdamW, loss, lr=3e-3, max_grad_norm=1.0)
+    result = ParityResult()
+    with Float64Throughout():
+        for _ in range(2):
+            for batch in loader:
+                metrics = step(batch)
+                result.losses.append(metrics.loss)
+                result.grad_norms.append(metrics.grad_norm)
+        return _finished(model, result), run.evaluate(model, loader, loss).loss
+
+
+def _finished(model: nn.Module, result: ParityResult) -> ParityResult:
+    engine = data_parallel(model)
+    result.grads = {name: grad.clone() for name, grad in engine.gradients()}
+    result.weights = {name: weight.detach().clone() for name, weight in engine.weights()}
+    return result
+
+
+def train_all(plans: list[str], settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Each plan with each setting, in one call of ranks that are there already."""
+    return {(plan, name): train(plan, **chosen) for plan in plans for name, chosen in settings.items()}

@@ -1,0 +1,53 @@
+"""Samples of unlike many rows: what one process computes of whole batches, every plan computes of its cuts of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.ragged_cases import train_all
+
+RTOL = 1e-10
+#: Batches of 5, 5 and 1: none of these comes out even, and the last leaves ranks and microbatches without a sample.
+SETTINGS = {"plain": {"rate": 0.0}, "dropout": {}}
+TWO = [
+    "dp_replicate=2",
+    "dp_replicate=2 accumulation=3",
+    "dp_shard=2 zero=2 accumulation=2",
+    "dp_shard=2 zero=3 recompute=full",
+    "tp=2 accumulation=3",
+    "pp=2 microbatches=3",
+    "pp=2 microbatches=2 schedule=zb_h1 recompute=full",
+]
+FOUR = ["dp_replicate=2 pp=2 microbatches=2", "dp_shard=2 zero=3 tp=2 accumulation=2"]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return {name: found for (_, name), found in train_all(["accumulation=1"], SETTINGS).items()}
+
+
+def differing(found, one_process):
+    differences = {}
+    for (plan, name), (result, evaluated) in found.items():
+        expected, expected_evaluated = one_process[name]
+        difference = max(result.largest_difference(expected), abs(evaluated / expected_evaluated - 1))
+        if not difference < RTOL:
+            differences[plan, name] = difference
+    return differences
+
+
+def test_one_process_with_microbatches(one_process):
+    assert not differing(train_all(["accumulation=3"], SETTINGS), one_process)
+    assert one_process["plain"][0].losses != one_process["dropout"][0].losses
+
+
+@pytest.mark.parametrize("plan", TWO)
+def test_two_ranks(plan, one_process, ranks2):
+    for found in ranks2.run(train_all, [plan], SETTINGS):
+        assert not differing(found, one_process)
+
+
+@pytest.mark.parametrize("plan", FOUR)
+def test_four_ranks(plan, one_process, ranks4):
+    for found in ranks4.run(train_all, [plan], {"dropout": {}}):
+        assert not differing(found, one_process)
