@@ -36,10 +36,7 @@ if TYPE_CHECKING:
     from weft.mesh import Mesh, build_mesh
     from weft.parallel.description import trace
     from weft.planner.tell import search
-    from weft.spec.cluster import ClusterSpec
-    from weft.spec.config import RunConfig
-    from weft.spec.layout import Layout
-    from weft.spec.model import ModelSpec
+    from weft.spec import ClusterSpec, Layout, ModelSpec, RunConfig
     from weft.spec.plan import Plan
     from weft.structure.cost import describe
     from weft.train import Microbatches, TrainStep

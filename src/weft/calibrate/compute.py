@@ -22,7 +22,7 @@ from weft.models.rotary import rotate, rotation
 from weft.parallel.tensor.cut_linear import Line
 from weft.parallel.tensor.head_loss import token_loss
 from weft.planner.measured import TINY
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 
 Call = Callable[[], object]
 #: Bytes that a probe's copies together take up at least: more than a core's own caches hold.

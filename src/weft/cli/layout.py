@@ -23,7 +23,7 @@ def layout(
     `weft verify --layout FILE`, or `run.parallelize(model, layout="FILE")`.
     """
     from weft.cli.console import say
-    from weft.parallel.tensor.cut_tensors import check_layout
+    from weft.parallel.tensor import check_layout
     from weft.spec.model import size_hides
     from weft.structure import explain_layout
 
@@ -50,7 +50,7 @@ def build_model(name: str) -> tuple[Any, Any]:
     """
     import torch
 
-    from weft.spec.model import model_names
+    from weft.spec import model_names
     from weft.structure import hugging_face
 
     with torch.device("meta"):

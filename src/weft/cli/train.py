@@ -112,7 +112,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
 def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
     """Settle the plan and write the folder, which the caller holds."""
     from weft.train import prepare_run
-    from weft.train.planned.auto_plan import chosen_line, record_choice, settle_plan
+    from weft.train.planned import chosen_line, record_choice, settle_plan
 
     asked = config.plan
     config, chosen = settle_plan(config, num_ranks, num_local)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from weft.comm.links.link import Operation
-from weft.comm.links.parts import Parts
+from weft.comm.links import Operation, Parts
 from weft.comm.pending import Pending
+from weft.comm.wire import Coder
 from weft.comm.wire.coded import gather_coded, sum_coded
-from weft.comm.wire.coder import Coder
 from weft.errors import CommError
 from weft.mesh import Axis
 

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from weft.comm.links.segment import host_mark
+from weft.comm.links import host_mark
 from weft.comm.private_torch import default_store, nccl_trace
 from weft.comm.standing import Report, Standing, process_state, report, stand, unfinished_on_device
 from weft.mesh import LIMIT_S, Axis, Mesh

@@ -18,10 +18,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from weft.comm.links.backend import BackendLink, ExchangeLink
-from weft.comm.links.link import Link
-from weft.comm.links.segment import Segment, host_mark
-from weft.comm.links.shared import SharedLink
+from weft.comm.links import BackendLink, ExchangeLink, Link, Segment, SharedLink, host_mark
 from weft.comm.links.staged import StagedLink
 from weft.comm.private_torch import backend_of, timeout_s
 from weft.errors import CommError

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import all_reduce
-from weft.comm.links.link import Operation, failed
+from weft.comm.links import Operation, failed
 from weft.comm.meet import link_of
 from weft.comm.pending import Pending
 from weft.comm.private_torch import backend_of

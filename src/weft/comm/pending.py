@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from weft.comm.links.link import Operation, finish
+from weft.comm.links import Operation, finish
 from weft.comm.meet import link_of, links_of
 from weft.mesh import Axis
 

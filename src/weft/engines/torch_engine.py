@@ -12,10 +12,8 @@ from torch import nn
 from weft.checkpoint import Piece
 from weft.checkpoint.block import joined, whole_piece
 from weft.checkpoint.tensor_file import block_of, tensor_of
-from weft.comm import Ledger, barrier
-from weft.comm.hang_watch import Watch
-from weft.memory import recompute_of
-from weft.memory.offload import offload_lines
+from weft.comm import Ledger, Watch, barrier
+from weft.memory import offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.monitor import Meter
 from weft.monitor.time_book import TimeBook
@@ -23,13 +21,12 @@ from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.placement.batches import move_batch
-from weft.spec.cluster import device_by_torch_name
-from weft.spec.layout import Layout
+from weft.spec import Layout, device_by_torch_name
+from weft.train import Microbatches
 from weft.train.engine import Evaluation, Job, StepResult, derive_seed
-from weft.train.planned.time_report import report_times
+from weft.train.planned import report_times
 from weft.train.step import TrainStep
 from weft.train.step.evaluate import evaluate
-from weft.train.step.microbatches import Microbatches
 from weft.train.step.state import capture, expected_bytes, restore
 from weft.train.step.together import on_first
 from weft.train.task import Batches, Share

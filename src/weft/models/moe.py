@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.models.balance import BIAS_UNIT, Load, Span, attach, count_tokens, keep_within, sequence_loss
 from weft.models.grouped import combine_rows, grouped_linear, sort_by_expert, spread_rows
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 
 
 class Routing(NamedTuple):

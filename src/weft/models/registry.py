@@ -7,7 +7,7 @@ import torch
 from weft.errors import ModelError
 from weft.models.initialise import initialise
 from weft.models.transformer import Decoder
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.shape_rules import shape_problems
 
 

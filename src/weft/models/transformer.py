@@ -22,8 +22,7 @@ from weft.models.cache import Cache, LayerCache
 from weft.models.moe import MoE
 from weft.models.private_torch import KeepsTies
 from weft.models.rotary import Rotation, rotation
-from weft.spec.decoder import DecoderSpec
-from weft.spec.layout import Layout
+from weft.spec import DecoderSpec, Layout
 
 #: Standard deviation of initial matrices; `initialise` reads a module's own `init_std` where it has one.
 INIT_STD = 0.02

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.errors import WeftWarning
 from weft.mesh import Mesh
-from weft.models.moe import MoE
+from weft.models import MoE
 from weft.parallel.dropout import FunctionalDropout
 from weft.parallel.expert import SpreadExperts
 from weft.parallel.private_torch import leave_side_effects_to_forward

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from weft.errors import LayoutError, ModelError
-from weft.parallel.placement.precision import Precision, cast_inputs, formats
-from weft.parallel.tensor.cut_tensors import check_layout
-from weft.spec.layout import Layout
+from weft.parallel.placement import Precision
+from weft.parallel.placement.precision import cast_inputs, formats
+from weft.parallel.tensor import check_layout
+from weft.spec import Layout, Limit, TracedModel
 from weft.spec.plan import Plan
-from weft.spec.traced import Limit, TracedModel
 from weft.structure import call_function, dry_run, explain_layout, find_chain, hugging_face, layers, repeated_blocks
 from weft.structure.cost import Outline, trace_model
 

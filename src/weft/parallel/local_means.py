@@ -16,7 +16,7 @@ from weft.comm import all_reduce
 from weft.errors import WeftWarning
 from weft.mesh import Mesh
 from weft.models.initialise import BATCH_NORMS
-from weft.parallel.placement.gradients import is_attached
+from weft.parallel.placement import is_attached
 from weft.structure import hugging_face
 
 _SHOWN = 3  # names of modules in a warning

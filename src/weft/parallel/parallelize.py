@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from weft.errors import ModelError, WeftWarning
-from weft.memory import apply_recompute
-from weft.memory.activations import offload_activations
-from weft.memory.offload import Host, offload_lines, open_host
-from weft.memory.pool import MOST_OF_HOST
+from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations, offload_lines, open_host
 from weft.mesh import Mesh
 from weft.parallel.compile_blocks import compile_blocks, warn_of_uncompiled
 from weft.parallel.context import apply_context, context_of
@@ -26,7 +23,7 @@ from weft.parallel.placement.original import grown, originals_of
 from weft.parallel.placement.state_guard import guard_model
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero import build_engine
-from weft.spec.layout import Layout
+from weft.spec import Layout
 from weft.structure import repeated_blocks
 
 

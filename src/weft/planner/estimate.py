@@ -12,7 +12,7 @@ from weft.planner.cost import CLASSES, TERMS, LayerCosts, Parts, device_parts, l
 from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.measured import HostTables, host
 from weft.planner.space import Columns, Job
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 
 Array = NDArray[np.float64]
 

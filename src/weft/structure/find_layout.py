@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from weft.errors import LayoutError
-from weft.spec.layout import Layout
+from weft.spec import Layout
 from weft.structure.layers import KnownModel, find_lm_head, input_embeddings
 from weft.structure.layout_trace import FoundLayout, trace_layout
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from weft.spec import Style
 from weft.spec.hugging_face_config import number
-from weft.spec.layout import Style
 
 #: The names under which modules keep them.
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")

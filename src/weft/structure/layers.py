@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.spec.layout import Layout
+from weft.spec import Layout
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The weight as (outputs, inputs)."""
-    return module.weight.t() if is_transposed(module) else module.weight  # pyright: ignore
+    return module.weight.t() if is_transposed(module) else module.weight  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
 def find_lm_head(model: nn.Module) -> nn.Module | None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from weft.errors import LayoutError, ModelError
 from weft.private_torch import tree_leaves
-from weft.spec.layout import Layout
+from weft.spec import Layout
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark
 from weft.structure.layers import input_embeddings, is_linear, weight_of

@@ -19,7 +19,7 @@ from torch import nn
 
 from weft.errors import LayoutError, ModelError
 from weft.private_torch import tree_leaves
-from weft.spec.layout import Style
+from weft.spec import Style
 from weft.structure.blocks import has_params, repeated_blocks
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark, Step, plain_name

@@ -11,11 +11,9 @@ import itertools
 import random
 from collections.abc import Hashable, Mapping, Sequence
 
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import PLAN_FIELDS, Plan, plan_fields
-from weft.spec.rules.legal import legal_plans
-from weft.spec.rules.plan_rules import RULES
-from weft.spec.rules.rule import Facts, Rule
+from weft.spec.rules import RULES, Facts, Rule, legal_plans
 
 #: Fields that say how ranks divide the work; the others say how one rank does its part.
 LAYOUT_FIELDS = tuple(name for name, field in PLAN_FIELDS.items() if field.divides_work)

@@ -15,8 +15,7 @@ from weft.planner.cost.machine import Tables
 from weft.planner.estimate import estimate
 from weft.planner.measured.host import host_memory
 from weft.planner.space import Columns, Job, Shape
-from weft.spec.cluster import ClusterSpec
-from weft.spec.decoder import DecoderSpec
+from weft.spec import ClusterSpec, DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.shares import batch_unit
 from weft.testing.between_steps import live_bytes, plain_tensors

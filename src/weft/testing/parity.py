@@ -16,11 +16,11 @@ from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero.flat import flat_model
 from weft.private_torch import tree_leaves, tree_map
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.shares import microbatch_starts, samples_per_microbatch
+from weft.train import Microbatches
 from weft.train.step import TrainStep
-from weft.train.step.microbatches import Microbatches
 from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]

@@ -29,16 +29,16 @@ from weft.optim import build_optimizer
 from weft.parallel.placement.batches import map_tensors
 from weft.spec import DecoderSpec, Layout, RunConfig, decoder_spec, model_names, resolve_decoder
 from weft.spec.config import OptimizerSection
-from weft.spec.files.config_file import load_config
+from weft.spec.files import load_config
 from weft.spec.hugging_face_config import decoder_shape
 from weft.spec.plan import Plan
 from weft.spec.shape_rules import shape_problems
 from weft.structure import call_function, hugging_face
 from weft.testing.foreign_config import has_inputs, inputs_of, read_config, token_labels
-from weft.train.step.forward import call_model
+from weft.train.step import call_model
 from weft.train.task import Share
+from weft.train.tasks import find_task
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.train.tasks.task_choice import find_task
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 

@@ -25,8 +25,7 @@ from torch import nn
 from weft.errors import CommError, ModelError, WeftError
 from weft.mesh import Mesh
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import check_plan
-from weft.spec.rules.rule import Facts
+from weft.spec.rules import Facts, check_plan
 from weft.spec.shares import microbatch_starts, samples_per_microbatch
 from weft.testing.compare import TOLERANCES, Difference, number_differences, tensor_difference
 from weft.testing.float64 import Float64Throughout

@@ -32,12 +32,10 @@ if TYPE_CHECKING:
     from weft.train.hooks import Hook
     from weft.train.loop import Trainer
     from weft.train.progress import Progress
-    from weft.train.run.folder import RunFolder, prepare_run
-    from weft.train.run.rank_run import RunResult, Start, run_rank
-    from weft.train.step.microbatches import Microbatches
-    from weft.train.step.train_step import StepMetrics, TrainStep
+    from weft.train.run import RunFolder, RunResult, Start, prepare_run, run_rank
+    from weft.train.step import Microbatches, StepMetrics, TrainStep
     from weft.train.task import Metric, Task
-    from weft.train.tasks.decoder_sample import generate_text
+    from weft.train.tasks import generate_text
 
 __getattr__ = loads(
     __name__,

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weft.checkpoint.block import Piece
+from weft.checkpoint import Piece
 from weft.env import RankEnv
 from weft.monitor import Meter
 from weft.monitor.time_book import TimeBook
 from weft.pulse import Pulse
-from weft.spec.config import RunConfig
+from weft.spec import RunConfig
 from weft.spec.plan import Plan
-from weft.train.run.folder import RunFolder
+from weft.train.run import RunFolder
 from weft.train.task import Batches, Task
 
 if TYPE_CHECKING:

@@ -12,17 +12,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from weft.spec.config import RunConfig
-from weft.spec.rules.rule import Facts
+from weft.spec import RunConfig
+from weft.spec.rules import Facts
 from weft.units import format_count
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from weft.planner.search.model_source import PlannedModel
+    from weft.planner.search import PlannedModel
     from weft.spec.plan import Plan
-    from weft.train.run.folder import RunFolder
+    from weft.train.run import RunFolder
 
 #: (stage, done, total) while data is prepared.
 Report = Callable[[str, int, int], None]
@@ -179,7 +179,7 @@ class Task(Protocol):
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """The model's output for a batch. By default: model(x) of (x, y), and of a dict all but "labels" by name."""
-        from weft.train.step.forward import call_model
+        from weft.train.step import call_model
 
         return call_model(model, batch)
 

@@ -14,8 +14,8 @@ from weft.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from weft.planner.search import PlannedModel, Question
-    from weft.spec.traced import TracedModel
-    from weft.train.task import Task
+    from weft.spec import TracedModel
+    from weft.train import Task
 
 #: Exit code where no plan fits: as of a rank that runs out of memory.
 NOTHING_FITS = 4
@@ -106,12 +106,12 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
 
 def _task_of(file: str) -> Task | None:
     """The task that a config names, or None."""
-    from weft.spec.files.config_file import load_config
+    from weft.spec.files import load_config
 
     config = load_config(file, ["plan=auto"]).config
     if config.task.name is None:
         return None
-    from weft.train.tasks.task_choice import find_task
+    from weft.train.tasks import find_task
 
     return find_task(config)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.comm.links.link import Operation, unobserved
-from weft.comm.links.parts import Parts
+from weft.comm.links import Operation, Parts, unobserved
 from weft.comm.pending import Pending
 from weft.comm.wire.coder import Coder
 from weft.errors import CommError

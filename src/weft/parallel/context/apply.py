@@ -10,11 +10,11 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.mesh import Mesh
-from weft.models.transformer import Decoder
+from weft.models import Decoder
 from weft.parallel.context.attention_functions import replace_attention
 from weft.parallel.context.context import Context
 from weft.parallel.context.decoder import replace_cores
-from weft.parallel.placement.placement import Placement
+from weft.parallel.placement import Placement
 from weft.structure import hugging_face
 
 _ATTRIBUTE = "_weft_context"

@@ -16,8 +16,8 @@ from weft.comm import broadcast
 from weft.comm.operators import prepare_operators
 from weft.errors import LayoutError, PlanError
 from weft.mesh import Axis, Mesh
+from weft.parallel.placement import Placement
 from weft.parallel.placement.cut_part import CutPart, keep_part
-from weft.parallel.placement.placement import Placement
 from weft.parallel.placement.stand_in import StandIn
 from weft.parallel.tensor.cut_linear import Line
 from weft.parallel.tensor.cut_modules import (
@@ -30,8 +30,8 @@ from weft.parallel.tensor.cut_modules import (
 )
 from weft.parallel.tensor.head import fuse_head, make_head
 from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence
-from weft.spec.layout import Layout, Style
-from weft.spec.rules.rule import alternatives
+from weft.spec import Layout, Style
+from weft.spec.rules import alternatives
 from weft.structure import Heads, become, find_layout, hugging_face, layers, token_flow
 
 

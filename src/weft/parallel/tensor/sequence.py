@@ -23,7 +23,7 @@ from weft.errors import LayoutError
 from weft.models import Decoder
 from weft.parallel.tensor.cut_linear import TOKENS, Line, token_share
 from weft.private_torch import tree_flatten, tree_unflatten
-from weft.spec.layout import Layout, Style
+from weft.spec import Layout, Style
 from weft.structure import layers, repeated_blocks, token_flow
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from weft.memory.offload import Host
+from weft.memory import Host
 from weft.mesh import Mesh
-from weft.parallel.placement.gradients import DataParallel
-from weft.parallel.placement.placement import Placement
+from weft.parallel.placement import DataParallel, Placement
 from weft.parallel.zero.flat import FlatModel
 from weft.parallel.zero.sharded import FullyShardedModel
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from weft.comm import broadcast
-from weft.parallel.placement.gradients import DataParallel
+from weft.parallel.placement import DataParallel
 from weft.parallel.zero.states import DTYPES, exchange
 
 #: The plan that made the others, as bytes of its text.

@@ -23,7 +23,7 @@ from weft.planner.cost.pipeline import (
 )
 from weft.planner.cost.recompute_cost import budget_s, replay_s
 from weft.planner.space import Columns, Job
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]

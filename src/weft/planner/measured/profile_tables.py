@@ -11,7 +11,7 @@ from weft.planner.measured.host_tables import HostTables
 from weft.planner.measured.laws import Laws
 from weft.planner.measured.lessons import factors
 from weft.planner.measured.profile import Profile
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 
 #: What decides terms of traffic: measured here only where as many ranks were at work.
 _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")

@@ -13,7 +13,7 @@ from weft.planner.scoring.names import cluster_of
 from weft.planner.scoring.shapes import iteration_s, shape_of
 from weft.planner.scoring.stacks import counts_causal_half, stack_of
 from weft.planner.space import PRECISIONS, Job
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 
 #: A row without one of these says too little to predict anything.
 NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")

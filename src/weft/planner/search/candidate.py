@@ -11,7 +11,7 @@ from weft.planner.search.figures import Cost, model_flops_utilisation, step_cost
 from weft.planner.search.question import Question
 from weft.planner.space import Columns, Refused
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import check
+from weft.spec.rules import check
 
 #: Terms in which devices do arithmetic; the rest of a step they wait or move data.
 _BUSY = ("gemm", "attention", "memory_bound", "recompute", "optimizer")

@@ -9,7 +9,7 @@ from importlib import resources
 
 from weft.planner.cost import model_flops
 from weft.planner.space import Job, Shape, TracedShape
-from weft.spec.cluster import ClusterSpec
+from weft.spec import ClusterSpec
 
 #: Watts of host, fans and switches for each device, and what the building takes beside (power usage effectiveness).
 HOST_WATTS, BUILDING = 125.0, 1.2

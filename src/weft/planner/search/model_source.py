@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weft.errors import ModelError, did_you_mean
 from weft.planner.space import Shape, TracedShape, as_rules_see_it
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec, Limit, ModelSpec, TracedModel, decoder_spec, model_names
 from weft.spec.hugging_face_config import read_numbers
-from weft.spec.model import ModelSpec, decoder_spec, model_names
-from weft.spec.traced import FORMAT, Limit, TracedModel
+from weft.spec.traced import FORMAT
 
 if TYPE_CHECKING:
     from weft.spec import RunConfig

@@ -9,8 +9,8 @@ from weft.errors import PlanError
 from weft.planner.estimate import estimate
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
-from weft.planner.space.columns import Columns, Job, settled
-from weft.planner.space.plan_space import Space, as_values, default_choice, search_facts
+from weft.planner.space import Columns, Job, Space, settled
+from weft.planner.space.plan_space import as_values, default_choice, search_facts
 from weft.spec import common_divisors
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
 from weft.spec.rules import check

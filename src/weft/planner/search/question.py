@@ -14,15 +14,9 @@ from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.space import Job, Shape
-from weft.spec.cluster import ClusterSpec, device_by_torch_name
-from weft.spec.decoder import DecoderSpec
-from weft.spec.model import ModelSpec
+from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, device_by_torch_name
 from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
-from weft.spec.rules.limit_rules import LIMIT_RULES
-from weft.spec.rules.order_rules import ORDER_RULES
-from weft.spec.rules.plan_rules import LASTING, RULES
-from weft.spec.rules.rule import Facts, Rule
-from weft.spec.traced import TracedModel
+from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
 
 #: Probability of fitting into memory from which on a plan is listed.
 FITS = 0.9

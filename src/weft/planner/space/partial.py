@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.spec.plan import PLAN_FIELDS, Plan
+from weft.spec.rules import Facts, Rule, UnknownFact
 from weft.spec.rules.open_plan import MISSING, OpenPlan, Undecided
-from weft.spec.rules.rule import Facts, Rule, UnknownFact
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]

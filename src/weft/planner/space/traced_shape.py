@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.planner.space.shape import Shape
-from weft.spec.decoder import DecoderSpec
-from weft.spec.traced import TracedLayer, TracedModel
+from weft.spec import DecoderSpec, TracedModel
+from weft.spec.traced import TracedLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

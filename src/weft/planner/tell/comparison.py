@@ -8,7 +8,7 @@ from weft.errors import PlanError, Problem
 from weft.planner.search import Candidate, Question, changed_words, estimated
 from weft.planner.tell.explanation import TERM_WORDS, differences, fit_words
 from weft.planner.tell.verdict import read_plan
-from weft.spec.rules.plan_rules import LASTING, check
+from weft.spec.rules import LASTING, check
 from weft.units import format_bytes, format_seconds
 
 

@@ -9,10 +9,7 @@ from typing import Any
 from weft.planner.search import Answer, Candidate, Question, answer
 from weft.planner.space import Shape
 from weft.planner.tell.explanation import explain
-from weft.spec.cluster import ClusterSpec
-from weft.spec.decoder import DecoderSpec
-from weft.spec.model import ModelSpec
-from weft.spec.traced import TracedModel
+from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from weft.planner.cost import layer_bytes
 from weft.planner.space import Columns, Job, Shape
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
 

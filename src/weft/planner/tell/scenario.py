@@ -9,7 +9,8 @@ from typing import Any
 from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search import Answer, Candidate, Question, answer
-from weft.spec.cluster import ClusterSpec, device
+from weft.spec import ClusterSpec
+from weft.spec.cluster import device
 
 
 @dataclass(frozen=True, slots=True)

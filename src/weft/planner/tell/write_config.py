@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from weft.errors import ConfigError, ModelError
 from weft.planner.search import Candidate
-from weft.spec.decoder import DecoderSpec
-from weft.spec.model import decoder_spec, model_names
+from weft.spec import DecoderSpec, decoder_spec, model_names
 
 #: Fields of the model's section that say its shape.
 _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len",

@@ -12,8 +12,7 @@ from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
 from weft.spec.config import RunConfig
 from weft.spec.decoder import DecoderSpec
-from weft.spec.files.expect import shown
-from weft.spec.files.origins import origin_of
+from weft.spec.files import origin_of, shown
 from weft.spec.layout import Layout
 from weft.spec.model import resolve_decoder
 from weft.spec.plan import Plan, is_auto, plan_fields

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from weft.errors import ModelError
-from weft.spec.decoder import DecoderSpec
-from weft.spec.model import LayerSpec, ModelSpec
+from weft.spec import DecoderSpec, ModelSpec
+from weft.spec.model import LayerSpec
 from weft.structure.blocks import join_path
 
 #: What makes two blocks the same: class, and name, shape and dtype of each parameter.

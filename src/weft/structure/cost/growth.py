@@ -16,7 +16,8 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.private_torch import storage_key, tree_leaves
-from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer, TracedModel
+from weft.spec import TracedModel
+from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer
 from weft.structure.cost.layer_runs import Layers
 from weft.structure.cost.part_bytes import Measured, PartOfRun, PartReader
 from weft.structure.cost.record import Recorder, Row

@@ -116,11 +116,11 @@ def _tensors(device: PaperDevice) -> None:
             raise TypeError("a tensor without values has no list")
         return tensor.cpu().tolist()
 
-    torch.Tensor.record_stream = record_stream  # type: ignore[assignment]
+    torch.Tensor.record_stream = record_stream  # pyright: ignore[reportAttributeAccessIssue]
     FakeTensor.tolist = tolist
     # Addresses are only compared, never read. They are as far apart as no tensor is large.
-    torch.UntypedStorage.data_ptr = _storage_address  # type: ignore[assignment]
-    FakeTensor.data_ptr = lambda tensor: (  # type: ignore[assignment]
+    torch.UntypedStorage.data_ptr = _storage_address  # pyright: ignore[reportAttributeAccessIssue]
+    FakeTensor.data_ptr = lambda tensor: (  # pyright: ignore[reportAttributeAccessIssue]
         tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
     )
 
@@ -144,7 +144,7 @@ def _libraries() -> None:
     # A module that moves keeps its parameter objects, as on a real device. Fake tensors are remembered by weak
     # references; a swap leaves those with the other one, which nobody asks for.
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # type: ignore[attr-defined]
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # pyright: ignore[reportAttributeAccessIssue]
     for listed in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         listed.append(FakeTensor)
     activations._PLAIN = (*activations._PLAIN, FakeTensor)

@@ -19,10 +19,10 @@ from weft.models import build_decoder
 from weft.monitor import Meter
 from weft.optim import build_optimizer
 from weft.parallel import parallelize
+from weft.spec import DecoderSpec
 from weft.spec.config import OptimizerSection
-from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import Facts, check
+from weft.spec.rules import Facts, check
 from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.opened import join_silent_ranks
 from weft.testing.paper.report import Report

@@ -16,10 +16,9 @@ from weft.errors import PlanError, Problem
 from weft.planner.measured import Profile, default_path, here, load_profile
 from weft.planner.search import Candidate, PlannedModel, Question, answer
 from weft.planner.tell import report
-from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
-from weft.spec.config import RunConfig
+from weft.spec import ClusterSpec, DeviceSpec, RunConfig, device_by_torch_name
 from weft.spec.plan import Plan, auto_fields, is_auto
-from weft.train.tasks.task_choice import find_task
+from weft.train.tasks import find_task
 from weft.units import format_bytes, format_seconds
 
 #: Operations that one core of a CPU does in a second: fp32, vectors of eight, multiply and add.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from weft.errors import ConfigError
-from weft.spec.config import RunConfig
-from weft.spec.rules.config_rules import config_problems
+from weft.spec import RunConfig
+from weft.spec.rules import config_problems
 from weft.train.task import Task
 
 

@@ -24,17 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import CheckpointError, ConfigError, PlanError, Problem
-from weft.spec.config import RunConfig
-from weft.spec.files.config_file import load_config, parse_config
-from weft.spec.files.config_text import format_config
-from weft.spec.files.expect import as_toml
-from weft.spec.layout import Layout
+from weft.spec import Layout, RunConfig
+from weft.spec.files import as_toml, format_config, load_config, parse_config
 from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import check
+from weft.spec.rules import check
 from weft.train.run.epochs import with_steps
 from weft.train.run.run_lock import run_lock
 from weft.train.task import Report, Task
-from weft.train.tasks.task_choice import changed_keys, find_task, value_at
+from weft.train.tasks import find_task
+from weft.train.tasks.task_choice import changed_keys, value_at
 
 #: Settings that decide what the weights of a step are, beside those of the task: another value is another run.
 _BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.name")
@@ -196,7 +194,8 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
     """
     if not config.layout:
         return config
-    from weft.parallel.tensor.cut_tensors import check_layout, expect_used
+    from weft.parallel.tensor import check_layout
+    from weft.parallel.tensor.cut_tensors import expect_used
 
     layout = Layout.read(config.layout)
     model = task.shapes()

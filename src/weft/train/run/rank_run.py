@@ -25,7 +25,7 @@ from weft.train.run.signals import stop_on_signal
 from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
 from weft.train.run.time_limit import TimeLimit
 from weft.train.run.voice import Voice
-from weft.train.tasks.task_choice import find_task
+from weft.train.tasks import find_task
 from weft.units import parse_seconds
 
 if TYPE_CHECKING:

@@ -15,23 +15,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint import load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
-from weft.checkpoint.folders import folder_name
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint import (
+    Checkpoint,
+    folder_name,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.parallel import data_parallel
 from weft.parallel.dropout import drops_of
-from weft.parallel.placement.gradients import is_attached, originals
+from weft.parallel.placement import is_attached
+from weft.parallel.placement.gradients import originals
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
+from weft.train.step import ForwardFn, LossFn, TrainStep, call_model
 from weft.train.step.evaluate import mean_loss
-from weft.train.step.forward import call_model
-from weft.train.step.loss_check import LossFn
 from weft.train.step.state import capture, capture_model, restore, saved_groups
 from weft.train.step.together import on_each, on_first
-from weft.train.step.train_step import ForwardFn, TrainStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from torch import nn
 from weft.comm import all_reduce
 from weft.mesh import Axis, Mesh
 from weft.parallel.context import cut_sequence, sequence_in_use
-from weft.parallel.pipeline.runtime import pipeline_of
-from weft.parallel.tensor.head import expect_labels
+from weft.parallel.pipeline import pipeline_of
+from weft.parallel.tensor import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
 from weft.train.step.loss_check import LossFn

@@ -19,8 +19,8 @@ from weft.mesh import Mesh
 from weft.monitor import memory_bytes
 from weft.planner.tell import footprint
 from weft.private_torch import storage_key
-from weft.spec.decoder import DecoderSpec
-from weft.spec.rules.rule import Facts
+from weft.spec import DecoderSpec
+from weft.spec.rules import Facts
 from weft.structure import repeated_blocks
 from weft.units import format_bytes, parse_bytes
 

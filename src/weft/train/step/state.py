@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.load import Checkpoint
+from weft.checkpoint import Checkpoint
 from weft.errors import CheckpointError
 from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel

@@ -24,10 +24,10 @@ from weft.parallel import ExpertBalance, Precision, data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.dropout import drops_of
 from weft.parallel.local_means import TrainMode, trust_loss
-from weft.parallel.pipeline.runtime import CountedLoss, Inside, Work, pipeline_of
+from weft.parallel.pipeline import CountedLoss, Inside, Work, pipeline_of
 from weft.parallel.placement.batches import move_batch
 from weft.parallel.placement.samples import Samples
-from weft.parallel.tensor.head import expect_labels
+from weft.parallel.tensor import expect_labels
 from weft.train.step.forward import call_model
 from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.microbatches import Microbatches, microbatches_of, samples_of, values_in

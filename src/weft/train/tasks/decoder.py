@@ -13,11 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from weft.data import PreparedData, SampleStream, Tokenizer, prepare_data
-from weft.spec.config import RunConfig
-from weft.spec.decoder import DecoderSpec
-from weft.spec.model import ModelSpec, resolve_decoder
-from weft.spec.rules.config_rules import least_vocab
-from weft.spec.rules.rule import Facts
+from weft.spec import DecoderSpec, ModelSpec, RunConfig, resolve_decoder
+from weft.spec.rules import Facts, least_vocab
 from weft.train.task import Batches, Metric, Report, Share, Task
 from weft.train.tasks.decoder_files import data_of, decoder_of, keep_files, refuse_other_data
 from weft.units import format_count
@@ -26,9 +23,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from weft.planner.search.model_source import PlannedModel
+    from weft.planner.search import PlannedModel
     from weft.spec.plan import Plan
-    from weft.train.run.folder import RunFolder
+    from weft.train.run import RunFolder
 
 _PROMPT = "def "
 
@@ -191,7 +188,7 @@ class DecoderTask(Task):
     # --- planner ---
 
     def describe(self) -> PlannedModel:
-        from weft.planner.search.model_source import of_decoder
+        from weft.planner.search import of_decoder
 
         return of_decoder(self.config.model.name, self.spec, self.config)
 
@@ -255,7 +252,7 @@ class _StreamBatches:
 
 def decoder_flops_per_token(spec: DecoderSpec, seq_len: int) -> float:
     """FLOPs of forward and backward per token of a decoder; the convention is `flops_per_token`'s."""
-    from weft.monitor.flops import flops_per_token
+    from weft.monitor import flops_per_token
 
     embedding = spec.vocab_size * spec.dim
     num_params = ModelSpec.of_decoder(spec).num_active_params - (0 if spec.tied else embedding)

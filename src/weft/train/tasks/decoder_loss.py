@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from weft.errors import ModelError
-from weft.parallel.tensor.head import HeadLoss
+from weft.parallel.tensor import HeadLoss
 
 #: Label of a position that is not trained.
 IGNORE = -100

@@ -12,7 +12,7 @@ from weft.errors import CheckpointError, ConfigError
 from weft.mesh import pick_device
 from weft.models import Decoder, build_decoder, generate
 from weft.spec.config import SampleSection
-from weft.train.run.folder import RunFolder
+from weft.train.run import RunFolder
 from weft.train.step.state import restore_model
 from weft.train.tasks.decoder_files import decoder_of, tokenizer_of
 

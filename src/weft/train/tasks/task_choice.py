@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from weft.errors import ConfigError, Problem, WeftError, did_you_mean
 from weft.lazy import named_object
-from weft.spec.config import RunConfig
+from weft.spec import RunConfig
 from weft.train.task import Task
 
 #: Sections and settings that mean something to the decoder on text, and to tasks that say so.

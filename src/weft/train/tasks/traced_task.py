@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 from weft.errors import ModelError
 from weft.parallel.description import describe_by_tracing
-from weft.planner.search.model_source import PlannedModel, read_model
+from weft.planner.search import PlannedModel, read_model
 
 if TYPE_CHECKING:
     from weft.train.task import Task

@@ -26,12 +26,12 @@ from weft.comm import all_gather, broadcast, start_all_gather
 from weft.errors import ModelError
 from weft.memory import Host, HostPart, choose, step_on_host
 from weft.mesh import Axis, Mesh
+from weft.parallel.placement import Placement, Precision
 from weft.parallel.placement.agree import check_same_model
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.placement.joined import join_cut
 from weft.parallel.placement.materialise import Materialise
-from weft.parallel.placement.placement import Placement
-from weft.parallel.placement.precision import Precision, cast_inputs, formats
+from weft.parallel.placement.precision import cast_inputs, formats
 from weft.parallel.placement.state_guard import guard_optimizer
 from weft.parallel.zero.across_stages import across_stages
 from weft.parallel.zero.adopt import refuse_closures

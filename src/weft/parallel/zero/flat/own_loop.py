@@ -19,8 +19,8 @@ import torch
 from weft.comm import all_reduce, start_all_reduce
 from weft.errors import ModelError
 from weft.optim import clip_factor, global_norm
+from weft.parallel.placement import Precision
 from weft.parallel.placement.axes import Axes, AxisMap
-from weft.parallel.placement.precision import Precision
 from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.reducer import Reducer

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.comm import all_gather, all_reduce
-from weft.comm.collectives import start_all_reduce, start_reduce_parts, start_reduce_scatter
+from weft.comm import all_gather, all_reduce, start_all_reduce, start_reduce_parts, start_reduce_scatter
 from weft.comm.wire import Coder, Coders, Wire
 from weft.errors import CommError
 from weft.memory import Waitable

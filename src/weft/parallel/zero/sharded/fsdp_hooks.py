@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm.collectives import Pending, start_all_reduce
+from weft.comm import Pending, start_all_reduce
 from weft.comm.wire import Coders
 from weft.mesh import Axis
 from weft.parallel.private_torch import (

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from weft.memory.offload import Host, HostPart, choose
+from weft.memory import Host, HostPart, choose
 from weft.parallel.zero.sharded.param_shards import Shard, local_part
 from weft.private_torch import version_of
 from weft.spec.plan import Plan
