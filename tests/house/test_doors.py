@@ -36,7 +36,6 @@ PAST_THE_DOOR: dict[str, int] = {
     "weft.parallel.zero": 2,
     "weft.parallel.zero.flat": 1,
     "weft.planner": 2,
-    "weft.planner.space": 3,
     "weft.spec": 71,
     "weft.spec.rules": 3,
     "weft.spec.schedule": 1,

@@ -78,6 +78,8 @@ def loss_fn(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, in
     return output.square().sum(), batch.numel()
 
 
+#: torch 2.13 warns of a linear layer whose output is a view where its module is one unit; nothing writes to it.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize("plan", PLANS)
 def test_neither_start_nor_step_grows_with_the_ranks(plan):
     for world in (FEW, MANY):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from weft.planner.cost.tables import Tables
 
 from tests.comm import block8  # noqa: F401 (registers the wire)
+from weft.planner.cost.machine import Tables
 from weft.planner.cost.wire_cost import copy_bytes, state_bytes, wire_bytes
 from weft.planner.estimate import estimate
 from weft.planner.space.columns import Columns, Job
@@ -39,7 +39,7 @@ def test_an_estimate_has_its_seconds_and_its_memory(zero):
     wide = Columns.make(1, dp_replicate=4, dp_shard=32, zero=zero, num_micro=2)
     tables = Tables.of(CLUSTER.device)
     exact = estimate(JOB, CLUSTER, wide, tables)
-    found = estimate(JOB, CLUSTER, replace(wide, reduce=np.full(1, CODE, np.uint8)), tables)
+    found = estimate(JOB, CLUSTER, wide.with_arrays(reduce=np.full(1, CODE, np.uint8)), tables)
     as_many = estimate(replace(JOB, stack=Stack(reduce_bytes=1 + 4 / 64)), CLUSTER, wide, tables)
     assert found.terms["dp_exposed"] == pytest.approx(as_many.terms["dp_exposed"], rel=1e-4)
     params = ModelSpec.named("llama3-8b").num_params

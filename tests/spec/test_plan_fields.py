@@ -29,7 +29,7 @@ DECLARED = """
 """
 USED = r"""
 import json
-from weft.planner.search.best_plans import search
+from weft.planner.tell import search
 from weft.planner.search.moves import changed_words, neighbours
 from weft.planner.space.columns import Columns
 from weft.spec.files.config_text import config_schema

@@ -351,7 +351,7 @@ def test_text_comes_out_of_a_run(start):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"it has no model.json, so it is not a run folder of Weft"):
+    with pytest.raises(ConfigError, match=r"it has no config.toml, so it is not a run folder of Weft"):
         generate_text(tmp_path, "def ")
 
 

@@ -83,7 +83,7 @@ import torch
 import weft.api
 from weft.comm.links.backend import BackendLink
 from weft.memory.link import _CudaCopy
-from weft.parallel.zero.sharded.passes import ReplicaSum
+from weft.parallel.zero.sharded.fsdp_hooks import ReplicaSum
 from weft.testing.paper.plans import Subject, plan_report
 from weft.testing.paper.streams import device_here
 from weft.train.step import TrainStep

@@ -9,8 +9,7 @@ from weft.errors import PlanError
 from weft.planner.estimate import estimate
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
-from weft.planner.space import Columns, Job, Space, settled
-from weft.planner.space.plan_space import as_values, default_choice, search_facts
+from weft.planner.space import Columns, Job, Space, plan_space, settled
 from weft.spec import common_divisors
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
 from weft.spec.rules import check
@@ -52,12 +51,12 @@ def _is_idle(name: str, plan: Plan) -> bool:
 
 
 def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
-    facts = search_facts(question.job, question.cluster)
+    facts = plan_space.search_facts(question.job, question.cluster)
     for name, known in PLAN_FIELDS.items():
         if known.needs and all(getattr(plan, axis) == 1 for axis in known.needs):
             continue  # it has its default
-        for chosen in (*space.choices[name], default_choice(name)) if known.searched else ():
-            yield as_values(name, chosen)
+        for chosen in (*space.choices[name], plan_space.default_choice(name)) if known.searched else ():
+            yield plan_space.as_values(name, chosen)
         for value in known.nearby(plan, facts, fine) if known.nearby else ():
             yield {name: value}
     yield from _batches(plan, question)

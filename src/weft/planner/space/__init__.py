@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.planner.space import plan_space
 from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job, settled
 from weft.planner.space.enumerate import Block, Refused, Tally, enumerate_space
 from weft.planner.space.plan_space import Space
@@ -23,5 +24,6 @@ __all__ = [
     "TracedShape",
     "as_rules_see_it",
     "enumerate_space",
+    "plan_space",
     "settled",
 ]
