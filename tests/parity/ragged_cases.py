@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from tests.parity.dropout_cases import Block
+from tests.parity.moe_cases import MOE, MoECase
 from weft.api import Run
 from weft.comm import Ledger
 from weft.mesh import build_mesh
@@ -20,6 +21,7 @@ from weft.parallel import data_parallel
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
 from weft.testing.float64 import Float64Throughout
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 VOCAB, DIM, PATCH = 29, 16, 6
 LAYOUT = "blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise blocks.*.mlp.0=colwise blocks.*.mlp.3=rowwise"
@@ -125,3 +127,25 @@ def _finished(model: nn.Module, result: ParityResult) -> ParityResult:
 def train_all(plans: list[str], settings: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
     """Each plan with each setting, in one call of ranks that are there already."""
     return {(plan, name): train(plan, **chosen) for plan in plans for name, chosen in settings.items()}
+
+
+def train_decoder(plan: str) -> ParityResult:
+    """A decoder with balanced experts on batches of 3 and 1 sequences, through a user's own loader."""
+    case = MoECase(MOE, global_batch=4, masked=0.0)
+    whole = case.batch(0)
+    rows = [{name: tensor[index] for name, tensor in whole.items()} for index in range(4)]
+    run = run_of(plan)
+    model = run.parallelize(case.model())
+    loader = run.shard(DataLoader(rows, batch_size=3))
+    step = run.train_step(model, torch.optim.SGD, token_cross_entropy, forward=model_forward, lr=0.1)
+    result = ParityResult()
+    for batch in loader:
+        metrics = step(batch)
+        result.losses.append(metrics.loss)
+        result.grad_norms.append(metrics.grad_norm)
+    return _finished(model, result)
+
+
+def train_decoders(plans: list[str]) -> dict[str, ParityResult]:
+    """`train_decoder` under each plan."""
+    return {plan: train_decoder(plan) for plan in plans}

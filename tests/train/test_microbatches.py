@@ -14,12 +14,13 @@ from torch.utils.data import DataLoader
 
 import weft
 from weft.errors import ModelError
-from weft.mesh import build_mesh
+from weft.mesh import Axis, build_mesh
 from weft.parallel import parallelize
 from weft.parallel.placement.batches import map_tensors, move_batch, tensors_in
+from weft.parallel.placement.samples import Samples
 from weft.spec.plan import Plan
 from weft.train.step import TrainStep
-from weft.train.step.microbatches import microbatches_of, split_batch
+from weft.train.step.microbatches import from_loader, microbatches_of, samples_of, split_batch
 
 
 class Pair(NamedTuple):
@@ -148,3 +149,47 @@ def test_every_tensor_of_a_batch_is_on_the_runs_device_before_forward():
         with pytest.raises(Seen):
             step(batch)
         assert [tensor.is_meta for tensor in seen] == [True] * num_tensors
+
+
+def test_a_batch_whose_rows_are_no_samples_is_not_torn():
+    batch = {"input_ids": torch.zeros(4, 3), "pixel_values": torch.zeros(10, 6)}
+    with pytest.raises(ModelError) as caught:
+        split_batch(batch, 2)
+    assert str(caught.value) == (
+        "accumulation=2: batch['pixel_values'] has shape (10, 6) in a batch of 4 samples, so its rows are no samples "
+        "and a cut would tear them apart. Pass the DataLoader through run.shard, which cuts by samples before they are "
+        "collated, or give the step weft.Microbatches([...])."
+    )
+    assert split_batch(batch, 1) == [batch]
+
+
+def test_numbers_of_samples_are_those_of_each_microbatch():
+    with pytest.raises(ModelError, match="samples: numbers of 1 microbatches were given for 2"):
+        weft.Microbatches([x(), x()], samples=[[0]])
+    data = Axis("data", 2, 1, (0, 1))
+    plain = samples_of([x()], 2, data)
+    assert [list(one.numbers) for one in plain] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    marked = from_loader([[x()]], [range(3, 11)], [()], is_plain=True)
+    assert samples_of(marked, 1, data)[0].numbers == range(3, 11)
+
+
+def test_a_loop_of_ones_own_is_told_of_what_stands_in_for_no_sample():
+    batch = weft.Microbatches([x(), x()], samples=[[0], []])
+    with pytest.raises(ModelError, match=r"this rank has no sample for a microbatch.*use drop_last=True"):
+        list(batch)
+    with pytest.raises(ModelError, match=r"batch\['x'\]: .*for microbatch in batch"):
+        batch["x"]
+
+
+def test_rows_follow_their_samples_however_they_are_cut():
+    device = torch.device("cpu")
+    whole = Samples(range(3), rows=((2, 0, 4),))
+    rest = Samples(range(2, 3), rows=((4,),))
+    assert whole.places(6, device).tolist() == [0, 2**32, *rest.places(4, device).tolist()]
+    assert whole.places(3, device).tolist() == [0, 1, 2]
+    # As many rows of each sample, such as tokens; and patches that a layer joined in pairs.
+    assert whole.places(12, device).tolist() == [n + 2**32 * row for n in range(3) for row in range(4)]
+    joined = Samples((5, 7), rows=((4, 8),))
+    assert joined.places(6, device).tolist() == [5 + 2**32 * row for row in range(2)] + [
+        7 + 2**32 * row for row in range(4)
+    ]

@@ -53,7 +53,6 @@ class Drops:
         self._is_driven = False
         self._key = 0
         self._samples: Samples | None = None  # None: a rank's samples follow those of the rank before
-        self._places: dict[tuple[int, torch.device], Tensor] = {}  # of rows, by their count
         self._told: int | None = None  # the key that compiled blocks have
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
@@ -75,14 +74,14 @@ class Drops:
     @contextlib.contextmanager
     def microbatch(self, key: int, samples: Samples | None) -> Iterator[None]:
         """While inside, the model is given these samples of the global batch."""
-        before = self._is_driven, self._key, self._samples, self._places
-        self._is_driven, self._key, self._samples, self._places = True, key, samples, {}
+        before = self._is_driven, self._key, self._samples
+        self._is_driven, self._key, self._samples = True, key, samples
         self._tell_compiled()
         self.restart()
         try:
             yield
         finally:
-            self._is_driven, self._key, self._samples, self._places = before
+            self._is_driven, self._key, self._samples = before
 
     def travelling(self) -> AbstractContextManager[None]:
         """What a later replay of what is computed now must run inside of."""
@@ -124,10 +123,8 @@ class Drops:
             return rows_of_samples(self.told_samples, count)
         if self._samples is None:
             return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
-        found = self._places.get((count, device))
-        if found is None:
-            found = self._places[count, device] = self._samples.places(count, device)
-        return found
+        # Made anew for each call: a replay must run what the forward ran.
+        return self._samples.places(count, device)
 
     def tokens(self, count: int, is_cut: bool, device: torch.device) -> Tensor:
         """Places in the sequence of this rank's tokens. is_cut: over tp, as between cut layers under sp."""
