@@ -77,7 +77,7 @@ class Microbatches:
         return iter(self._batches)
 
     def __getitem__(self, index: int) -> Any:
-        if not isinstance(index, int):
+        if isinstance(index, str):
             raise ModelError(
                 f"batch[{index!r}]: with accumulation or a pipeline run.shard gives a batch cut into microbatches. "
                 f"Give it to step(batch) as it is, or go through it: for microbatch in batch."
