@@ -120,12 +120,14 @@ def modules() -> Mapping[str, ast.Module]:
     return found
 
 
+@cache
 def rooms() -> list[str]:
     """Every folder with code."""
     folders = {path.parent.relative_to(SOURCE.parent) for path in SOURCE.rglob("*.py")}
     return sorted(".".join(folder.parts) for folder in folders)
 
 
+@cache
 def exported(room: str) -> list[str] | None:
     """The names in a room's `__all__`; None where it has none."""
     for node in modules().get(room, ast.Module([], [])).body:
@@ -137,14 +139,23 @@ def exported(room: str) -> list[str] | None:
 
 def past_the_door(room: str) -> Iterator[str]:
     """Imports from outside a room of a file in it, as text."""
-    for module, tree in modules().items():
+    for module in modules():
         if f"{module}.".startswith(f"{room}."):
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                for alias in node.names:
-                    if _is_file_of(room, node.module, alias.name):
-                        yield f"{module}: from {node.module} import {alias.name}"
+        for source, name in imported(module):
+            if _is_file_of(room, source, name):
+                yield f"{module}: from {source} import {name}"
+
+
+@cache
+def imported(module: str) -> list[tuple[str, str]]:
+    """(from what, which name) of each import of a module, inside of functions too."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(modules()[module])
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    ]
 
 
 def _is_file_of(room: str, source: str, name: str) -> bool:
