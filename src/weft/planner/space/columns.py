@@ -24,7 +24,6 @@ CP_MODES = CP_WAYS
 ORDERS = orders(AXES)
 
 Ints = NDArray[np.int64]
-Codes = NDArray[np.uint8]
 Floats = NDArray[np.float64]
 
 

@@ -36,7 +36,15 @@ def _found(name: str) -> type[Task]:
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
     if not (isinstance(made, type) and Task in made.__mro__):
         _refuse("name", f"={name}: it is no subclass of weft.train.Task. Name one that is.")
+    if missing := _left_out(made):
+        _refuse("name", f"={name}: a task needs {' and '.join(missing)}. Define what is missing in the class.")
     return made
+
+
+def _left_out(kind: type[Task]) -> list[str]:
+    """Methods that a task must define, and this one does not. Samples are asked for by `batches` alone."""
+    needed = ["build", "loss"] if kind.batches is not Task.batches else ["build", "samples", "loss"]
+    return [name for name in needed if getattr(kind, name) is getattr(Task, name)]
 
 
 def _made(kind: type[Task], name: str, options: Mapping[str, Any]) -> Task:
