@@ -37,6 +37,13 @@ class LineTask(Task):
     unit = sample_unit = "points"
     metrics = (Metric("slope", "", "The line's slope."),)
 
+    def build(self):
+        return np.zeros(2)
+
+    def loss(self, output, batch):
+        _, y = batch
+        return float(((output - y) ** 2).sum()), len(y)
+
     def batches(self, share):
         return Points()
 
@@ -54,19 +61,20 @@ class FakeEngine:
 
     def __init__(self, job: Job):
         self.plan, self.config, self.pulse, self.meter = job.plan, job.config, Pulse(), Meter()
-        self.batches = job.task.batches(None)
+        self.task, self.batches = job.task, job.task.batches(None)
 
     def build(self) -> None:
-        self.weights, self.momentum = np.zeros(2), np.zeros(2)
+        self.weights, self.momentum = self.task.build(), np.zeros(2)
 
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
         ((x, y),) = batches
-        off = self.weights[0] * x + self.weights[1] - y
+        fit = self.weights[0] * x + self.weights[1]
+        off, (loss, count) = fit - y, self.task.loss(fit, (x, y))
         gradient = np.array([(off * x).mean(), off.mean()])
         self.momentum = 0.9 * self.momentum + gradient
         self.weights = self.weights - self.config.optimizer.lr * lr_factor * self.momentum
         norm = float(np.linalg.norm(gradient))
-        return StepResult(float((off**2).mean()), norm, len(x), wants_stop=self.wants_stop)
+        return StepResult(loss / count, norm, count, wants_stop=self.wants_stop)
 
     def evaluate(self) -> Evaluation:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})

@@ -51,7 +51,8 @@ class Switchboard:
         self._listener.listen(128)
         self._calls: list[tuple[socket.socket, threading.Thread]] = []
         self._closed = False
-        threading.Thread(target=self._answer, name="weft-switchboard", daemon=True).start()
+        self._answering = threading.Thread(target=self._answer, name="weft-switchboard", daemon=True)
+        self._answering.start()
 
     def close(self) -> None:
         """Take what ranks have said so far, and hang up."""
@@ -59,6 +60,7 @@ class Switchboard:
         with contextlib.suppress(OSError):  # wakes accept() where closing alone does not
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._answering.join(_READ_S)  # a call that was just taken is among the calls after this
         for call, thread in self._calls:
             # What is in the buffer is still read; after it comes the end, also where a child holds the rank's end.
             with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ file on to its ranks, so the folder is free again as soon as the last of them is
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ from weft.errors import ConfigError, LaunchError
 from weft.file_lock import try_lock
 
 _NAME = ".lock"
+#: How often a folder that others take away at the same moment is made anew.
+_TRIES = 100
 
 
 @contextmanager
@@ -42,13 +45,16 @@ def run_lock(folder: Path) -> Generator[int]:
 
 def _acquire(folder: Path) -> tuple[int, list[Path]]:
     """The descriptor of the lock, and the folders that were made for it."""
-    while True:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+    for tries_left in reversed(range(_TRIES)):
         try:
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:
-            continue  # its last holder took the folder away just now
+        except (FileExistsError, FileNotFoundError):
+            # Its last holder took the folder away just now: before our open, or while mkdir looked at what is there.
+            if tries_left == 0 or folder.is_file():
+                raise
+            continue
         try:
             _lock(descriptor, folder)
             if _is_there(descriptor, folder / _NAME):
@@ -60,6 +66,7 @@ def _acquire(folder: Path) -> tuple[int, list[Path]]:
             raise
         # Taken away between our open and our lock.
         os.close(descriptor)
+    raise FileNotFoundError(errno.ENOENT, "others take it away again and again", str(folder))
 
 
 def _lock(descriptor: int, folder: Path) -> None:
