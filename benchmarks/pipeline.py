@@ -115,7 +115,7 @@ class SleepingModel(nn.Module):
         return x
 
 
-def sum_of(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+def sum_of(output: torch.Tensor, batch: torch.Tensor, microbatch: int) -> tuple[torch.Tensor, int]:
     return output.sum(), len(batch)
 
 
@@ -308,7 +308,7 @@ def ours(name: str, num_ranks: int, microbatches: int, batch: torch.Tensor) -> C
     assert pipeline is not None
     batches = list(batch.chunk(microbatches))
 
-    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def loss(output: torch.Tensor, target: torch.Tensor, microbatch: int) -> tuple[torch.Tensor, int]:
         return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
     return lambda: one_step(model, pipeline, batches, lambda model, x: model(x), loss)
