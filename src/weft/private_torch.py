@@ -8,7 +8,7 @@ A floor that needs a private name alone keeps it in its own file of this name; n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar
 
@@ -39,6 +39,7 @@ __all__ = [
     "default_device_types",
     "graph_task",
     "groups_made",
+    "named_modules",
     "naming_group",
     "register_pytree_node",
     "split",
@@ -88,7 +89,7 @@ graph_task = torch._C._current_graph_task_id
 
 
 @contextmanager
-def without_modes() -> Iterator[None]:
+def without_modes() -> Generator[None]:
     """While inside, no mode sees operations: of collectives in a recomputed region, which counts them.
 
     A mode that stands for a device stays, as torch's FakeTensorMode: tensors without values cannot do without it.
@@ -107,6 +108,12 @@ def _stands_for_device(mode: Any) -> bool:
     return mode.is_infra_mode() and key in (None, torch._C._TorchDispatchModeKey.FAKE)
 
 
+def named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """`model.named_modules()`, which has no types."""
+    untyped: Any = model
+    return untyped.named_modules()
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written to in place. Documented in torch's notes on autograd, by this name."""
     return tensor._version
@@ -123,7 +130,7 @@ def groups_made() -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
-def naming_group(description: str) -> Iterator[None]:
+def naming_group(description: str) -> Generator[None]:
     """While inside, a group that only its members make is named by its description alone, and made by them alone.
 
     torch names it by its ranks and by how many groups this rank has made, which is not the same on all ranks where only
