@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
-from weft.private_torch import default_device_types, groups_made, naming_group
+from weft.private_torch import PrefixStore, Store, TCPStore, default_device_types, groups_made, naming_group
 from weft.pulse import Pulse
 from weft.spec.plan import AXES, Plan
 
@@ -31,6 +31,9 @@ LIMIT_S = 1800.0
 LOOPBACK = "127.0.0.1"
 #: How long (s) the launcher's store waits for an answer.
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
+
+#: torch.distributed, for those of its functions that have no types.
+_untyped: Any = dist
 
 #: Told of each collective: (axis name, operation, bytes on this rank, host seconds).
 Record = Callable[[str, str, int, float], None]
@@ -55,13 +58,15 @@ class Axis:
     group: dist.ProcessGroup | None = None
     record: Record = field(default=_ignore, repr=False, compare=False)
     #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
-    links: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False, compare=False)
+    links: dict[tuple[object, ...], object] = field(
+        default_factory=dict[tuple[object, ...], object], repr=False, compare=False
+    )
     #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
     pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
     #: Collectives under way that have a second stage to begin; one list, shared by all axes of a mesh.
-    staged: list[Any] = field(default_factory=list, repr=False, compare=False)
+    staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
     #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
-    operators: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+    operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
 
 
 #: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
@@ -175,7 +180,10 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
             return group
     with naming_group(description):
         # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
-        return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+        made: dist.ProcessGroup = _untyped.new_group(
+            list(ranks), use_local_synchronization=True, group_desc=description
+        )
+    return made
 
 
 def _usual_place(name: str) -> int:
@@ -185,7 +193,8 @@ def _usual_place(name: str) -> int:
 
 def _strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Of each axis, how far apart in rank its neighbours are, and its size."""
-    stride, found = 1, {}
+    stride = 1
+    found: dict[str, tuple[int, int]] = {}
     for name, size in reversed(plan.axis_sizes().items()):
         found[name] = (stride, size)
         stride *= size
@@ -227,7 +236,7 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
 
 
 def join_ranks(
-    place: env.RankEnv, device: torch.device, timeout_s: float = LIMIT_S, store: dist.Store | None = None
+    place: env.RankEnv, device: torch.device, timeout_s: float = LIMIT_S, store: Store | None = None
 ) -> None:
     """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
@@ -251,7 +260,7 @@ def join_ranks(
         joined = store.add(f"weft/joined/{place.rank}", 1)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"weft/{joined}", store),
+            store=PrefixStore(f"weft/{joined}", store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
@@ -261,7 +270,7 @@ def join_ranks(
         raise _cannot_meet(place, error) from error
 
 
-def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> dist.Store:
+def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
     """Where the ranks of this job leave word for each other; on one machine it listens on the loopback interface only.
 
     The first rank may host it: keep it until all have parted. Raises CommError when the ranks cannot meet.
@@ -272,7 +281,7 @@ def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> dist.Store:
     try:
         if address is not None and place.rank == 0 and not env.keeps_agent_store():
             return loopback_store(address, place.master_port, timeout)
-        return next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+        return next(_untyped.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
         raise _cannot_meet(place, error) from error
 
@@ -301,7 +310,7 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
         )
 
 
-def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> dist.TCPStore:
+def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
     """A store for other processes of this machine, which listens on `address` only; torch's own listen everywhere.
 
     port: 0 takes a free one (see `.port`). Raises OSError where the port is taken.
@@ -311,7 +320,7 @@ def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         own.bind((address, port))
         port = own.getsockname()[1]
-        return dist.TCPStore(
+        return TCPStore(
             address,
             port,
             is_master=True,
@@ -343,7 +352,7 @@ def leave_ranks() -> None:
     if not dist.is_initialized():
         return
     gc.collect()
-    dist.barrier()
+    _untyped.barrier()
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Private names of torch that more than one floor uses, and those of the mesh.
+"""Private names of torch that more than one floor uses, and those of the mesh; and types that torch leaves out.
 
 A floor that needs a private name alone keeps it in its own file of this name; no other file of Weft touches one.
 `tests/house/test_private_torch.py` checks that, and names what a release of torch has moved. Read in torch 2.11 and
@@ -8,12 +8,13 @@ A floor that needs a private name alone keeps it in its own file of this name; n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # the class for modes that see operations; documented under this path, and under no other
     _disable_current_modes,
@@ -29,13 +30,19 @@ from torch.utils._pytree import (  # torch has no public trees of values yet
 )
 
 __all__ = [
+    "Function",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
     "TorchDispatchMode",
     "current_mode",
     "default_device_types",
     "graph_task",
     "groups_made",
+    "named_modules",
     "naming_group",
     "register_pytree_node",
+    "split",
     "storage_key",
     "tree_flatten",
     "tree_leaves",
@@ -46,6 +53,34 @@ __all__ = [
     "without_modes",
 ]
 
+if TYPE_CHECKING:
+    P = ParamSpec("P")
+    R = TypeVar("R", covariant=True)
+
+    class _HasForward(Protocol[P, R]):
+        @staticmethod
+        def forward(ctx: Any, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    class _Apply:
+        def __get__(self, instance: None, owner: type[_HasForward[P, R]]) -> Callable[P, R]: ...
+
+    class Function(torch.autograd.Function):
+        """A step of autograd whose `apply` takes what its `forward` takes after `ctx`, and gives the same."""
+
+        apply: ClassVar[_Apply]  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's takes and gives anything
+
+else:
+    Function = torch.autograd.Function
+
+
+class _Split(Protocol):
+    def __call__(self, tensor: torch.Tensor, sizes: int | list[int], dim: int = 0, /) -> tuple[torch.Tensor, ...]: ...
+
+
+_untyped: Any = torch
+#: `torch.split`, which has no types. sizes: of each part, or of all but the last.
+split: _Split = _untyped.split
+
 #: The innermost mode that sees operations; None where there is none.
 current_mode = _get_current_dispatch_mode
 
@@ -54,12 +89,13 @@ graph_task = torch._C._current_graph_task_id
 
 
 @contextmanager
-def without_modes() -> Iterator[None]:
+def without_modes() -> Generator[None]:
     """While inside, no mode sees operations: of collectives in a recomputed region, which counts them.
 
     A mode that stands for a device stays, as torch's FakeTensorMode: tensors without values cannot do without it.
     """
-    with _disable_current_modes() as modes, ExitStack() as stays:
+    disabled: Any = _disable_current_modes()
+    with disabled as modes, ExitStack() as stays:
         for mode in reversed(modes):
             if _stands_for_device(mode):
                 stays.enter_context(mode)
@@ -70,6 +106,12 @@ def _stands_for_device(mode: Any) -> bool:
     """Whether the mode carries operations out, and neither watches nor rewrites them."""
     key = getattr(mode, "_mode_key", None)
     return mode.is_infra_mode() and key in (None, torch._C._TorchDispatchModeKey.FAKE)
+
+
+def named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """`model.named_modules()`, which has no types."""
+    untyped: Any = model
+    return untyped.named_modules()
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -88,7 +130,7 @@ def groups_made() -> Iterator[dist.ProcessGroup]:
 
 
 @contextmanager
-def naming_group(description: str) -> Iterator[None]:
+def naming_group(description: str) -> Generator[None]:
     """While inside, a group that only its members make is named by its description alone, and made by them alone.
 
     torch names it by its ranks and by how many groups this rank has made, which is not the same on all ranks where only

@@ -7,6 +7,7 @@ from outside a room of a file in it goes past the door. Files of a room import e
 from __future__ import annotations
 
 import ast
+import importlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -181,6 +182,13 @@ def test_a_door_is_there_and_thin(room):
     )
     assert len(names or ()) <= MOST_NAMES, f"{room}: {len(names or ())} names"
     assert len(set(names or ())) == len(names or ())
+
+
+@pytest.mark.parametrize("room", [room for room in rooms() if exported(room)])
+def test_what_a_door_names_is_there(room):
+    module = importlib.import_module(room)
+    missing = [name for name in exported(room) or () if not hasattr(module, name) and f"{room}.{name}" not in modules()]
+    assert not missing, f"{room} names them in `__all__` and imports them from nowhere"
 
 
 def test_others_come_in_by_the_door():

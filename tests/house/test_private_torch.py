@@ -25,6 +25,7 @@ ALLOWED = frozenset(
         *("_replace", "_fields"),  # named tuples
         *("_live_render", "_shape"),  # rich
         "_attn_implementation_internal",  # transformers
+        *("Store", "PrefixStore", "TCPStore"),  # public in torch.distributed, which exports them to no type checker
         "_getitem",  # a method of a class of Weft that another one extends
         *("_foreach_mul_", "_foreach_norm", "_foreach_lerp_"),  # torch's documentation lists them under these names
     }

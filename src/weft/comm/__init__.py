@@ -15,6 +15,7 @@ from weft.comm.hang_watch import Watch
 from weft.comm.ledger import Ledger
 from weft.comm.meet import Choice, transports
 from weft.comm.pending import Pending
+from weft.comm.word import FirstWord
 
 __all__ = [
     "Choice",

@@ -24,6 +24,7 @@ import torch
 from weft.comm.operators import add_up, join, share, sum_part
 from weft.comm.peer import all_to_all
 from weft.mesh import Axis
+from weft.private_torch import Function, split
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -80,72 +81,72 @@ def _part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return x.narrow(dim, axis.rank * (size := share(x, axis, dim)), size)
 
 
-class _CopyTo(torch.autograd.Function):
+class _CopyTo(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return add_up(grad, ctx.axis), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return add_up(grads[0], ctx.axis), None
 
 
-class _SumOver(torch.autograd.Function):
+class _SumOver(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return add_up(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
-class _GatherFrom(torch.autograd.Function):
+class _GatherFrom(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
         return join(x, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return sum_part(grad, ctx.axis, ctx.dim), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return sum_part(grads[0], ctx.axis, ctx.dim), None, None
 
 
-class _GatherSlice(torch.autograd.Function):
+class _GatherSlice(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
         return join(x, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _part(grad, ctx.axis, ctx.dim), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _part(grads[0], ctx.axis, ctx.dim), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ScatterSum(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
         return sum_part(x, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return join(grad, ctx.axis, ctx.dim), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return join(grads[0], ctx.axis, ctx.dim), None, None
 
 
-class _SliceTo(torch.autograd.Function):
+class _SliceTo(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
         return _part(x, axis, dim).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return join(grad, ctx.axis, ctx.dim), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return join(grads[0], ctx.axis, ctx.dim), None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, axis: Axis, send: tuple[int, ...], receive: tuple[int, ...], most: int | None
@@ -154,23 +155,23 @@ class _Exchange(torch.autograd.Function):
         return all_to_all(x, axis, send=send, receive=receive, most=most)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        back = all_to_all(grad, ctx.axis, send=ctx.receive, receive=ctx.send, most=ctx.most)
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        back = all_to_all(grads[0], ctx.axis, send=ctx.receive, receive=ctx.send, most=ctx.most)
         return back, None, None, None, None
 
 
-class _ExchangeDims(torch.autograd.Function):
+class _ExchangeDims(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
         ctx.axis, ctx.dims = axis, (split_dim, join_dim)
         return _swap(x, axis, split_dim, join_dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         split_dim, join_dim = ctx.dims
-        return _swap(grad, ctx.axis, join_dim, split_dim), None, None, None
+        return _swap(grads[0], ctx.axis, join_dim, split_dim), None, None, None
 
 
 def _swap(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
-    parts = torch.stack(x.split(share(x, axis, split_dim), split_dim))
+    parts = torch.stack(split(x, share(x, axis, split_dim), split_dim))
     return torch.cat(all_to_all(parts, axis).unbind(0), join_dim)

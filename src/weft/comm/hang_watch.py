@@ -15,14 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch.distributed as dist
 
 from weft.comm.links import host_mark
-from weft.comm.private_torch import default_store, nccl_trace
+from weft.comm.private_torch import connect_store, default_store, nccl_trace
 from weft.comm.standing import Report, Standing, process_state, report, stand, unfinished_on_device
 from weft.mesh import LIMIT_S, Axis, Mesh
+from weft.private_torch import Store
 from weft.pulse import Pulse, Wait
 from weft.units import format_seconds
 
@@ -64,7 +65,7 @@ class Watch(threading.Thread):
         self._pulses: list[Pulse] = [mesh.pulse]
         self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
         self._end = threading.Event()
-        self._store: Any = None
+        self._store: Store | None = None
         self._armed = 0.0
         self._forget(time.time())
         self._looked = time.monotonic()
@@ -147,7 +148,7 @@ class Watch(threading.Thread):
         if not self._dumped and store.check([_ALARM]):
             self._dump()
 
-    def _shall_tell(self, store: Any) -> bool:
+    def _shall_tell(self, store: Store) -> bool:
         """One rank tells: the first, which has the terminal, if it can; else the first of those that wait."""
         assert self._said is not None
         grace_s = 3 * self._tick_s
@@ -159,7 +160,7 @@ class Watch(threading.Thread):
         # The others need a moment to say where they stand.
         return self._is_teller and over_s >= grace_s
 
-    def _tell_people(self, store: Any) -> None:
+    def _tell_people(self, store: Store) -> None:
         assert self._said is not None
         waiter = self._said
         if not waiter.waits_for:
@@ -205,7 +206,7 @@ class Watch(threading.Thread):
             return own
         # A device works behind the host: what it has not finished is what this rank waits for.
         dump = nccl_trace()
-        names = {axis.group.group_name: (axis.name, axis.ranks) for axis in axes if axis.group is not None}
+        names = {str(axis.group.group_name): (axis.name, axis.ranks) for axis in axes if axis.group is not None}
         what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
         return stand(self._rank, self._since, _OnDevice(what, ranks), phases, own.in_step) if what else own
 
@@ -221,11 +222,10 @@ class Watch(threading.Thread):
         store = self._open()
         return store.get(key).decode() if store.check([key]) else ""
 
-    def _open(self) -> Any:
+    def _open(self) -> Store:
         """A connection of this thread's own: the main thread may be waiting on the other."""
         if self._store is None:
-            self._store = default_store().clone()
-            self._store.set_timeout(_STORE_TIMEOUT)
+            self._store = connect_store(_STORE_TIMEOUT)
         return self._store
 
     def _dump(self) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from weft.comm.links import BackendLink, ExchangeLink, Link, Segment, SharedLink, host_mark
 from weft.comm.links.staged import StagedLink
-from weft.comm.private_torch import backend_of, timeout_s
+from weft.comm.private_torch import all_gather, all_reduce, as_bytes, backend_of, broadcast, timeout_s
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
 
@@ -39,7 +39,7 @@ class Choice:
 
 def transports(mesh: Mesh) -> list[Choice]:
     """What the axes of the mesh use that have communicated so far."""
-    found = []
+    found: list[Choice] = []
     for (group, device), link in mesh.world.links.items():
         link = cast(Link, link)
         ranks = tuple(dist.get_process_group_ranks(cast(dist.ProcessGroup, group)))
@@ -116,8 +116,9 @@ def _share(axis: Axis, group: dist.ProcessGroup) -> tuple[Segment | None, str]:
     """The axis's shared memory, or None and why there is none; the same answer on all ranks."""
     mark, why = host_mark()
     marks = [torch.zeros(16, dtype=torch.uint8) for _ in axis.ranks]
-    dist.all_gather(marks, torch.frombuffer(bytearray(mark.ljust(16, b"\0")), dtype=torch.uint8), group=group)
-    found = {bytes(other.tolist()) for other in marks}
+    own = torch.frombuffer(bytearray(mark.ljust(16, b"\0")), dtype=torch.uint8)
+    all_gather(marks, own, group=group, async_op=True).wait()
+    found = {as_bytes(other) for other in marks}
     if len(found) > 1 or not mark:
         return None, why or f"its ranks are on {len(found)} hosts, namespaces or users that share no memory"
     segment, address = None, (0, 0, bytes(16))
@@ -132,16 +133,16 @@ def _share(axis: Axis, group: dist.ProcessGroup) -> tuple[Segment | None, str]:
         words = torch.frombuffer(
             bytearray(pid.to_bytes(8, "little") + fd.to_bytes(8, "little") + token), dtype=torch.uint8
         )
-    dist.broadcast(words, src=axis.ranks[0], group=group)
+    broadcast(words, src=axis.ranks[0], group=group, async_op=True).wait()
     if axis.rank != 0:
-        told = bytes(words.tolist())
+        told = as_bytes(words)
         address = (int.from_bytes(told[:8], "little"), int.from_bytes(told[8:16], "little"), told[16:])
         try:
             segment = Segment.find(address, axis.rank, axis.size) if address[0] else None
         except OSError as error:
             why = f"the memory of rank {axis.ranks[0]} cannot be opened ({error.strerror})"
     agreed = torch.tensor([segment is not None], dtype=torch.int32)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+    all_reduce(agreed, op=dist.ReduceOp.MIN, group=group, async_op=True).wait()
     if not agreed.item():
         return None, why or "another rank of the axis could not map the shared memory"
     return segment, ""

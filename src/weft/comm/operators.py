@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
 from weft.errors import CommError
 from weft.mesh import Axis
+from weft.private_torch import split
 
 #: What each function gives, for the operator of its name.
 _SCHEMAS = {
@@ -50,7 +51,7 @@ def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
     shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     if dim == 0:
         return reduce_scatter(x.contiguous(), axis, out=x.new_empty(shape))
-    stacked = torch.stack(x.split(size, dim))
+    stacked = torch.stack(split(x, size, dim))
     return reduce_scatter(stacked, axis, out=x.new_empty(shape))
 
 
@@ -80,17 +81,23 @@ class _Library:
     def __init__(self, axis: Axis):
         self.axis = axis
         self._space = f"weft_{id(self)}"
-        self._library = torch.library.Library(self._space, "DEF")
+        self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 
     def operators(self) -> dict[str, object]:
         """By name, and the library itself: torch's own table of operators does not keep it."""
-        size, known = self.axis.size, weakref.ref(self)
-        functions = {add_up: torch.empty_like, join: _scaled(size, 1), sum_part: _scaled(1, size)}
+        size = self.axis.size
+        known: weakref.ref[_Library] = weakref.ref(self)
+        library: Any = torch.library  # whose functions have no types
+        functions: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+            add_up: torch.empty_like,
+            join: _scaled(size, 1),
+            sum_part: _scaled(1, size),
+        }
         for function, fake in functions.items():
             name = function.__name__
             self._library.define(f"{name}{_SCHEMAS[name]}")
             self._library.impl(name, _on_axis(function, known), "CompositeExplicitAutograd")
-            torch.library.register_fake(f"{self._space}::{name}", fake, lib=self._library)
+            library.register_fake(f"{self._space}::{name}", fake, lib=self._library)
         space = getattr(torch.ops, self._space)
         return {"library": self, **{name: getattr(space, name).default for name in _SCHEMAS}}
 

@@ -130,7 +130,7 @@ def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bo
 
 def main_frame() -> str:
     """The line of the user's own code that the main thread is at: 'train.py:40 in evaluate'; any, where it has none."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # documented
     innermost = frame
     while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_USER):
         frame = frame.f_back

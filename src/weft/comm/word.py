@@ -13,6 +13,7 @@ import torch.distributed as dist
 from weft import env
 from weft.env import RankEnv
 from weft.errors import CommError
+from weft.private_torch import Store
 
 #: How often (s) a rank asks, at first and at last.
 _ASK_S = (0.02, 1.0)
@@ -23,7 +24,7 @@ _STAY_S = 10.0
 class FirstWord:
     """One message of rank 0 to all others. Raises CommError when the store is lost."""
 
-    def __init__(self, place: RankEnv, store: dist.Store):
+    def __init__(self, place: RankEnv, store: Store):
         """store: of all ranks, as `weft.mesh.open_store` gives it."""
         self._place, self._store = place, store
         # A launcher that restarts its ranks may keep the store.
@@ -32,7 +33,7 @@ class FirstWord:
     def say(self, word: bytes) -> None:
         """Rank 0 says its word; returns at once."""
         try:
-            self._store.set(self._key, word)
+            self._store.set(self._key, word)  # pyright: ignore[reportArgumentType]  # bytes are taken too; the stub says str
         except (dist.DistError, RuntimeError) as error:
             raise self._lost(error) from error
 

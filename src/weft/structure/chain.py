@@ -62,7 +62,7 @@ def find_chain(model: nn.Module) -> Chain:
     for site in _beside(model, path):
         if site is None:
             passed = True
-        elif (passed and not _is_table(site.module)) or head in site.module.modules():
+        elif (passed and not _is_table(site.module)) or (head is not None and head in site.module.modules()):
             after.append(site)
         else:
             before.append(site)

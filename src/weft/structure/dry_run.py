@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ def call_without_numbers(
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def _unchanged(model: nn.Module) -> Generator[None]:
     """Afterwards modules have the attributes of before: what a forward keeps for the next one, and who is training."""
     before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
@@ -65,13 +66,13 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 held.update(content) if isinstance(held, dict) else held.extend(content)
 
 
-def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+def _contents(module: nn.Module) -> list[tuple[dict[Any, Any] | list[Any], Any]]:
     """What lists and dicts of a module hold, its buffers among them."""
     return [(held, held.copy()) for held in module.__dict__.values() if isinstance(held, dict | list)]
 
 
 @contextlib.contextmanager
-def _layer_by_layer() -> Iterator[None]:
+def _layer_by_layer() -> Generator[None]:
     """Without the fused kernel that torch's transformer layers call in evaluation: it shows no linear layer."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -85,18 +86,33 @@ def without_numbers(example: Any, model: nn.Module, dtype: torch.dtype | None = 
     """The example on the meta device. dtype: of its floats; None: the model's."""
     if dtype is None:
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
-    return tree_map(lambda leaf: _on_meta(leaf, dtype) if isinstance(leaf, torch.Tensor) else leaf, example)
+    wanted = dtype
+
+    def moved(leaf: Any) -> Any:
+        return _on_meta(leaf, wanted) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(moved, example)
 
 
 def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to("meta", dtype) if tensor.is_floating_point() else tensor.to("meta")
 
 
+def is_named(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether these are values by name."""
+    return isinstance(value, dict)
+
+
+def is_placed(value: Any) -> TypeGuard[tuple[Any, ...]]:
+    """Whether these are values in order."""
+    return isinstance(value, tuple)
+
+
 def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An example (a tensor, a tuple, or a dict) as what a forward is called with."""
-    if isinstance(example, dict):
+    if is_named(example):
         return (), example
-    return example if isinstance(example, tuple) else (example,), {}
+    return example if is_placed(example) else (example,), {}
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
@@ -128,8 +144,7 @@ class Inputs:
         self.given = example is not None
         made = example_of(model) if example is None else example(0, 2) if callable(example) else example
         if callable(example):  # as the training step calls a model with its batch
-            made = made[0] if isinstance(made, tuple) else made
-            made = {name: each for name, each in made.items() if name != "labels"} if isinstance(made, dict) else made
+            made = _model_inputs(made)
         self.example = tree_map(_to_meta, made)
         tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if not tensors:
@@ -143,7 +158,7 @@ class Inputs:
     def call(self, model: nn.Module, batch: int, seq: int) -> Any:
         """Run the model on so many samples of so many tokens."""
         with torch.device("meta"):
-            made = tree_map(lambda leaf: self._sized(leaf, batch, seq), self.example)
+            made = tree_map(partial(self._sized, batch=batch, seq=seq), self.example)
             args, kwargs = as_arguments(made)
             return model(*args, **kwargs)
 
@@ -166,6 +181,12 @@ class Inputs:
         except (RuntimeError, ValueError, IndexError, AssertionError):
             return 0
         return SHORTEST
+
+
+def _model_inputs(made: Any) -> Any:
+    """What of a batch a training step calls the model with."""
+    first = made[0] if is_placed(made) else made
+    return {name: each for name, each in first.items() if name != "labels"} if is_named(first) else first
 
 
 def _to_meta(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -71,7 +71,7 @@ class FeatureFlow(TorchFunctionMode):
         for source in mark.sources:
             self.broken.setdefault(source, reason)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("__contains__", "__bool__") and args[0].is_meta:
             return False  # "is there padding in these ids?", "is this mask causal?" have no answer without numbers
@@ -89,7 +89,7 @@ class FeatureFlow(TorchFunctionMode):
         step = Step(self, plain_name(func), args, kwargs, marks, outputs)
         made = list(step.marks(marked))
         if len({mark.sources for mark in marks}) > 1:
-            self.together.append(frozenset().union(*(mark.sources for mark in marks)))
+            self.together.append(frozenset[str]().union(*(mark.sources for mark in marks)))
         if not made:
             for mark in marks:
                 self.end(mark, step.reason or f"its features meet in `{step.name}`")
@@ -113,7 +113,7 @@ class Step:
         self, flow: FeatureFlow, name: str, args: Any, kwargs: Any, marks: list[Mark], outputs: list[torch.Tensor]
     ):
         self.flow, self.name, self.args, self.kwargs, self.outputs = flow, name, args, kwargs, outputs
-        sources = frozenset().union(*(mark.sources for mark in marks))
+        sources = frozenset[str]().union(*(mark.sources for mark in marks))
         segment = marks[0].segment if len(marks) == 1 else None
         self.first = replace(marks[0], sources=sources, segment=segment)
         self.all = marks
@@ -212,7 +212,7 @@ class Step:
     _concat = _cat
 
     def _split(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        dim = self._argument(2, "dim", 0) % self.args[0].dim()
+        dim: int = self._argument(2, "dim", 0) % self.args[0].dim()
         if dim != self.first.dim:
             yield from self._keep(self.first.dim)
             return
@@ -245,22 +245,26 @@ class Step:
                 new += 1
                 continue
             if old == self.first.dim:
-                whole = self.args[0].shape[old]
-                if isinstance(part, slice) and part.indices(whole) == (0, whole, 1):
-                    yield from self._keep(new)
-                elif isinstance(part, slice) and part.step in (None, 1):
-                    start, stop, _ = part.indices(whole)
-                    if new == self.outputs[0].dim() - 1:
-                        yield from self._segment(self.outputs[0], start, stop - start)
+                if _is_slice(part):
+                    yield from self._cut_out(part, old, new)
                 return
             old, new = old + 1, new + (not isinstance(part, int))
 
+    def _cut_out(self, part: slice[Any, Any, Any], old: int, new: int) -> Iterator[tuple[torch.Tensor, Mark]]:
+        """A part of the marked dim. old, new: its place before and after."""
+        whole = self.args[0].shape[old]
+        start, stop, stride = part.indices(whole)
+        if (start, stop, stride) == (0, whole, 1):
+            yield from self._keep(new)
+        elif part.step in (None, 1) and new == self.outputs[0].dim() - 1:
+            yield from self._segment(self.outputs[0], start, stop - start)
+
     def _matmul(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         left, right = self.args[:2]
-        marks = [self.flow.of(left), self.flow.of(right)]
-        if left.dim() != right.dim() or None in marks or self.first.dim >= left.dim() - 2:
+        one, other = self.flow.of(left), self.flow.of(right)
+        if left.dim() != right.dim() or one is None or other is None or self.first.dim >= left.dim() - 2:
             return
-        if marks[0].dim == marks[1].dim:  # pyright: ignore[reportOptionalMemberAccess]
+        if one.dim == other.dim:
             yield from self._keep(self.first.dim)
 
     _bmm = _matmul
@@ -293,6 +297,10 @@ def follow_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int 
                 return None
             return first_j if first_j < len(new) else None
     return None
+
+
+def _is_slice(part: Any) -> TypeGuard[slice[Any, Any, Any]]:
+    return isinstance(part, slice)
 
 
 def _take(sizes: tuple[int, ...], place: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from weft.errors import LayoutError
+from weft.private_torch import named_modules
 from weft.spec import Layout
 from weft.structure.layers import KnownModel, find_lm_head, input_embeddings
 from weft.structure.layout_trace import FoundLayout, trace_layout
@@ -27,7 +29,7 @@ def find_layout(model: nn.Module) -> Layout:
 def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     """The layout with its reasons. example: arguments of a forward, for a model that takes neither ids nor images."""
     if isinstance(model, KnownModel):
-        reasons = {} if model.has_routers else trace_layout(model).reasons
+        reasons: Mapping[str, str] = {} if model.has_routers else trace_layout(model).reasons
         return FoundLayout(model.tensor_layout(), f"the project's own layout of {model.family}", reasons)
     found = _from_tp_plan(model)
     if found is not None:
@@ -37,10 +39,10 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
 
 def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
     """The layout that a Hugging Face model brings along; None without one, or with styles that say too little."""
-    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
-    paths = [path for path, _ in model.named_modules()]
+    paths = [path for path, _ in named_modules(model)]
     pairs: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for short, style in plan.items():
@@ -60,7 +62,7 @@ def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
 
 def _with_vocab(model: nn.Module, pairs: dict[str, str], reasons: dict[str, str]) -> Layout:
     """Add the embedding of the ids and the head."""
-    names = {id(module): path for path, module in model.named_modules()}
+    names = {id(module): path for path, module in named_modules(model)}
     head = find_lm_head(model)
     embed = input_embeddings(model)
     ordered: dict[str, str] = {}

@@ -8,6 +8,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.lazy import named_object
+from weft.structure.dry_run import is_placed
 
 
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -30,7 +31,7 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
     except Exception as error:
         rule = f"it raised {type(error).__name__} ({error})"
         raise ModelError(f"model={source}: {rule}. Call it in Python without arguments, to see where.") from error
-    model, *rest = made if isinstance(made, tuple) else (made,)
+    model, *rest = made if is_placed(made) else (made,)
     if not isinstance(model, nn.Module):
         rule = f"it returned {type(model).__name__}, not an nn.Module"
         raise ModelError(f"model={source}: {rule}. Return a model, or it and an example or a batch_fn.")

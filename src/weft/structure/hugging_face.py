@@ -6,9 +6,10 @@ The numbers of a config have their names in `weft.spec.hugging_face_config`.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def load_model_config(path: Path) -> Any:
     """
     env.set_for_children(HF_HUB_OFFLINE="1")
     try:
-        import transformers
+        transformers: Any = importlib.import_module("transformers")  # which has few types
     except ImportError:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
     folder = path.parent if path.is_file() else path
@@ -57,8 +58,7 @@ def load_model_config(path: Path) -> Any:
 
 def model_of_config(config: Any) -> nn.Module:
     """The model that the config names, or the causal one of its family, with random weights."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     names = getattr(config, "architectures", None) or ()
     kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
     return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
@@ -73,7 +73,7 @@ def attention_heads(model: Any) -> tuple[int, int] | None:
 
 def attention_name(module: nn.Module) -> str | None:
     """What a module's config calls its attention ("sdpa", "eager", ...); None for a module that looks none up."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     return (
         (config._attn_implementation_internal or "eager") if hasattr(config, "_attn_implementation_internal") else None
     )
@@ -81,10 +81,9 @@ def attention_name(module: nn.Module) -> str | None:
 
 def attention_function(module: nn.Module, name: str) -> Any:
     """The function that a module calls for its attention when its config says `name` (sdpa, eager, ...)."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if name in ALL_ATTENTION_FUNCTIONS:
-        return ALL_ATTENTION_FUNCTIONS[name]
+    known: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    if name in known:
+        return known[name]
     files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
     return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
 
@@ -136,15 +135,19 @@ def is_router(module: Any) -> bool:
 
 
 @contextlib.contextmanager
-def one_document() -> Iterator[None]:
+def one_document() -> Generator[None]:
     """Inside, each sample is one document: models of transformers look at the values of positions for more."""
-    masks = sys.modules.get("transformers.masking_utils")
+    masks: Any = sys.modules.get("transformers.masking_utils")
     look = getattr(masks, "find_packed_sequence_indices", None)
     if masks is None or look is None:
         yield
         return
-    masks.find_packed_sequence_indices = lambda *args, **kwargs: None  # pyright: ignore[reportAttributeAccessIssue]
+
+    def none_found(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    masks.find_packed_sequence_indices = none_found
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = look  # pyright: ignore[reportAttributeAccessIssue]
+        masks.find_packed_sequence_indices = look

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
+from weft.private_torch import named_modules
 from weft.spec import Layout
 
 
@@ -48,7 +49,20 @@ def is_linear(module: nn.Module) -> bool:
 
 def weight_of(module: nn.Module) -> torch.Tensor:
     """The weight as (outputs, inputs)."""
-    return module.weight.t() if is_transposed(module) else module.weight  # pyright: ignore[reportCallIssue, reportReturnType]
+    weight = stored_weight(module)
+    return weight.t() if is_transposed(module) else weight
+
+
+def stored_weight(module: nn.Module) -> torch.Tensor:
+    """The weight as the layer keeps it: (outputs, inputs), or the other way round where it is transposed."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def bias_of(module: nn.Module) -> torch.Tensor | None:
+    """The bias; None where the layer has none."""
+    return getattr(module, "bias", None)
 
 
 def find_lm_head(model: nn.Module) -> nn.Module | None:
@@ -71,10 +85,10 @@ def table_params(module: nn.Module) -> set[nn.Parameter]:
 def find_experts(model: nn.Module, layout: Layout | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Modules of stacked experts, by path: those that say so (`stacks_experts`), those that the plan of a model of
     transformers names, and those that a layout calls `expert`."""
-    plan = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
+    plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
     patterns = [key for key, style in plan.items() if style == "ep_dispatch_experts"]
     known = [re.compile(r"(?:.*\.)?" + re.escape(key).replace(r"\*", r"[^.]+")) for key in patterns]
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         by_layout = layout is not None and layout.match(path) == "expert"
         if getattr(module, "stacks_experts", False) or by_layout or any(pattern.fullmatch(path) for pattern in known):
             yield path, module

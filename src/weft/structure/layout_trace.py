@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from weft.errors import LayoutError, ModelError
-from weft.private_torch import tree_leaves
+from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Layout
-from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
+from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, is_named, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark
 from weft.structure.layers import input_embeddings, is_linear, weight_of
 
@@ -46,7 +46,7 @@ def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:
             f"layout: nothing in {type(model).__name__} can be cut: no two linear layers with only pointwise or "
             f"attention operations between them, and no vocabulary. Use tp=1, or give a layout."
         )
-    pairs, why = generalise(styles, reasons, dict(model.named_modules()))
+    pairs, why = generalise(styles, reasons, dict(named_modules(model)))
     return FoundLayout(Layout(tuple(pairs.items())), "found by tracing one forward", why)
 
 
@@ -56,7 +56,7 @@ class _Trace:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None):
         self.model, self.dtype = model, dtype
         self.flow = FeatureFlow()
-        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.paths = {id(module): path for path, module in named_modules(model)}
         self.order: list[str] = []
         self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
@@ -138,7 +138,7 @@ class _Trace:
             sources = self.ends.get(path, frozenset())
             if path in styles or not sources or sources & styles.keys():
                 continue  # a head, or the first layer is the second of another pair
-            family = frozenset().union(*(families[source] for source in sources))
+            family = frozenset[str]().union(*(families[source] for source in sources))
             if any(source in self.flow.broken or source in styles for source in family):
                 continue
             names = ", ".join(sorted(source.rpartition(".")[2] for source in family))
@@ -150,7 +150,7 @@ class _Trace:
                 if seen & family:
                     styles[inner] = "partial"
                     reasons[inner] = f"works on the outputs of {names} piece by piece"
-        position = {path: place for place, (path, _) in enumerate(self.model.named_modules())}
+        position = {path: place for place, (path, _) in enumerate(named_modules(self.model))}
         ordered = sorted(styles, key=lambda path: position[path])
         return {path: styles[path] for path in ordered}, reasons
 
@@ -158,7 +158,7 @@ class _Trace:
         """Layers whose features meet each other piece by piece: they are cut alike or not at all."""
         families = {path: frozenset((path,)) for path in self.order}
         for group in self.flow.together:
-            joined = frozenset().union(*(families[path] for path in group))
+            joined = frozenset[str]().union(*(families[path] for path in group))
             for path in joined:
                 families[path] = joined
         return families
@@ -179,7 +179,7 @@ class _Trace:
     def _vocabulary(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
         if self.embedding is None:
             return
-        modules = dict(self.model.named_modules())
+        modules = dict(named_modules(self.model))
         table = modules[self.embedding]
         assert isinstance(table, nn.Embedding)
         styles[self.embedding] = "vocab"
@@ -226,4 +226,4 @@ def generalise(
 
 
 def _plain(output: Any) -> Any:
-    return dict(output) if isinstance(output, dict) else output
+    return dict(output) if is_named(output) else output

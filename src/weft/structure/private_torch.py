@@ -1,20 +1,26 @@
 """Private names of torch in structure/, each with what it is for. Read in torch 2.11 and 2.13."""
 
+# This file is where private names are used.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch.autograd.graph import Node
 
 #: Operators that the tracer counts; both are what public functions (reshape, grouped products) come down to.
 UNSAFE_VIEW = torch.ops.aten._unsafe_view
 GROUPED_MM = torch.ops.aten._grouped_mm
 
 #: The number that autograd gives to the next node: where a part of forward begins.
-next_node_number = torch._C._autograd._get_sequence_nr
+next_node_number: Callable[[], int] = _get_sequence_nr
 #: The node of autograd whose backward runs; None outside of a backward pass.
-node_in_backward = torch._C._current_autograd_node
+node_in_backward: Callable[[], Node | None] = torch._C._current_autograd_node
 
 
 def number_of(node: Any) -> int:

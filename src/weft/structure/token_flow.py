@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.errors import LayoutError, ModelError
-from weft.private_torch import tree_leaves
+from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Style
 from weft.structure.blocks import has_params, repeated_blocks
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
@@ -101,7 +102,7 @@ class _Enough(BaseException):
 def _first_of_each_kind(model: nn.Module) -> tuple[str, ...]:
     """The blocks up to the last whose modules are not those of one before it, and the next two."""
     blocks = repeated_blocks(model)
-    kinds = [tuple((name, type(module)) for name, module in block.named_modules()) for block in blocks.values()]
+    kinds = [tuple((name, type(module)) for name, module in named_modules(block)) for block in blocks.values()]
     last = max(index for index, kind in enumerate(kinds) if kind not in kinds[:index])
     return tuple(blocks)[: last + _MORE]
 
@@ -120,8 +121,8 @@ class _TokenFlow(FeatureFlow):
 
     def follow(self, example: Any, dtype: torch.dtype | None) -> _TokenFlow:
         """Call the model under watch, as far as the blocks are new."""
-        handles = []
-        for path, module in self._model.named_modules():
+        handles: list[RemovableHandle] = []
+        for path, module in named_modules(self._model):
             handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave(path)))
         try:

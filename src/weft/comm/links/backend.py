@@ -13,12 +13,17 @@ from weft.comm.links.combine import Combiner
 from weft.comm.links.link import Operation, failed, unobserved
 from weft.comm.links.parts import Parts
 from weft.comm.links.routes import same_memory
+from weft.comm.private_torch import (
+    all_gather_single,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    reduce_scatter_single,
+)
 from weft.mesh import join_group
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# torch 2.13 renamed these; the old names warn there.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 #: all_reduce of at most so many bytes sends everything to everyone; all_gather of fewer between two is gloo's own.
 LITTLE_BYTES, OWN_GATHER_BYTES = 1 << 16, 1 << 20
@@ -48,28 +53,28 @@ class BackendLink:
         return False
 
     def start(self, operation: Operation) -> None:
-        _join(operation)
+        _joined(operation)
         try:
             self._works[operation] = self._call(operation)
         except RuntimeError as error:
             raise failed(operation, error) from error
 
     def _call(self, operation: Operation) -> dist.Work:
-        source, out, group = operation.source, operation.out, self._group
+        source, out, group = _joined(operation), operation.out, self._group
         match operation.kind:
             case "all_reduce":
-                return dist.all_reduce(out, op=_OPS[operation.op], group=group, async_op=True)
+                return all_reduce(out, op=_OPS[operation.op], group=group, async_op=True)
             case "all_gather":
-                return _all_gather_single(out, source, group=group, async_op=True)
+                return all_gather_single(out, source, group=group, async_op=True)
             case "reduce_scatter":
-                return _reduce_scatter_single(out, source, op=_OPS[operation.op], group=group, async_op=True)
+                return reduce_scatter_single(out, source, op=_OPS[operation.op], group=group, async_op=True)
             case "broadcast":
-                return dist.broadcast(out, src=self._ranks[operation.root], group=group, async_op=True)
+                return broadcast(out, src=self._ranks[operation.root], group=group, async_op=True)
             case "all_to_all":
                 counts = list(operation.receive), list(operation.send)
-                return dist.all_to_all_single(out, source, *counts, group=group, async_op=True)
+                return all_to_all_single(out, source, *counts, group=group, async_op=True)
             case _:
-                return dist.barrier(group=group, async_op=True)
+                return barrier(group=group, async_op=True)
 
     def advance(self) -> bool:
         return False
@@ -116,11 +121,11 @@ class ExchangeLink:
         return bool(self._queue)
 
     def start(self, operation: Operation) -> None:
-        _join(operation)
+        _joined(operation)
         stages = self._stages(operation)
         try:
             with unobserved():
-                self._works[operation] = next(stages, [])
+                self._works[operation] = next(stages, list[dist.Work]())
         except RuntimeError as error:
             raise failed(operation, error) from error
         self._queue.append((operation, stages))
@@ -175,7 +180,7 @@ class ExchangeLink:
     def _all_reduce(self, operation: Operation) -> Stages:
         out, size = operation.out, len(self._ranks)
         if self._order_is_free(operation):
-            yield [dist.all_reduce(out, op=_OPS[operation.op], group=self._group, async_op=True)]
+            yield [all_reduce(out, op=_OPS[operation.op], group=self._group, async_op=True)]
             return
         if size == 2 or out.nbytes <= LITTLE_BYTES:
             # Everyone's whole tensor to everyone: one stage.
@@ -195,29 +200,30 @@ class ExchangeLink:
     def _reduce_scatter(self, operation: Operation) -> Stages:
         out, size = operation.out, len(self._ranks)
         received = torch.empty((size, out.numel()), dtype=out.dtype)
-        yield [self._all_to_all(received, operation.source, None, None)]
+        yield [self._all_to_all(received, _joined(operation), None, None)]
         self._combine(list(received), operation.op, out)
 
     def _all_gather(self, operation: Operation) -> Stages:
         shards = list(operation.out.view(len(self._ranks), -1))
-        if not same_memory(operation.source, shards[self._rank]):
-            shards[self._rank].copy_(operation.source)
+        own = _joined(operation)
+        if not same_memory(own, shards[self._rank]):
+            shards[self._rank].copy_(own)
         if len(shards) == 2 and operation.out.nbytes < OWN_GATHER_BYTES:
             out, source = _bytes(operation.out), _bytes(shards[self._rank])
-            yield [_all_gather_single(out, source, group=self._group, async_op=True)]
+            yield [all_gather_single(out, source, group=self._group, async_op=True)]
             return
         yield self._spread(shards, self._group)
 
     def _broadcast(self, operation: Operation) -> Stages:
         root = self._ranks[operation.root]
-        yield [dist.broadcast(_bytes(operation.out), src=root, group=self._group, async_op=True)]
+        yield [broadcast(_bytes(operation.out), src=root, group=self._group, async_op=True)]
 
     def _exchange(self, operation: Operation) -> Stages:
         counts = list(operation.receive), list(operation.send)
-        yield [self._all_to_all(operation.out, operation.source, *counts)]
+        yield [self._all_to_all(operation.out, _joined(operation), *counts)]
 
     def _barrier(self) -> Stages:
-        yield [dist.barrier(group=self._group, async_op=True)]
+        yield [barrier(group=self._group, async_op=True)]
 
     def _order_is_free(self, operation: Operation) -> bool:
         """True when gloo's own all_reduce gives the same bits: whole numbers, or two ranks and one rounding."""
@@ -231,7 +237,7 @@ class ExchangeLink:
         self, out: torch.Tensor, source: torch.Tensor, receive: list[int] | None, send: list[int] | None
     ) -> dist.Work:
         width = out.dtype.itemsize
-        return dist.all_to_all_single(
+        return all_to_all_single(
             _bytes(out),
             _bytes(source),
             None if receive is None else [numel * width for numel in receive],
@@ -243,16 +249,18 @@ class ExchangeLink:
     def _spread(self, parts: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
         """parts[r] from rank r to all."""
         return [
-            dist.broadcast(_bytes(part), src=source, group=group, async_op=True)
+            broadcast(_bytes(part), src=source, group=group, async_op=True)
             for source, part in zip(self._ranks, parts, strict=True)
         ]
 
 
-def _join(operation: Operation) -> None:
-    """The backend takes one flat tensor: copy parts into one, for an all_reduce where its result goes."""
-    if isinstance(operation.source, Parts):
+def _joined(operation: Operation) -> torch.Tensor:
+    """The backend takes one flat tensor: copy parts into one, once; for an all_reduce where its result goes."""
+    source = operation.source
+    if isinstance(source, Parts):
         whole = operation.kind == "all_reduce"
-        operation.source = operation.source.copy_to(operation.out) if whole else operation.source.joined()
+        operation.source = source = source.copy_to(operation.out) if whole else source.joined()
+    return source
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,11 @@ import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from weft.comm.links.parts import Parts
 from weft.comm.private_torch import num_modes
 from weft.errors import CommError
 from weft.private_torch import without_modes
@@ -21,7 +22,7 @@ from weft.private_torch import without_modes
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One collective under way. Tensors are flat and contiguous; `source` may be a `parts.Parts`.
+    """One collective under way. Tensors are flat and contiguous; `source` may lie in parts.
 
     kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier" or "all_to_all". op: "sum", "max" or
     "min". root: the axis's rank that broadcasts. finished: the result is in `out`.
@@ -31,7 +32,7 @@ class Operation:
 
     kind: str
     axis: str
-    source: Any
+    source: torch.Tensor | Parts
     out: torch.Tensor
     op: str = "sum"
     root: int = 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from weft.comm.links.combine import Combiner
 from weft.comm.links.link import Operation
-from weft.comm.links.parts import Parts, PartsReduceScatter, PartsSplitReduce, PartsWholeReduce
+from weft.comm.links.part_routes import PartsReduceScatter, PartsSplitReduce, PartsWholeReduce
+from weft.comm.links.parts import Parts
 from weft.comm.links.routes import (
     WHOLE_BYTES,
     AllGather,
@@ -17,23 +20,23 @@ from weft.comm.links.routes import (
     WholeReduce,
 )
 
-_KINDS: dict[str, type[Route]] = {
+_KINDS: dict[str, type[Route[torch.Tensor]]] = {
     "all_gather": AllGather,
     "all_to_all": AllToAll,
     "broadcast": Broadcast,
     "barrier": Barrier,
+    "reduce_scatter": ReduceScatter,
 }
 
 
-def route(operation: Operation, rank: int, size: int, combine: Combiner) -> Route:
+def route(operation: Operation, rank: int, size: int, combine: Combiner) -> Route[torch.Tensor] | Route[Parts]:
     """The way of `operation`."""
-    in_parts = isinstance(operation.source, Parts)
-    if operation.kind == "reduce_scatter":
-        kind: type[Route] = PartsReduceScatter if in_parts else ReduceScatter
-    elif operation.kind == "all_reduce":
-        whole = size == 2 or operation.source.nbytes <= WHOLE_BYTES
-        kinds = (PartsWholeReduce, WholeReduce) if whole else (PartsSplitReduce, SplitReduce)
-        kind = kinds[0] if in_parts else kinds[1]
-    else:
-        kind = _KINDS[operation.kind]
-    return kind(operation, rank, size, combine)
+    source = operation.source
+    whole = size == 2 or source.nbytes <= WHOLE_BYTES
+    if isinstance(source, Parts):
+        if operation.kind == "reduce_scatter":
+            return PartsReduceScatter(operation, source, rank, size, combine)
+        return (PartsWholeReduce if whole else PartsSplitReduce)(operation, source, rank, size, combine)
+    if operation.kind == "all_reduce":
+        return (WholeReduce if whole else SplitReduce)(operation, source, rank, size, combine)
+    return _KINDS[operation.kind](operation, source, rank, size, combine)

@@ -7,14 +7,19 @@ ranks have published, `reduce` reads theirs; where `two_phases`, `collect` reads
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 
 from weft.comm.links.combine import Combiner
 from weft.comm.links.link import Operation
+from weft.comm.links.parts import Parts
+from weft.private_torch import split
 
 Span = tuple[int, int]
 Slots = Sequence[torch.Tensor]
+#: Where this rank's values lie.
+Source = TypeVar("Source", torch.Tensor, Parts)
 
 #: Below this many bytes each of three ranks or more adds everything itself: one meeting instead of two.
 WHOLE_BYTES = 1 << 15
@@ -25,14 +30,14 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr()
 
 
-class Route:
-    """One operation, cut into spans of at most `span` elements of `length`."""
+class Route(Generic[Source]):
+    """One operation, cut into spans of at most `span` elements of `length`. source: the operation's own."""
 
     two_phases = False
 
-    def __init__(self, operation: Operation, rank: int, size: int, combine: Combiner):
+    def __init__(self, operation: Operation, source: Source, rank: int, size: int, combine: Combiner):
         self.operation = operation
-        self.source, self.out, self.op = operation.source, operation.out, operation.op
+        self.source, self.out, self.op = source, operation.out, operation.op
         self.rank, self.size, self.combine = rank, size, combine
         self.length = self.source.numel()
 
@@ -46,8 +51,7 @@ class Route:
         return slot_numel
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
-        first, last = span
-        mine[: last - first].copy_(self.source[first:last])
+        """Write to this rank's slot; nothing where the other ranks need only know that this one is here."""
 
     def reduce(self, span: Span, slots: Slots) -> None:
         """Every rank has published."""
@@ -56,7 +60,15 @@ class Route:
         """Every rank has reduced."""
 
 
-class WholeReduce(Route):
+class FlatRoute(Route[torch.Tensor]):
+    """Publishes its span as it is."""
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        first, last = span
+        mine[: last - first].copy_(self.source[first:last])
+
+
+class WholeReduce(FlatRoute):
     """all_reduce, each rank adding everything: for two ranks, and for little."""
 
     def reduce(self, span: Span, slots: Slots) -> None:
@@ -66,13 +78,23 @@ class WholeReduce(Route):
         self.combine(parts, self.op, self.out[first:last])
 
 
-class SplitReduce(Route):
+class SplitRoute(Route[Source]):
     """all_reduce, each rank adding its part of a piece: the result goes back through its slot."""
 
     two_phases = True
 
     def _part(self, rank: int, numel: int) -> slice:
         return slice(rank * numel // self.size, (rank + 1) * numel // self.size)
+
+    def collect(self, span: Span, slots: Slots) -> None:
+        first, last = span
+        for rank, slot in enumerate(slots):
+            part = self._part(rank, last - first)
+            self.out[first + part.start : first + part.stop].copy_(slot[part])
+
+
+class SplitReduce(SplitRoute[torch.Tensor]):
+    """The same of one tensor."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span
@@ -88,18 +110,12 @@ class SplitReduce(Route):
         parts[self.rank] = self.source[first + own.start : first + own.stop]
         self.combine(parts, self.op, result)
 
-    def collect(self, span: Span, slots: Slots) -> None:
-        first, last = span
-        for rank, slot in enumerate(slots):
-            part = self._part(rank, last - first)
-            self.out[first + part.start : first + part.stop].copy_(slot[part])
 
+class ScatterRoute(Route[Source]):
+    """reduce_scatter. Spans count within a shard; a slot holds the same span of every other rank's shard."""
 
-class ReduceScatter(Route):
-    """Spans count within a shard; a slot holds the same span of every other rank's shard."""
-
-    def __init__(self, operation: Operation, rank: int, size: int, combine: Combiner):
-        super().__init__(operation, rank, size, combine)
+    def __init__(self, operation: Operation, source: Source, rank: int, size: int, combine: Combiner):
+        super().__init__(operation, source, rank, size, combine)
         self.length = self.out.numel()
 
     def span(self, slot_numel: int) -> int:
@@ -109,6 +125,10 @@ class ReduceScatter(Route):
         """Where in the slot of rank `of` the span of `rank`'s shard lies: its own shard is left out."""
         index = rank - (rank > of)
         return slice(index * numel, (index + 1) * numel)
+
+
+class ReduceScatter(ScatterRoute[torch.Tensor]):
+    """The same of one tensor."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         first, last = span
@@ -129,11 +149,11 @@ class ReduceScatter(Route):
         return self.source[rank * self.length + span[0] : rank * self.length + span[1]]
 
 
-class AllGather(Route):
+class AllGather(FlatRoute):
     """Spans count within a shard."""
 
-    def __init__(self, operation: Operation, rank: int, size: int, combine: Combiner):
-        super().__init__(operation, rank, size, combine)
+    def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
+        super().__init__(operation, source, rank, size, combine)
         self.shards = self.out.view(size, self.length)
 
     def reduce(self, span: Span, slots: Slots) -> None:
@@ -145,14 +165,14 @@ class AllGather(Route):
             self.shards[self.rank, first:last].copy_(self.source[first:last])
 
 
-class AllToAll(Route):
+class AllToAll(Route[torch.Tensor]):
     """Spans count within what goes from one rank to another; a slot holds the same span for every other rank."""
 
-    def __init__(self, operation: Operation, rank: int, size: int, combine: Combiner):
-        super().__init__(operation, rank, size, combine)
+    def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
+        super().__init__(operation, source, rank, size, combine)
         self.length = operation.most
-        self.sent = list(self.source.split(operation.send))
-        self.received = list(self.out.split(operation.receive))
+        self.sent = list(split(source, list(operation.send)))
+        self.received = list(split(self.out, list(operation.receive)))
 
     def span(self, slot_numel: int) -> int:
         return slot_numel // (self.size - 1)
@@ -177,7 +197,7 @@ class AllToAll(Route):
         return slice(start, start + numel)
 
 
-class Broadcast(Route):
+class Broadcast(FlatRoute):
     """Only the root publishes."""
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
@@ -190,8 +210,5 @@ class Broadcast(Route):
             self.out[first:last].copy_(slots[self.operation.root][: last - first])
 
 
-class Barrier(Route):
+class Barrier(Route[torch.Tensor]):
     """Nothing but the meeting."""
-
-    def publish(self, span: Span, mine: torch.Tensor) -> None:
-        """Nothing to say but that this rank is here."""

@@ -14,6 +14,7 @@ import torch
 
 from weft.comm.links.combine import Combiner
 from weft.comm.links.link import Operation, unobserved
+from weft.comm.links.parts import Parts
 from weft.comm.links.route_of import route
 from weft.comm.links.routes import Route, Span
 from weft.comm.links.segment import CONSUMED, FAILED, NUM_SLOTS, PUBLISHED, REDUCED, SIGNATURES, Segment
@@ -36,7 +37,7 @@ class SharedLink:
         self._lock = threading.Lock()
         # Taking a lock is a locked instruction: all stores before it are seen by other cores before those after it.
         self._fence = threading.Lock()
-        self._pieces: dict[int, tuple[Route, Span, int, bool]] = {}
+        self._pieces: dict[int, tuple[Route[torch.Tensor] | Route[Parts], Span, int, bool]] = {}
         self._enqueued = self._published = self._reduced = self._consumed = 0
         self._failure = ""
 

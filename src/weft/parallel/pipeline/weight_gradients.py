@@ -57,17 +57,21 @@ def hold_weight_gradients(model: nn.Module, held: HeldGradients) -> int:
 class _HoldingLinear(HoldingLayer):
     """A linear layer whose weight's gradient may wait."""
 
+    _weft_held: HeldGradients
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., I) to (..., O)."""
-        return linear(input, self.weight, self.bias, self._weft_held)  # pyright: ignore[reportArgumentType]
+        return linear(input, self.weight, self.bias, self._weft_held)
 
 
 class _HoldingConv1D(HoldingLayer):
     """transformers' layer of GPT-2: a linear layer whose weight is (I, O)."""
 
+    _weft_held: HeldGradients
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) to (..., O)."""
-        return linear(x, self.weight, self.bias, self._weft_held, transposed=True)  # pyright: ignore[reportArgumentType]
+        return linear(x, self.weight, self.bias, self._weft_held, transposed=True)
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:

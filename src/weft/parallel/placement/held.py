@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from weft.private_torch import Function
 
 
 @dataclass(slots=True)
@@ -64,10 +65,12 @@ class HeldGradients:
 class HoldingLayer(nn.Module):
     """A layer that asks `_weft_held`, where it is set, whether its weight's gradient shall wait."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     _weft_held: HeldGradients | None = None
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     """x W^T + b, whose weight gradient may wait."""
 
     @staticmethod
@@ -98,4 +101,4 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, held: HeldGradients, *, transposed: bool = False) -> Tensor:
     """`torch.nn.functional.linear` (with transposed, of a weight (I, O)) whose weight gradient may wait."""
-    return _Linear.apply(x, weight, bias, weight, held, transposed)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(x, weight, bias, weight, held, transposed)

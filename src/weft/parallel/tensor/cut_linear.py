@@ -26,7 +26,7 @@ from weft.comm.autograd import scatter_sum, sum_over
 from weft.errors import PlanError
 from weft.mesh import Axis
 from weft.parallel.placement.held import HeldGradients, HeldProduct
-from weft.private_torch import current_mode
+from weft.private_torch import Function, current_mode
 
 #: Where the tokens are in activations: (batch, tokens, features).
 TOKENS = 1
@@ -65,7 +65,7 @@ class Line:
 class Column(NamedTuple):
     """The parameters of one layer: weight (F, D), or (D, F) where transposed."""
 
-    weight: nn.Parameter
+    weight: torch.Tensor
     bias: torch.Tensor | None
     is_transposed: bool
 
@@ -109,7 +109,7 @@ def columns(
     return _Columns.apply(x, whole.detach(), line, (held, members), *weights, *biases)
 
 
-class _Columns(torch.autograd.Function):
+class _Columns(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -120,11 +120,11 @@ class _Columns(torch.autograd.Function):
         *params: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         count = len(waiting[1])
-        weights, biases = params[:count], params[count:]
+        weights, biases = [weight for weight in params[:count] if weight is not None], params[count:]
         ctx.save_for_backward(x_BSD, *weights)
         ctx.line, ctx.waiting = line, waiting
         ctx.set_materialize_grads(False)
-        return tuple(F.linear(whole_BTD, w, b) for w, b in zip(weights, biases, strict=True))  # pyright: ignore
+        return tuple(F.linear(whole_BTD, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -132,17 +132,17 @@ class _Columns(torch.autograd.Function):
         line: Line = ctx.line
         held, members = ctx.waiting
         needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        used = [index for index, grad in enumerate(grads) if grad is not None]
         gathering = line.start_gather(x_BSD) if line.cuts_tokens and any(needs_params) else None
-        flat = {index: grads[index].flatten(0, -2) for index in used}  # pyright: ignore[reportOptionalMemberAccess]
+        flat = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
         # A rank that used none of the products still takes part, with zeros: others wait for it.
         sum_x = line.start_sum(_input_gradient(x_BSD, line, flat, weights)) if needs_x else None
         whole_ND = (gathering.wait() if gathering else x_BSD).flatten(0, -2)
         found: list[torch.Tensor | None] = []
         for index, member in enumerate(members):
             wanted = index in flat and needs_params[index]
-            if wanted and held is not None and held.is_open:
-                held.hold(HeldProduct(member.weight, whole_ND, flat[index], member.is_transposed))
+            weight = member.weight
+            if wanted and held is not None and held.is_open and isinstance(weight, nn.Parameter):
+                held.hold(HeldProduct(weight, whole_ND, flat[index], member.is_transposed))
                 wanted = False
             found.append(flat[index].t() @ whole_ND if wanted else None)
         for index, member in enumerate(members):
@@ -176,7 +176,7 @@ def row_sum(product_BTD: torch.Tensor, line: Line, *, is_compiled: bool = False)
     return _RowSum.apply(product_BTD, line)
 
 
-class _RowSum(torch.autograd.Function):
+class _RowSum(Function):
     @staticmethod
     def forward(ctx: Any, product_BTD: torch.Tensor, line: Line) -> torch.Tensor:
         ctx.line = line

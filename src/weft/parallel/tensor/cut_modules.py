@@ -53,17 +53,17 @@ class Entry:
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The member's product with x. Members that read the same tensor are one product with one collective."""
-        weight, bias = layers.weight_of(member), member.bias
+        weight, bias = layers.weight_of(member), layers.bias_of(member)
         if self.is_compiled:
             if not self.line.cuts_tokens and x is not self._inner:
                 self._begin(x, copy_to(x, self.line.axis))
-            return F.linear(x if self._outer is None else self._outer, weight, bias)  # pyright: ignore
+            return F.linear(x if self._outer is None else self._outer, weight, bias)
         if torch.is_autocast_enabled(x.device.type):
-            return F.linear(x if self.line.cuts_tokens else copy_to(x, self.line.axis), weight, bias)  # pyright: ignore
+            return F.linear(x if self.line.cuts_tokens else copy_to(x, self.line.axis), weight, bias)
         if not self.line.cuts_tokens and x is not self._inner:
             self._begin(x, x)
         if x is not self._inner or self._outer is None:
-            return F.linear(x, weight, bias)  # pyright: ignore  # made from what came in: autograd knows how
+            return F.linear(x, weight, bias)  # made from what came in: autograd knows how
         outer = self._outer
         if not self._products:
             self._products = self._multiply(self.members, x, outer)
@@ -79,7 +79,7 @@ class Entry:
             self.part.is_open = True
 
     def _multiply(self, members: list[nn.Module], inner: torch.Tensor, outer: torch.Tensor) -> dict[int, torch.Tensor]:
-        read = [Column(one.weight, one.bias, layers.is_transposed(one)) for one in members]  # pyright: ignore
+        read = [Column(layers.stored_weight(one), layers.bias_of(one), layers.is_transposed(one)) for one in members]
         made = columns(outer, inner, self.line, read, getattr(members[0], "_weft_held", None))
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
@@ -142,23 +142,24 @@ class RowLinear(HoldingLayer):
         """(..., F) to (..., D)."""
         self._weft_part.is_open = False
         weight, held = self.weight, self._weft_held
-        if held is not None and weight.dtype == x.dtype:  # pyright: ignore
-            product = linear(x, weight, None, held, transposed=layers.is_transposed(self))  # pyright: ignore
+        if held is not None and weight.dtype == x.dtype:
+            product = linear(x, weight, None, held, transposed=layers.is_transposed(self))
         else:
             product = F.linear(x, layers.weight_of(self).to(x.dtype))
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
-        return out if self.bias is None else out + self.bias  # pyright: ignore[reportOperatorIssue]
+        return out if self.bias is None else out + self.bias
 
 
 class VocabEmbedding(nn.Module):
     """Holds a share of the rows; ids of other ranks' rows come from there. The class's own forward looks them up."""
 
+    weight: nn.Parameter
     _weft_line: Line
     _weft_vocab: int
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """(B, T) to (B, T, D), or this rank's tokens of it where tokens are cut from here on."""
-        line, rows_here = self._weft_line, self.weight.shape[0]  # pyright: ignore[reportIndexIssue]
+        line, rows_here = self._weft_line, self.weight.shape[0]
         if ids_BT.device.type == "cpu" and bool(((ids_BT < 0) | (ids_BT >= self._weft_vocab)).any()):
             raise ModelError(
                 f"token ids from {int(ids_BT.min())} to {int(ids_BT.max())}: the embedding has {self._weft_vocab} "

@@ -108,14 +108,14 @@ class LossHead(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         """(B, T, D) to whole logits, or to a HeadLoss."""
         head: Head = getattr(self, _ATTRIBUTE)
-        weight, bias = layers.weight_of(self), self.bias
+        weight, bias = layers.weight_of(self), layers.bias_of(self)
         if head.gives_loss(x, weight):
             labels = head.labels
             assert labels is not None
-            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore)  # pyright: ignore
+            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore)
             return HeadLoss(loss_sum, (labels != head.ignore).sum(), labels)
         if head.entry is None:
-            return F.linear(x, weight, bias)  # pyright: ignore[reportArgumentType]
+            return F.linear(x, weight, bias)
         logits = head.entry.product(self, head.entry.enter(x) if head.line.cuts_tokens else x)
         return gather_slice(logits, head.line.axis, -1)[..., : head.vocab]
 

@@ -40,7 +40,7 @@ def device_named(name: str) -> DeviceSpec:
         changes |= {"watts": float(watts[1]), "measured_flops": spec.measured_flops * slower}
     if "sxm3" in text:  # the sixteen of a DGX-2 hang on switches
         changes |= {"scale_up_domain": 16, "scale_up_topology": "switch"}
-    return replace(spec, name=f"{spec.name}*", **changes) if changes else spec  # pyright: ignore[reportArgumentType]
+    return replace(spec, name=f"{spec.name}*", **changes) if changes else spec  # pyright: ignore[reportArgumentType]  # checked when it is made
 
 
 def _base(text: str) -> DeviceSpec:

@@ -111,7 +111,7 @@ def verdicts(rule: Rule, table: PartialPlans, facts: Facts) -> NDArray[np.uint8]
 
 def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
     try:
-        return BROKEN if rule.predicate(plan, facts) else KEPT  # pyright: ignore[reportArgumentType]
+        return BROKEN if rule.predicate(plan, facts) else KEPT  # pyright: ignore[reportArgumentType]  # stands in for a Plan
     except Undecided:
         return OPEN
     except UnknownFact:

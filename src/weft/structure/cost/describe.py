@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from weft.errors import ModelError
 from weft.spec import DecoderSpec, ModelSpec
@@ -110,7 +110,7 @@ def _count_new(parameters: Iterable[tuple[str, Tensor]], seen: set[Tensor]) -> i
 
 
 def _shape(path: str, parameter: Tensor) -> tuple[int, ...]:
-    if isinstance(parameter, UninitializedTensorMixin):
+    if is_lazy(parameter):
         raise ModelError(f"parameter {path}: a lazy module has no shape yet. Run the model once before describing it.")
     return tuple(parameter.shape)
 

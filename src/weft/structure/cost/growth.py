@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.private_torch import storage_key, tree_leaves
+from weft.private_torch import named_modules, storage_key, tree_leaves
 from weft.spec import TracedModel
 from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer
 from weft.structure.cost.layer_runs import Layers
 from weft.structure.cost.part_bytes import Measured, PartOfRun, PartReader
 from weft.structure.cost.record import Recorder, Row
+from weft.structure.dry_run import is_named
+from weft.structure.layers import stored_weight
 
 #: Batches and sequences of the runs: with a sequence (in units of its step), and without one. The last is the trial.
 _POINTS = ((2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
@@ -41,7 +43,7 @@ class Outline:
     """
 
     blocks: Mapping[str, nn.Module]
-    styles: Mapping[str, str] = field(default_factory=dict)
+    styles: Mapping[str, str] = field(default_factory=dict[str, str])
     head: nn.Module | None = None
     table: nn.Module | None = None
 
@@ -98,12 +100,12 @@ def _weights(model: nn.Module) -> set[int]:
 
 
 def _weight_of(module: nn.Module | None) -> torch.Tensor | None:
-    return None if module is None else module.weight  # pyright: ignore[reportReturnType]
+    return None if module is None else stored_weight(module)
 
 
 def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[], Any]) -> _Run:
     """One forward and backward."""
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     styles = {
         storage_key(param.untyped_storage()): style
         for path, style in outline.styles.items()
@@ -137,7 +139,7 @@ def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[
 
 
 def _backward(output: Any) -> None:
-    values = dict(output) if isinstance(output, dict) else output
+    values = dict(output) if is_named(output) else output
     found = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not found:
         raise ModelError("its output depends on no parameter that is trained. Return an output that does")
@@ -154,7 +156,7 @@ def _count_params(model: nn.Module, outline: Outline, recorder: Recorder, parts:
             readers.setdefault(key, row.part)
     owners = {
         id(param): style
-        for path, module in model.named_modules()
+        for path, module in named_modules(model)
         for param in module.parameters(recurse=False)
         if (style := outline.styles.get(path, ""))
     }
@@ -236,8 +238,9 @@ def _layer(fit: _Fit, runs: Sequence[tuple[PartOfRun, Measured]]) -> TracedLayer
 
 
 def _matmul(fit: _Fit, rows: Sequence[Row]) -> Matmul:
-    sizes = [fit.growth([row.dims[place] for row in rows]) for place in range(4)]
-    return Matmul(*sizes, rows[0].cut, *rows[0].grads)
+    m, n, k, batch = (fit.growth([row.dims[place] for row in rows]) for place in range(4))
+    left, right = rows[0].grads
+    return Matmul(m, n, k, batch, rows[0].cut, left, right)
 
 
 def _attention(fit: _Fit, rows: Sequence[Row]) -> Attention:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.private_torch import tree_flatten, tree_leaves, tree_unflatten
+from weft.private_torch import Function, named_modules, tree_flatten, tree_leaves, tree_unflatten
 from weft.structure.cost.part_bytes import PartOfRun
 from weft.structure.cost.record import Recorder
 
@@ -31,7 +31,7 @@ class Layers:
         self._ended = False
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> Generator[None]:
         """The layers are watched inside."""
         own = {path: vars(block).get("forward") for path, block in self.blocks.items()}
         numbers = _own_numbers(self.blocks)
@@ -43,8 +43,9 @@ class Layers:
         finally:
             for path, block in self.blocks.items():
                 del block.forward  # the class's own is there again
-                if own[path] is not None:
-                    block.forward = own[path]
+                before = own[path]
+                if before is not None:
+                    block.forward = before
             for handle in handles:
                 handle.remove()
 
@@ -98,7 +99,7 @@ class Layers:
         return tree_unflatten(leaves, tree)
 
 
-class _StandIn(torch.autograd.Function):
+class _StandIn(Function):
     @staticmethod
     def forward(ctx: Any, like: list[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.shapes = inputs
@@ -116,7 +117,7 @@ def _own_numbers(blocks: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
         place = path.rpartition(".")[2]
         here = {
             (inner, name)
-            for inner, module in block.named_modules()
+            for inner, module in named_modules(block)
             for name, value in vars(module).items()
             if type(value) is int and str(value) == place
         }
@@ -127,7 +128,7 @@ def _own_numbers(blocks: Mapping[str, nn.Module]) -> set[tuple[str, str]]:
 def _signature(block: nn.Module, ignored: set[tuple[str, str]]) -> Any:
     """What makes two layers alike: classes, parameters, and settings but the ignored."""
     return tuple((path, type(module), _parameters(module), _settings(path, module, ignored))
-                 for path, module in block.named_modules())  # fmt: skip
+                 for path, module in named_modules(block))  # fmt: skip
 
 
 def _parameters(module: nn.Module) -> Any:

@@ -16,8 +16,8 @@ class PartOfRun:
     """One layer in one run. inputs: bytes of the activations it got, by storage. outputs: storages of what it gave."""
 
     path: str
-    inputs: dict[int, int] = field(default_factory=dict)
-    outputs: set[int] = field(default_factory=set)
+    inputs: dict[int, int] = field(default_factory=dict[int, int])
+    outputs: set[int] = field(default_factory=set[int])
     count: int = 1
     output_values: int = 0
     params_cut: int = 0
@@ -100,7 +100,7 @@ class PartReader:
         for key in self.saved:
             row = self.maker.get(key)
             again = row is not None and row.kind == "pass" and key not in self.operands
-            if again and all(self._at_hand(each, kept, 64) for each in row.reads if each != key):
+            if row is not None and again and all(self._at_hand(each, kept, 64) for each in row.reads if each != key):
                 dropped.add(key)
             else:
                 kept.add(key)

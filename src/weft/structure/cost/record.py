@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from weft.errors import ModelError
-from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves
+from weft.private_torch import Function, TorchDispatchMode, storage_key, tree_leaves
 from weft.structure.private_torch import GROUPED_MM, UNSAFE_VIEW, next_node_number, node_in_backward, number_of
 
 aten = torch.ops.aten
@@ -57,8 +57,8 @@ class Row:
     backward: bool
     dims: tuple[float, ...] = ()
     cut: str = "none"
-    reads: dict[int, int] = field(default_factory=dict)
-    writes: dict[int, int] = field(default_factory=dict)
+    reads: dict[int, int] = field(default_factory=dict[int, int])
+    writes: dict[int, int] = field(default_factory=dict[int, int])
     fixed: tuple[Any, ...] = ()
     grads: tuple[bool, bool] = (True, True)
 
@@ -87,7 +87,8 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, styles: Mapping[int, str]):
-        super().__init__()
+        mode: Any = super()  # whose argument has no type
+        mode.__init__()
         self.styles = styles
         self.part: int | None = None
         self.rows: list[Row] = []
@@ -113,7 +114,7 @@ class Recorder(TorchDispatchMode):
         return storage_key(storage)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> Generator[None]:
         """Rows, saved tensors and attention are seen inside."""
         original = F.scaled_dot_product_attention
 
@@ -235,7 +236,7 @@ class _Calls(TorchFunctionMode):
         return (self._attend if func in self._known else func)(*args, **(kwargs or {}))
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """Attention that keeps what a fused kernel keeps: queries, keys, values, the output, a log-sum of each row."""
 
     @staticmethod

@@ -94,7 +94,7 @@ class Tables:
 
     def changed(self, **values: float) -> Tables:
         """The same with some constants replaced."""
-        return replace(self, **values)  # pyright: ignore[reportArgumentType]
+        return replace(self, **values)  # pyright: ignore[reportArgumentType]  # fields of numbers
 
 
 @functools.cache
