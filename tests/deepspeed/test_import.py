@@ -170,7 +170,7 @@ def test_the_schedulers_peak_takes_the_place_of_the_optimizers():
 def test_the_format_in_which_gradients_travel(dtype, word):
     key = "communication_data_type"
     assert line({key: dtype}, key) == f"became plan reduce={word}"
-    assert line({key: "auto"}, key) == "follows from plan.reduce (fp32 until you say it)"
+    assert line({key: "auto"}, key) == "follows from plan.reduce (fp32 unless you set it)"
     assert line({key: "fp16"}, key) == (
         "not built yet: gradients travel in fp32 or bf16, which have the same range; fp16 overflows"
     )
@@ -187,7 +187,7 @@ def test_offload_of_parameters_needs_stage_3():
 def test_one_rank_has_nothing_to_shard():
     imported = import_deepspeed({"zero_optimization": {"stage": 3}}, 1, not_built=())
     assert imported.plan == "dp_replicate=1"
-    assert imported.lines[0].sentence == "became plan zero=0, for there is one rank and nothing to share out"
+    assert imported.lines[0].sentence == "became plan zero=0: there is one rank, so there is nothing to shard"
 
 
 def test_secrets_are_not_told():
@@ -227,7 +227,7 @@ def test_all_mistakes_at_once_with_their_lines(tmp_path):
         "Switch one of them off.",
         f"{file}:8: optimizer.type=AdmW: DeepSpeed knows Adam, AdamW, SGD, Lion, Lamb, Adagrad, Muon, MuAdam, MuAdamW, "
         "MuSGD, RMSprop, Adadelta. Did you mean 'AdamW'?",
-        f"{file}:10: zero_optimization.stage=4: a whole number from 0 to 3 is needed. "
+        f"{file}:10: zero_optimization.stage=4: the value must be a whole number from 0 to 3. "
         "Use e.g. zero_optimization.stage=1.",
     ]
 
@@ -235,20 +235,20 @@ def test_all_mistakes_at_once_with_their_lines(tmp_path):
 @pytest.mark.parametrize(
     "config, text",
     [
-        ({"fp16": True}, 'fp16=true: a table is needed. Write e.g. {"enabled": true}.'),
-        ({"train_batch_size": "32"}, "train_batch_size=32: a whole number from 1 to 999999999 is needed. "),
-        ({"train_batch_size": True}, "train_batch_size=true: a whole number"),
+        ({"fp16": True}, 'fp16=true: the value must be a table. Write e.g. {"enabled": true}.'),
+        ({"train_batch_size": "32"}, "train_batch_size=32: the value must be a whole number from 1 to 999999999. "),
+        ({"train_batch_size": True}, "train_batch_size=true: the value must be a whole number"),
         ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage=auto: "auto" is not a value of this key.'),
-        ({"gradient_clipping": -1}, "gradient_clipping=-1: a number from 0 is needed."),
-        ({"gradient_clipping": math.nan}, "gradient_clipping=nan: a number from 0 is needed."),
-        ({"bf16": {"enabled": "yes"}}, "bf16.enabled=yes: this is a switch. Write true or false."),
-        ({"bf16": {"enabled": [{"": "\x7f\ud800"}]}}, r'bf16.enabled=[{"" = "\x7f\ud800"}]: this is a switch.'),
+        ({"gradient_clipping": -1}, "gradient_clipping=-1: the value must be a number from 0."),
+        ({"gradient_clipping": math.nan}, "gradient_clipping=nan: the value must be a number from 0."),
+        ({"bf16": {"enabled": "yes"}}, "bf16.enabled=yes: the value must be true or false. Write true or false."),
+        ({"bf16": {"enabled": [{"": "\x7f\ud800"}]}}, r'bf16.enabled=[{"" = "\x7f\ud800"}]: the value must be true or false.'),
         ({"scheduler": {"type": "WarmupCosinLR"}}, "Did you mean 'WarmupCosineLR'?"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "two numbers from 0 and below 1 are needed."),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, "optimizer.params.lr=0: a number above 0 is needed."),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "the value must be two numbers from 0 and below 1."),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, "optimizer.params.lr=0: the value must be a number above 0."),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "DeepSpeed knows cpu, nvme, none."),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "4 is not a multiple of 3. Use a divisor."),
-        ({"tensor_parallel": {"autotp_size": 3}}, "groups ask for a multiple of 3 ranks, and there are 4."),
+        ({"tensor_parallel": {"autotp_size": 3}}, "groups need a multiple of 3 ranks, and there are 4."),
         ({"train_batch_size": 10}, "train_batch_size=10: it must be a multiple of 1 (accumulation) x 4 (ranks) = 4."),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_wrong_value_is_one_sentence(config, text):
 @pytest.mark.parametrize("world_size", [0, -3, 10**12])
 def test_a_wrong_number_of_ranks(world_size):
     (found,) = problems({}, world_size)
-    assert found.startswith(f"world_size={world_size}: a whole number from 1")
+    assert found.startswith(f"world_size={world_size}: the number of ranks must be a whole number from 1")
 
 
 def test_the_list_of_keys_is_in_order():

@@ -46,7 +46,7 @@ def _data_ranks(reading: Reading, world_size: int | None) -> int | None:
         return None
     if world_size % others:
         key = next(line.key for line in reading.lines.values() if {"plan.tp", "plan.cp", "plan.pp"} & {*line.fields})
-        rule = f"tensor, sequence and pipeline groups ask for a multiple of {others} ranks, and there are {world_size}"
+        rule = f"tensor, sequence and pipeline groups need a multiple of {others} ranks, and there are {world_size}"
         reading.wrong(key, rule, f"Use a multiple of {others} ranks")
         return None
     return world_size // others
@@ -73,7 +73,7 @@ def _complete(reading: Reading, batch: _Batch) -> None:
         reading.wrong(TOTAL, rule, f"Use {TOTAL}={below}, or change the others")
     elif micro and passes and not ranks:
         batch.ranks = total // unit
-        reading.notes.append(f"The three numbers of the batch say that there are {batch.ranks} data-parallel ranks.")
+        reading.notes.append(f"The three numbers of the batch imply {batch.ranks} data-parallel ranks.")
     elif micro and ranks and not passes:
         batch.passes = total // unit
     elif ranks and not micro:

@@ -71,7 +71,7 @@ def import_deepspeed(
     read = read_source(source)
     reading = Reading(read)
     if world_size is not None and not 1 <= world_size <= MOST:
-        rule = f"world_size={world_size}: a whole number from 1 to {MOST} is needed. Use the number of ranks."
+        rule = f"world_size={world_size}: the number of ranks must be a whole number from 1 to {MOST}. Give the number of ranks that you start."
         reading.problems.append(Problem("world_size", rule))
         world_size = None
     read_precision(reading)
@@ -106,7 +106,7 @@ def _mark_not_built(
     refused = {f"plan.{violation.field}" for violation in check(plan, Facts(open_axis=open_axis), not_built)}
     lines = [reading.lines[key] for key in reading.order if key in reading.lines]
     return tuple(
-        replace(line, kind=NOT_BUILT, text=f"{line.text}; the plan says so, and Weft refuses it until then")
+        replace(line, kind=NOT_BUILT, text=f"{line.text}; the plan contains it, and Weft refuses the plan until then")
         if line.kind == BECAME and refused & {*line.fields}
         else line
         for line in lines

@@ -52,7 +52,7 @@ def _read_loss_scale(reading: Reading, of_fp16: bool | None) -> None:
     key = "fp16.loss_scale"
     scale = reading.number(key)
     if scale:
-        reading.missing(key, "a fixed loss scale; here it is dynamic, and finds its own level")
+        reading.missing(key, "a fixed loss scale; Weft's loss scale is dynamic")
     elif scale is not None:
         reading.follows(key, "plan.precision=fp16: the loss scale is dynamic")
     if not of_fp16:
@@ -96,7 +96,7 @@ def read_axes(reading: Reading) -> None:
         ("pipeline.stages", "pp"),
     ):
         if key == "pipeline.stages" and reading.is_auto(key):
-            reading.nothing(key, "PipelineModule decides it, in code; say plan.pp")
+            reading.nothing(key, "PipelineModule decides it, in code; set plan.pp")
             continue
         size = reading.whole(key, low=0)
         if size is not None and size > 1:
@@ -136,7 +136,7 @@ def read_zero(reading: Reading, dp: int | None) -> None:
     elif dp == 1 or shards == 1:
         reading.plan["dp_replicate"] = ranks
         whose = "there is one rank" if dp == 1 else "mics_shard_size is 1"
-        reading.became(stage_key, f"plan zero=0, for {whose} and nothing to share out", "plan.zero")
+        reading.became(stage_key, f"plan zero=0: {whose}, so there is nothing to shard", "plan.zero")
     elif shards is None:
         reading.plan_word(stage_key, zero=stage, dp_shard=ranks)
     else:
@@ -217,7 +217,7 @@ def read_recompute(reading: Reading) -> None:
         if wanted is None:
             continue
         if not wanted:
-            reading.nothing(key, "switched off; plan recompute=full asks for it")
+            reading.nothing(key, "switched off; plan recompute=full switches it on")
         elif key.endswith("cpu_checkpointing"):
             reading.plan_word(key, recompute="full")
             _add_offload(reading, "activations")

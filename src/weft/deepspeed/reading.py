@@ -56,7 +56,7 @@ class Reading:
             elif group is not None:
                 self._sort_known(key, value, group, is_off)
             elif key in sections():
-                self.wrong(key, "a table is needed", 'Write e.g. {"enabled": true}')
+                self.wrong(key, "the value must be a table", 'Write e.g. {"enabled": true}')
             elif name.startswith(("_", "//")) or name in _COMMENTS:
                 self.nothing(key, "a comment")
             else:
@@ -131,7 +131,7 @@ class Reading:
             self.wrong(key, '"auto" is not a value of this key', "Write the value, or leave the key out")
             return
         self.open.append(target)
-        self.follows(key, f"{target} ({default_text(target)} until you say it)")
+        self.follows(key, f"{target} ({default_text(target)} unless you set it)")
 
     def whole(self, key: str, low: int = 1, high: int = MOST) -> int | None:
         """A whole number from low to high; 8.0 counts as 8, for DeepSpeed writes 5e8 and means a count."""
@@ -141,7 +141,7 @@ class Reading:
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
             return value
         example = f"{key}={max(low, 1)}" if low < high else f"{key}={low}"
-        self.wrong(key, f"a whole number from {low} to {high} is needed", f"Use e.g. {example}")
+        self.wrong(key, f"the value must be a whole number from {low} to {high}", f"Use e.g. {example}")
         return None
 
     def number(self, key: str, *, above_zero: bool = False, below: float = math.inf) -> float | None:
@@ -151,7 +151,7 @@ class Reading:
             return None if value is None else float(cast(float, value))
         low = "above 0" if above_zero else "from 0"
         limit = "" if below == math.inf else f" and below {below:g}"
-        self.wrong(key, f"a number {low}{limit} is needed", f"Use e.g. {key}={'1e-4' if above_zero else '0.1'}")
+        self.wrong(key, f"the value must be a number {low}{limit}", f"Use e.g. {key}={'1e-4' if above_zero else '0.1'}")
         return None
 
     def switch(self, key: str) -> bool | None:
@@ -161,7 +161,7 @@ class Reading:
             return value.lower() == "true"
         if value is None or isinstance(value, bool):
             return value
-        self.wrong(key, "this is a switch", "Write true or false")
+        self.wrong(key, "the value must be true or false", "Write true or false")
         return None
 
     def choice(self, key: str, known: Sequence[str]) -> str | None:

@@ -64,7 +64,7 @@ def read_clipping(reading: Reading) -> None:
         reading.set(key, "optimizer.max_grad_norm", norm)
     elif key not in reading.values and inner not in reading.values:
         reading.notes.append(
-            "gradient_clipping is not in the file: DeepSpeed clips at 1 since June 2026 and did not before; "
+            "gradient_clipping is not in the file: DeepSpeed has clipped at 1 since June 2026 and did not clip before; "
             f"Weft clips at optimizer.max_grad_norm={default_text('optimizer.max_grad_norm')}."
         )
     if key in reading.values and inner in reading.values:
@@ -77,7 +77,7 @@ def read_clipping(reading: Reading) -> None:
 def _read_printing(reading: Reading) -> None:
     key = "steps_per_print"
     if reading.values.get(key) in ("inf", math.inf, 0):
-        reading.nothing(key, f"it never prints; log.every stays {default_text('log.every')}")
+        reading.nothing(key, f"DeepSpeed never prints with this value; log.every stays {default_text('log.every')}")
         return
     steps = reading.whole(key)
     if steps is not None:
@@ -90,7 +90,7 @@ def read_optimizer(reading: Reading) -> str:
     named = reading.choice(key, (*_TITLES.values(), *OTHER_OPTIMIZERS, *REMOVED_OPTIMIZERS))
     if named is None:
         broken = key in reading.values
-        _say_params(reading, _OPTIMIZER, "optimizer.type" if broken else "optimizer.type, which is not there")
+        _say_params(reading, _OPTIMIZER, "optimizer.type" if broken else "optimizer.type, which the file lacks")
         return ""
     name, defaults = OPTIMIZERS.get(named.lower(), ("", {}))
     if not name:
@@ -99,7 +99,7 @@ def read_optimizer(reading: Reading) -> str:
             reading.removed(key, f"{named}. {remedy}")
         else:
             reading.missing(key, f"{named}. {remedy}")
-        _say_params(reading, _OPTIMIZER, f"optimizer.type: {named} is not there")
+        _say_params(reading, _OPTIMIZER, f"optimizer.type: Weft does not translate {named}")
         reading.open += ["optimizer.name", "optimizer.lr"]
         return ""
     _read_params(reading, named, name, defaults)
@@ -151,7 +151,7 @@ def _betas(reading: Reading, key: str) -> tuple[float, float] | None:
     if len(pair) == 2 and all(is_number(part, below=1) for part in pair):
         first, second = cast(tuple[float, float], pair)
         return float(first), float(second)
-    reading.wrong(key, "two numbers from 0 and below 1 are needed", f"Use e.g. {key}=[0.9, 0.999]")
+    reading.wrong(key, "the value must be two numbers from 0 and below 1", f"Use e.g. {key}=[0.9, 0.999]")
     return None
 
 
@@ -163,11 +163,11 @@ def _read_adam_mode(reading: Reading, named: str) -> None:
     if named not in ("Adam", "AdamW"):
         reading.nothing(key, f"{named} has no such parameter")
     elif decoupled or named == "AdamW":
-        reading.follows(key, "optimizer.name=adamw: decay is apart from the gradient")
+        reading.follows(key, "optimizer.name=adamw: weight decay is decoupled from the gradient")
     elif reading.settings.get("optimizer.weight_decay") == 0:
         reading.follows(key, "optimizer.name=adamw: without weight decay the two are the same")
     else:
-        reading.missing(key, "weight decay inside the gradient; adamw decays apart from it")
+        reading.missing(key, "weight decay inside the gradient; adamw decouples it")
 
 
 def _say_params(reading: Reading, section: str, source: str) -> None:
@@ -183,13 +183,13 @@ def read_scheduler(reading: Reading, optimizer: str) -> None:
     schedule = SCHEDULES.get(named or "")
     if named is None and key not in reading.values and optimizer:
         reading.notes.append(
-            f"The file has no scheduler: Weft's own stands ({default_text('schedule.kind')}, after a warm-up); "
-            f"schedule.kind=constant with schedule.warmup_steps=0 leaves the learning rate alone."
+            f"The file has no scheduler: Weft uses its default ({default_text('schedule.kind')}, after a warm-up); "
+            f"schedule.kind=constant with schedule.warmup_steps=0 keeps the learning rate constant."
         )
     if named is not None and schedule is None:
-        reading.missing(key, f"{named}. Weft has constant, linear, cosine and wsd; schedule.* keeps its own values")
+        reading.missing(key, f"{named}. Weft has constant, linear, cosine and wsd; schedule.* keeps its defaults")
     if schedule is None or named is None:
-        missing = "" if key in reading.values else ", which is not there"
+        missing = "" if key in reading.values else ", which the file lacks"
         _say_params(reading, _SCHEDULER, f"scheduler.type{missing}")
         return
     for param in [other for other in reading.values if other.startswith(f"{_SCHEDULER}.")]:
@@ -214,7 +214,7 @@ def _read_shape(reading: Reading, named: str, schedule: _Schedule) -> None:
         reading.set(warmup, "schedule.warmup_steps", steps)
     elif warmup not in reading.values:
         reading.settings["schedule.warmup_steps"] = default
-        reading.notes.append(f"schedule.warmup_steps={default} is {named}'s own value: the file leaves it out.")
+        reading.notes.append(f"schedule.warmup_steps={default} is {named}'s default; the file leaves it out.")
     _read_end(reading, schedule)
     _read_warmup_type(reading, named, schedule)
 
@@ -242,11 +242,11 @@ def _read_warmup_type(reading: Reading, named: str, schedule: _Schedule) -> None
     if "warmup_type" not in schedule.params:
         return
     if reading.values.get(key) == "linear":
-        reading.follows(key, "schedule.warmup_steps: the rate rises in a line")
+        reading.follows(key, "schedule.warmup_steps: the rate rises linearly")
     elif key in reading.values:
-        reading.missing(key, "a logarithmic warm-up; here the rate rises in a line")
+        reading.missing(key, "a logarithmic warm-up; here the rate rises linearly")
     else:
-        reading.notes.append(f"{named} warms up along a logarithm where the file has no warmup_type; Weft in a line.")
+        reading.notes.append(f"{named} warms up logarithmically where the file has no warmup_type; Weft warms up linearly.")
 
 
 def _read_peak(reading: Reading, named: str, optimizer: str) -> None:
@@ -261,21 +261,21 @@ def _read_peak(reading: Reading, named: str, optimizer: str) -> None:
     if "optimizer.type" in reading.values and not optimizer:
         for other in (key, low_key):
             if other in reading.values:
-                reading.follows(other, "optimizer.type: its learning rates are not for adamw")
+                reading.follows(other, "optimizer.type: its learning rates do not suit adamw")
         return
     if peak is None and key not in reading.values and named == "WarmupDecayLR":
         reading.settings["optimizer.lr"] = 1e-3  # replaces what the optimizer was given
-        reading.notes.append("optimizer.lr=0.001 is WarmupDecayLR's own warmup_max_lr: the file leaves it out.")
+        reading.notes.append("optimizer.lr=0.001 is WarmupDecayLR's default warmup_max_lr; the file leaves it out.")
         if lr in reading.values:
-            reading.follows(lr, "scheduler.type: WarmupDecayLR's own warmup_max_lr=0.001 takes its place")
+            reading.follows(lr, "scheduler.type: WarmupDecayLR's default warmup_max_lr=0.001 replaces it")
         return
     if peak is None:
         return
     reading.set(key, "optimizer.lr", peak)
     if lr in reading.values:
-        reading.follows(lr, f"{key}, which takes its place in DeepSpeed too")
+        reading.follows(lr, f"{key}, which replaces it in DeepSpeed too")
     if low is not None and low <= peak:
         reading.settings["schedule.final"] = low / peak
         reading.became(low_key, f"schedule.final={number_text(low / peak)}", "schedule.final")
     elif low is not None:
-        reading.wrong(low_key, f"it is above cycle_max_lr={number_text(peak)}", "Swap the two")
+        reading.wrong(low_key, f"the value is above cycle_max_lr={number_text(peak)}", "Swap the two")
