@@ -102,7 +102,7 @@ def test_every_element_is_dealt_to_one_rank(seed, monkeypatch):
 def test_a_part_that_nobody_divides_is_one_piece():
     deal = Deal.to_one(3, 12)
     assert list(deal.runs(0, 12, 12)) == [(3, 0, 12)]
-    assert list(Part((3, 4)).views(0, 12))[0].box == ((0, 3), (0, 4))
+    assert next(iter(Part((3, 4)).views(0, 12))).box == ((0, 3), (0, 4))
     assert numel_of(()) == 1
     assert meet((), ()) == ()
 

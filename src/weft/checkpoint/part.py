@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class BoxView:
     """Elements of a box of the whole in memory: that at the box's first corner is at `offset`, counted in elements."""
 
     box: Box
@@ -71,7 +71,7 @@ class Part:
             step *= local[dim]
         return tuple(found)
 
-    def views(self, start: int, end: int) -> Iterator[View]:
+    def views(self, start: int, end: int) -> Iterator[BoxView]:
         """The elements of the line from `start` to `end` as boxes of the whole; offsets count from `start`."""
         order, local, strides = self.order or tuple(range(len(self.shape))), self.local_shape, self.strides()
         for first, last in _boxes([local[dim] for dim in order], start, end):
@@ -80,7 +80,7 @@ class Part:
                 low[dim], high[dim] = first[place], last[place]
             offset = sum(one * stride for one, stride in zip(low, strides, strict=True)) - start
             box = tuple(zip(low, high, strict=True))
-            yield from self._in_whole(View(box, offset, strides))
+            yield from self._in_whole(BoxView(box, offset, strides))
 
     def span(self, box: Box) -> tuple[int, int] | None:
         """From where to where in the line the elements of a box lie, with others between them; None: none do."""
@@ -103,7 +103,7 @@ class Part:
             yield place, low, min(high, self.shape[self.dim])
             place += high - low
 
-    def _in_whole(self, view: View) -> Iterator[View]:
+    def _in_whole(self, view: BoxView) -> Iterator[BoxView]:
         if self.rows is None:
             yield view
             return
@@ -113,7 +113,7 @@ class Part:
             if lower < upper:
                 there = (low + lower - place, low + upper - place)
                 box = (*view.box[: self.dim], there, *view.box[self.dim + 1 :])
-                yield View(box, view.offset + (lower - start) * view.strides[self.dim], view.strides)
+                yield BoxView(box, view.offset + (lower - start) * view.strides[self.dim], view.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +161,15 @@ class Deal:
 
     def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
         """What of the elements from `start` to `end`, which it holds with others, this rank has; None: nothing."""
-        if start == end == 0 == numel:
+        if not numel:
             return (0, 0) if self.holder(0) == rank else None
-        return next(((low, high) for one, low, high in self.runs(start, end, numel) if one == rank), None)
+        if rank not in self.ranks:
+            return None
+        number, place = divmod(self.ranks.index(rank), self.times)
+        low = number * self.length + (place - self.turn) % self.times * self.share
+        high = min(low + self.share, (number + 1) * self.length)
+        low, high = max(low - self.start, start), min(high - self.start, end, numel)
+        return (low, high) if low < high else None
 
 
 #: Fewer elements than this are not divided among ranks that hold the same.
@@ -174,11 +180,6 @@ def deal_out(ranks: Sequence[int], length: int, times: int, *, start: int = 0, t
     """A line of equal lengths, each held by `times` ranks that share the work of it evenly, but for what is small."""
     each = min(length, max(-(-length // times), LEAST_SHARE))
     return Deal(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
-
-
-def num_shares(length: int, times: int) -> int:
-    """How many of the ranks get any of one length."""
-    return -(-length // max(1, min(length, max(-(-length // times), LEAST_SHARE))))
 
 
 def meet(one: Box, other: Box) -> Box | None:
