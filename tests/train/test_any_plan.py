@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.parity.cases import LLAMA
 from weft.checkpoint import load_checkpoint, newest_checkpoint, save_pieces, verify_checkpoint
+from weft.checkpoint.manifest import commit_text
+from weft.errors import CheckpointError
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
@@ -175,3 +178,57 @@ def test_a_damaged_shard_is_named_and_the_step_before_is_taken(tmp_path, ranks2)
         file.unlink()
         file.write_bytes(good)
     assert newest_checkpoint(tmp_path).step == 2
+
+
+@pytest.fixture
+def sharded(tmp_path, ranks2) -> Path:
+    """A small checkpoint of two ranks, with interleaved parts and runs."""
+    ranks2.run(train, "tp=2", 1, save=str(tmp_path))
+    return tmp_path / "step_00000001"
+
+
+@pytest.mark.full
+def test_every_flipped_byte_is_found(sharded):
+    chance, files = random.Random(5), sorted(sharded.iterdir())
+    for _ in range(1000):
+        file = chance.choice(files)
+        good = file.read_bytes()
+        place = chance.randrange(len(good))
+        file.write_bytes(good[:place] + bytes([good[place] ^ (1 << chance.randrange(8))]) + good[place + 1 :])
+        problems = verify_checkpoint(sharded)
+        assert problems, (file.name, place)
+        assert file.name in problems[0] or file.name in ("COMMIT", "manifest.json")
+        file.write_bytes(good)
+    assert verify_checkpoint(sharded) == []
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """Paths of all values inside of a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(one for key, found in inner for one in places(found, (*path, key)))]
+
+
+@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_an_edited_manifest_of_slices_is_an_error_or_reads_within_its_files(sharded, number):
+    """Whoever edits it can sign it too: nothing but CheckpointError comes of it, and no memory beyond the files."""
+    chance, text = random.Random(number), (sharded / "manifest.json").read_bytes()
+    raw = json.loads(text)
+    known = [path for path in places(raw) if path and path[0] in ("tensors", "ranks")]
+    lies = [-1, 0, 1, 3, 2**31, 2**60, "x", None, [], {}, [0], [[0, 9]], 1.5, True, "../../etc/passwd"]
+    for _ in range(number):
+        changed = json.loads(text)
+        *above, last = chance.choice(known)
+        place = changed
+        for key in above:
+            place = place[key]
+        place[last] = chance.choice(lies)
+        edited = json.dumps(changed).encode()
+        (sharded / "manifest.json").write_bytes(edited)
+        (sharded / "COMMIT").write_bytes(commit_text(edited))
+        try:
+            checkpoint = load_checkpoint(sharded)
+            for group in checkpoint.groups:
+                for name, tensor in checkpoint.tensors(group).items():
+                    assert tuple(tensor.shape) == checkpoint.entries(group)[name].shape
+        except CheckpointError:
+            continue
