@@ -45,7 +45,7 @@ def put(*keys: str, value: Any) -> Callable[[dict[str, Any]], None]:
 W = ("tensors", "model", "w")
 LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "other format": (put("format", value="zip"), "format is not 'weft-checkpoint'"),
-    "later version": (put("version", value=2), "version=2: this weft reads version 1"),
+    "later version": (put("version", value=3), "version=3: this weft reads versions 1 and 2"),
     "other digest": (put("digest", value="md5"), "digest='md5': this weft reads sha256"),
     "step as text": (put("step", value="1"), "step is not a whole number"),
     "step as bool": (put("step", value=True), "step is not a whole number"),

@@ -22,7 +22,7 @@ MOST_NAMES, MOST_ENTRIES, MOST_ENTRIES_AT_THE_TOP = 16, 14, 24
 NO_DOOR: frozenset[str] = frozenset({"weft.planner"})
 #: Imports that go past the door of a room.
 PAST_THE_DOOR: dict[str, int] = {
-    "weft.checkpoint": 6,
+    "weft.checkpoint": 12,
     "weft.cli": 1,
     "weft.comm": 24,
     "weft.comm.links": 1,
@@ -32,7 +32,7 @@ PAST_THE_DOOR: dict[str, int] = {
     "weft.models": 24,
     "weft.monitor": 12,
     "weft.parallel": 12,
-    "weft.parallel.placement": 70,
+    "weft.parallel.placement": 73,
     "weft.parallel.tensor": 3,
     "weft.parallel.zero": 2,
     "weft.parallel.zero.flat": 1,
@@ -44,14 +44,14 @@ PAST_THE_DOOR: dict[str, int] = {
     "weft.train": 7,
     "weft.train.planned": 1,
     "weft.train.run": 7,
-    "weft.train.step": 15,
+    "weft.train.step": 17,
     "weft.train.tasks": 15,
 }
 #: Folders with more entries than fit.
 CROWDED: dict[str, int] = {
     "weft": 26,
     "weft.cli": 15,
-    "weft.parallel.placement": 15,
+    "weft.parallel.placement": 16,
     "weft.spec": 17,
     "weft.testing": 18,
     "weft.testing.paper": 15,

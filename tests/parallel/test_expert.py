@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase
-from weft.checkpoint import load_checkpoint, save_checkpoint
+from weft.checkpoint import load_checkpoint, save_pieces
 from weft.comm import Ledger
 from weft.errors import CommError, ModelError
 from weft.mesh import build_mesh
@@ -24,7 +25,8 @@ from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case
 from weft.testing.parity import local_microbatches
 from weft.train import TrainStep
-from weft.train.step.state import capture, restore
+from weft.train.step.state import pieces, resume
+from weft.train.step.together import together
 
 RTOL = 1e-10
 BIAS = dataclasses.replace(MOE, balance="bias", balance_rate=0.02)
@@ -84,12 +86,10 @@ def train(plan_text: str, case: DecoderCase, first: int, last: int, load: str = 
     model = parallelize(case.model(), mesh)
     step = TrainStep(model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=0.5)
     if load:
-        checkpoint = load_checkpoint(load)
-        restore(model, step.optimizer, {group: checkpoint.tensors(group) for group in ("model", "optimizer")})
+        resume(model, step.optimizer, load_checkpoint(Path(load), lazily=True))
     losses = [step(local_microbatches(case.batch(index), plan, mesh.data.rank)).loss for index in range(first, last)]
-    groups = capture(model, step.optimizer, keep=mesh.rank == 0)
-    if save and mesh.rank == 0:
-        save_checkpoint(save, last, groups, {})
+    if save:
+        save_pieces(Path(save), last, pieces(model, step.optimizer), {}, together(mesh))
     weights = {name: weight.detach().clone() for name, weight in data_parallel(model).weights()}
     return losses, weights, [router.bias_ppm.tolist() for router in routers(model)]
 

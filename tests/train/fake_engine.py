@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.checkpoint import Block
+from weft.checkpoint import Block, SavedPiece
 from weft.monitor import Meter
 from weft.pulse import Pulse
 from weft.train import Metric, Task
@@ -80,19 +80,21 @@ class FakeEngine:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
 
     def save(self):
-        # In two pieces each, as ranks of a sharded engine give them.
-        for name, array in (("model/line", self.weights), ("optimizer/line/momentum", self.momentum)):
-            for part in (slice(0, 1), slice(1, 2)):
-                yield name, (part,), Block.of(array[part])
+        yield SavedPiece.whole("model/line", Block.of(self.weights))
+        yield SavedPiece.whole("optimizer/line/momentum", Block.of(self.momentum))
 
     def state(self):
         return {"fake": True}
 
-    def load(self, pieces, state) -> list[str]:
-        assert state["fake"]
-        arrays = {name: block.array().copy() for name, _, block in pieces}
-        self.weights, self.momentum = arrays["model/line"], arrays["optimizer/line/momentum"]
+    def load(self, checkpoint) -> list[str]:
+        assert checkpoint.state["fake"]
+        self.weights, self.momentum = (
+            checkpoint.block(path).array().copy() for path in ("model/line", "optimizer/line/momentum")
+        )
         return []
+
+    def gather(self, record):
+        return [record]
 
     def on_first(self, act):
         return act()

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from weft.checkpoint import load_checkpoint
-from weft.checkpoint.block import Block, joined, whole_piece
 from weft.checkpoint.tensor_file import block_of, tensor_of
 from weft.monitor import read_events
 
@@ -69,13 +68,3 @@ def test_a_block_is_a_tensor_and_back(dtype):
         tensor[1, 1] = float("nan")
         assert np.isnan(block_of(tensor).largest())
     assert tensor_of(block_of(tensor[:0])).shape == (0, 4)
-
-
-def test_pieces_of_an_array_are_joined_in_their_places():
-    whole = np.arange(12, dtype=np.float32).reshape(3, 4)
-    places = [(slice(0, 3), slice(0, 1)), (slice(0, 2), slice(1, 4)), (slice(2, 3), slice(1, 4))]
-    pieces = [("a", place, Block.of(whole[place])) for place in reversed(places)]
-    found = joined([whole_piece("b", Block.of(whole)), *pieces])
-    assert list(found) == ["b", "a"]
-    assert np.array_equal(found["a"].array(), whole)
-    assert found["b"].array().base is not None  # what came whole is not copied

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weft.checkpoint.tensor_file import block_of
+from weft.checkpoint import SavedPiece
 from weft.errors import CheckpointError, TrainingHalted
 from weft.monitor import read_events
 from weft.train import RunFolder
@@ -177,5 +177,5 @@ def test_more_steps_stretch_the_schedule_and_say_so(start):
 def test_what_makes_tensors_useless(group: str, value: float, told: str) -> None:
     groups = {"model": {"w": torch.zeros(4)}, "optimizer": {"w/m": torch.zeros(4), "w/step": torch.tensor(3)}}
     groups[group]["x"] = torch.tensor([0.0, value])
-    blocks = {name: {key: block_of(tensor) for key, tensor in group.items()} for name, group in groups.items()}
-    assert keeping._fault(blocks) == told
+    pieces = [SavedPiece.whole(f"{group}/{name}", t) for group, found in groups.items() for name, t in found.items()]
+    assert keeping._fault(pieces) == told

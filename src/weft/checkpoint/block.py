@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import mmap
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,9 +17,6 @@ _NUMPY = {
 }  # fmt: skip
 _OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _NAMES = {np.dtype(kind): name for name, kind in _NUMPY.items()}
-
-#: A part of an array on its way: name, global index ranges, and the block that fills them.
-Piece = tuple[str, tuple[slice, ...], "Block"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,39 +48,3 @@ class Block:
         with np.errstate(invalid="ignore"):
             low, high = float(values.min()), float(values.max())  # nan wins in both
         return math.nan if math.isnan(low) else max(-low, high)
-
-
-def whole_piece(name: str, block: Block) -> Piece:
-    """A block that is all of its array."""
-    return name, tuple(slice(0, size) for size in block.shape), block
-
-
-def joined(pieces: Iterable[Piece]) -> dict[str, Block]:
-    """Whole arrays by name, in the order in which their first pieces came; what came whole is not copied."""
-    parts: dict[str, list[tuple[tuple[slice, ...], Block]]] = {}
-    for name, place, block in pieces:
-        parts.setdefault(name, []).append((place, block))
-    return {name: _join(found) for name, found in parts.items()}
-
-
-def _join(parts: list[tuple[tuple[slice, ...], Block]]) -> Block:
-    (place, first), *others = parts
-    if not others:
-        return first
-    shape = tuple(max(one[axis].stop for one, _ in parts) for axis in range(len(place)))
-    whole = np.empty(shape, first.array().dtype)
-    for where, block in parts:
-        whole[where] = block.array()
-    return Block(first.dtype, shape, memoryview(whole.reshape(-1).view(np.uint8)))
-
-
-def read_blocks(path: Path) -> Iterator[tuple[str, Block]]:
-    """The arrays of a safetensors file by name, each a private view of the mapped file: nothing is read yet."""
-    with path.open("rb") as file:
-        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    length = int.from_bytes(mapped[:8], "little")
-    header: dict[str, Any] = json.loads(bytes(mapped[8 : 8 + length]))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, end = (8 + length + offset for offset in entry["data_offsets"])
-            yield name, Block(entry["dtype"], tuple(entry["shape"]), mapped[start:end])

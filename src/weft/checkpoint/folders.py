@@ -51,6 +51,13 @@ def step_in_name(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def step_folder(path: Path) -> StepFolder:
+    """A path that is named as a checkpoint."""
+    match = _STEP_FOLDER.fullmatch(path.name)
+    assert match is not None
+    return StepFolder(int(match.group(1)), match.group(2) is not None, path)
+
+
 def step_folders(root: Path) -> list[StepFolder]:
     """All folders named as checkpoints, complete or not, oldest step first. Empty when `root` does not exist."""
     try:
@@ -59,8 +66,7 @@ def step_folders(root: Path) -> list[StepFolder]:
         return []
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read ({error.strerror}).") from error
-    matches = [(name, _STEP_FOLDER.fullmatch(name)) for name in names]
-    return sorted(StepFolder(int(m.group(1)), m.group(2) is not None, root / name) for name, m in matches if m)
+    return sorted(step_folder(root / name) for name in names if _STEP_FOLDER.fullmatch(name))
 
 
 def sync_folder(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -11,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, strict_json
-from weft.checkpoint.block import Block, read_blocks
+from weft.checkpoint.all_ranks import ALONE, Together
+from weft.checkpoint.block import Block
 from weft.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -21,7 +24,10 @@ from weft.checkpoint.manifest import (
     commit_text,
     parse_manifest,
 )
-from weft.checkpoint.tensor_file import header_problems, open_tensors, sha256_of
+from weft.checkpoint.part import Part
+from weft.checkpoint.read import StretchReader, whole
+from weft.checkpoint.slices import shard_name
+from weft.checkpoint.tensor_file import header_problems, missing_slices, open_tensors, sha256_of, tensor_of
 from weft.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
 #: A manifest of a million tensors is about 150 MB; COMMIT is 65 bytes.
 _MAX_MANIFEST_BYTES = 512 * 2**20
 _VERIFY_THREADS = 4
+#: Of the problems that one rank finds, so many are told to the others.
+_MOST_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +67,17 @@ class TensorGroup(Mapping[str, "Tensor"]):
     second look-up of the same name. Names that shared memory when saved share it again.
     """
 
-    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry]):
+    def __init__(self, folder: Path, group: str, entries: Mapping[str, TensorEntry], reader: StretchReader):
         self._folder = folder
+        self._group, self._reader = group, reader
         self._entries = entries
         self._handles: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
+        if entry.slices:
+            data = whole(entry, lambda part, out: self._reader.read(self._group, name, entry, part, 0, out))
+            return tensor_of(Block(entry.dtype, entry.shape, data))
         if entry.file not in self._handles:
             self._handles[entry.file] = open_tensors(self._folder / entry.file)
         return self._handles[entry.file].get_tensor(entry.same_as or name)
@@ -86,6 +98,7 @@ class Checkpoint:
     state: dict[str, Any]
     written_by: Mapping[str, str]
     _manifest: Manifest
+    _reader: StretchReader
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -98,44 +111,80 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path.name} has no tensors named '{group}' (it has: {known}).{did_you_mean(group, self.groups)}"
             )
-        return TensorGroup(self.path, self._manifest.tensors[group])
+        return TensorGroup(self.path, group, self._manifest.tensors[group], self._reader)
 
-    def blocks(self, group: str) -> Iterator[tuple[str, Block]]:
-        """The same without torch: arrays of a group by name, in the order they were saved."""
-        entries = self._manifest.tensors[group]
-        files: dict[str, dict[str, Block]] = {}
-        for name, entry in entries.items():
-            if entry.file not in files:
-                files[entry.file] = dict(read_blocks(self.path / entry.file))
-            yield name, files[entry.file][entry.same_as or name]
+    def entries(self, group: str) -> Mapping[str, TensorEntry]:
+        """Shapes and dtypes of a group's tensors by name; empty for a group that was not saved."""
+        return self._manifest.tensors.get(group, {})
+
+    def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part of a tensor, from place `start` of its line on, in the saved dtype.
+
+        Reads the bytes that are asked for and no others, under whatever plan they were written. Raises CheckpointError.
+        """
+        try:
+            self._reader.read(group, name, self.entries(group)[name], part, start, out)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}. Use another checkpoint.") from error
+
+    def block(self, path: str) -> Block:
+        """All of the array "group/name", without torch."""
+        group, _, name = path.partition("/")
+        entry = self.entries(group)[name]
+        data = whole(entry, lambda part, out: self.read(group, name, part, 0, out))
+        return Block(entry.dtype, entry.shape, data)
+
+    def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
+        """What one rank kept to itself, by name."""
+        if group in self._manifest.tensors:  # of a checkpoint that one rank wrote
+            return self.tensors(group)
+        file = shard_name(group, rank)
+        if file not in self._manifest.files:
+            return {}
+        handle = open_tensors(self.path / file)
+        return {name: handle.get_tensor(name) for name in [*handle.keys()]}
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of tensors that `read` took from files so far."""
+        return self._reader.num_bytes
 
 
-def load_checkpoint(path: Path, *, verify: bool = False) -> Checkpoint:
+def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -> Checkpoint:
     """Open a checkpoint. CheckpointError says what is damaged.
 
     COMMIT, the manifest, the state, all sizes and all tensor headers are always checked; verify=True also digests
-    every tensor's bytes (`newest_checkpoint` has already done so for the one it returns).
+    every tensor's bytes (`newest_checkpoint` has already done so for the one it returns). lazily: a file's size and
+    header are checked when something is read of it, so that a rank looks at no files but those it needs.
     """
     path = Path(path)
     try:
         manifest = _read_manifest(path)
-        problems = _file_problems(path, manifest, digests=verify)
+        problems = [] if lazily else _file_problems(path, manifest, digests=verify)
         if problems:
             raise CheckpointError("; ".join(problems))
-        return Checkpoint(path, manifest.step, _read_state(path, manifest), manifest.written_by, manifest)
+        reader = StretchReader(path, manifest.files)
+        return Checkpoint(path, manifest.step, _read_state(path, manifest), manifest.written_by, manifest, reader)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}. Use another checkpoint.") from error
 
 
-def verify_checkpoint(path: Path, *, digests: bool = True) -> list[str]:
+def verify_checkpoint(path: Path, *, digests: bool = True, together: Together = ALONE) -> list[str]:
     """All problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
 
-    digests=False skips the digests of tensor files and finds only missing, resized and mislabelled files.
+    together: ranks that divide the files among them, and all learn what each found. digests=False
+    skips the digests of tensor files and finds only missing, resized and mislabelled files.
     """
-    path = Path(path)
+    found = json.dumps(_problems(Path(path), digests, together)[:_MOST_TOLD])
+    answers = [json.loads(answer) for answer in together.gather(found.encode())]
+    return list(dict.fromkeys(problem for answer in answers for problem in answer))
+
+
+def _problems(path: Path, digests: bool, together: Together) -> list[str]:
+    """What this rank finds in its share of the files."""
     try:
         manifest = _read_manifest(path)
-        problems = _file_problems(path, manifest, digests=digests)
+        problems = _file_problems(path, manifest, digests=digests, together=together)
         if not problems:
             _read_state(path, manifest)
     except CheckpointError as error:
@@ -153,20 +202,23 @@ def list_checkpoints(root: Path) -> list[Path]:
     return list(by_step.values())
 
 
-def newest_checkpoint(root: Path, *, verify: bool = True) -> Found | None:
+def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = ALONE) -> Found | None:
     """The newest whole checkpoint of a run, or None when none was ever finished.
 
     The result lists each newer one that was passed over and why; a folder without COMMIT never counted and is only
     listed. Raises CheckpointError when there are finished checkpoints and all are damaged: starting over silently
-    would lose the run. verify=False trusts the digests and checks the rest.
+    would lose the run. verify=False trusts the digests and checks the rest. together: ranks that look at it together,
+    each at its share of the files; all find the same.
     """
     passed_over: list[PassedOver] = []
     damaged = False
-    for folder in reversed(folders.step_folders(Path(root))):
-        if not folder.committed:
+    seen = together.on_first(lambda: [(one.path.name, one.committed) for one in folders.step_folders(Path(root))])
+    for name, committed in reversed(seen):
+        folder = folders.step_folder(Path(root) / name)
+        if not committed:
             passed_over.append(PassedOver(folder.path, f"it has no {COMMIT_NAME}, so saving it never finished"))
             continue
-        problems = verify_checkpoint(folder.path, digests=verify)
+        problems = verify_checkpoint(folder.path, digests=verify, together=together)
         if not problems:
             return Found(folder.path, folder.step, tuple(passed_over))
         damaged = True
@@ -201,6 +253,8 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
     text = _read_small(path / STATE_NAME, manifest.files[STATE_NAME].num_bytes)
+    if hashlib.sha256(text).hexdigest() != manifest.files[STATE_NAME].sha256:
+        raise CheckpointError(f"{STATE_NAME} does not match its digest: its bytes changed after it was written")
     state = strict_json.decode(text, STATE_NAME)
     if not isinstance(state, dict):
         raise CheckpointError(f"{STATE_NAME} is not a table")
@@ -223,23 +277,54 @@ def _read_small(path: Path, max_bytes: int) -> bytes:
     return text
 
 
-def _file_problems(path: Path, manifest: Manifest, *, digests: bool) -> list[str]:
+def _file_problems(path: Path, manifest: Manifest, *, digests: bool, together: Together = ALONE) -> list[str]:
     in_files: dict[str, dict[str, TensorEntry]] = {}
     for members in manifest.tensors.values():
         for name, entry in members.items():
-            if entry.same_as is None and in_files.setdefault(entry.file, {}).setdefault(name, entry) is not entry:
+            if (
+                entry.same_as is None
+                and entry.file
+                and in_files.setdefault(entry.file, {}).setdefault(name, entry) is not entry
+            ):
                 return [f"{MANIFEST_NAME}: two tensors named {name[:200]!r} are in {entry.file}"]
 
     def check(name: str) -> list[str]:
         try:
-            return _one_file(path / name, manifest, digests or name == STATE_NAME, in_files.get(name))
+            digest = digests or name == STATE_NAME
+            return _one_file(path / name, manifest, digest, in_files.get(name)) or _slices_in(path / name, manifest)
         except FileNotFoundError:
             return [f"{name} is missing"]
         except OSError as error:
             return [f"{name} cannot be read ({error.strerror or error})"]
 
-    with ThreadPoolExecutor(min(_VERIFY_THREADS, len(manifest.files))) as threads:
-        return [problem for problems in threads.map(check, manifest.files) for problem in problems]
+    # By the rank in the name, so that a rank that goes on under the same plan reads its own files once from the disk.
+    share = list(manifest.files)
+    if together.number > 1:
+        share = [name for name in share if _rank_of(name) % together.number == together.rank]
+    if not share:
+        return []
+    with ThreadPoolExecutor(min(_VERIFY_THREADS, len(share))) as threads:
+        return [problem for problems in threads.map(check, share) for problem in problems]
+
+
+def _rank_of(file: str) -> int:
+    number = file.removesuffix(".safetensors").rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _slices_in(path: Path, manifest: Manifest) -> list[str]:
+    """Where a rank's file lacks what the manifest says of it."""
+    group = path.name.rpartition("-")[0]
+    entries = manifest.tensors.get(group)
+    if entries is None or path.name != shard_name(group, rank := _rank_of(path.name)):
+        return []
+    wanted: dict[str, tuple[str, int]] = {}
+    for name, entry in entries.items():
+        for one in entry.slices:
+            run = one.deal.run_of(rank, 0, one.part.numel, one.part.numel)
+            if run is not None:
+                wanted[name] = entry.dtype, run[1] - run[0]
+    return missing_slices(path, wanted) if wanted else []
 
 
 def _one_file(path: Path, manifest: Manifest, digest: bool, tensors: Mapping[str, TensorEntry] | None) -> list[str]:

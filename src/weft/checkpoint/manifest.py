@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.checkpoint import strict_json
+from weft.checkpoint.slices import RankLists, Slice, check_cover, read_slices
 from weft.errors import CheckpointError
 
 FORMAT = "weft-checkpoint"
-VERSION = 1
+#: Of checkpoints whose tensors lie whole in one file each, and of those in slices over the files of several ranks.
+VERSION, SHARDED_VERSION = 1, 2
 MANIFEST_NAME = "manifest.json"
 COMMIT_NAME = "COMMIT"
 STATE_NAME = "state.json"
@@ -32,6 +34,7 @@ GROUP_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_COUNT = 2**48
 _MAX_DIMS = 32
+_MAX_RANKS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,16 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies. `same_as` names the tensor of the same group that it shares its memory with."""
+    """Where one tensor lies: whole in a file, or in slices over the files of several ranks, where `file` is "".
+
+    `same_as` names the tensor of the same group that it shares its memory with.
+    """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     same_as: str | None = None
+    slices: tuple[Slice, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -67,23 +74,33 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         def tensor_json(entry: TensorEntry) -> dict[str, object]:
+            if entry.slices:
+                return {
+                    "dtype": entry.dtype,
+                    "shape": list(entry.shape),
+                    "slices": [one.to_json(tables) for one in entry.slices],
+                }
             place = {"same_as": entry.same_as} if entry.same_as is not None else {}
             return {"file": entry.file, "dtype": entry.dtype, "shape": list(entry.shape), **place}
 
+        tables = RankLists()
+        tensors = {
+            group: {name: tensor_json(entry) for name, entry in entries.items()}
+            for group, entries in self.tensors.items()
+        }
+        sharded = {"ranks": tables.rows} if tables.rows else {}
         return strict_json.encode(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": SHARDED_VERSION if sharded else VERSION,
                 "step": self.step,
                 "written_by": dict(self.written_by),
                 "digest": "sha256",
                 "files": {
                     name: {"bytes": entry.num_bytes, "sha256": entry.sha256} for name, entry in self.files.items()
                 },
-                "tensors": {
-                    group: {name: tensor_json(entry) for name, entry in entries.items()}
-                    for group, entries in self.tensors.items()
-                },
+                **sharded,
+                "tensors": tensors,
             },
             MANIFEST_NAME,
         )
@@ -99,20 +116,21 @@ def parse_manifest(text: bytes) -> Manifest:
     raw = strict_json.decode(text, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise _bad(f"format is not '{FORMAT}'")
-    if raw.get("version") != VERSION:
-        raise _bad(f"version={raw.get('version')!r}: this weft reads version {VERSION}")
+    if raw.get("version") not in (VERSION, SHARDED_VERSION) or type(raw["version"]) is not int:
+        raise _bad(f"version={raw.get('version')!r}: this weft reads versions {VERSION} and {SHARDED_VERSION}")
     if raw.get("digest") != "sha256":
         raise _bad(f"digest={raw.get('digest')!r}: this weft reads sha256")
     files = {_file_name(name): _file(name, entry) for name, entry in _table(raw, "files").items()}
     if STATE_NAME not in files:
         raise _bad(f"files has no {STATE_NAME}")
+    tables = _tables(raw)
     tensors: dict[str, dict[str, TensorEntry]] = {}
     for group, entries in _table(raw, "tensors").items():
         if not GROUP_NAME.fullmatch(group):
             raise _bad(f"tensors has a group named {group[:60]!r}")
         if not isinstance(entries, dict):
             raise _bad(f"tensors.{group} is not a table")
-        tensors[group] = {name: _tensor(f"{group}.{name}", entry, files) for name, entry in entries.items()}
+        tensors[group] = {name: _tensor(f"{group}.{name}", entry, files, tables) for name, entry in entries.items()}
         _check_shared(group, tensors[group])
     written_by = {key: str(value) for key, value in _table(raw, "written_by").items()}
     return Manifest(_count(raw.get("step"), "step"), files, tensors, written_by)
@@ -150,7 +168,21 @@ def _file(name: str, entry: Any) -> FileEntry:
     return FileEntry(_count(entry.get("bytes"), f"files.{name}.bytes"), digest)
 
 
-def _tensor(name: str, entry: Any, files: Mapping[str, FileEntry]) -> TensorEntry:
+def _tables(raw: dict[str, Any]) -> RankLists:
+    rows = raw.get("ranks", [])
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise _bad("ranks is not a list of lists")
+    for row in rows:
+        if (
+            not row
+            or any(type(rank) is not int or not 0 <= rank < _MAX_RANKS for rank in row)
+            or len({*row}) < len(row)
+        ):
+            raise _bad(f"ranks has a row that is no list of different ranks below {_MAX_RANKS}")
+    return RankLists([tuple(row) for row in rows])
+
+
+def _tensor(name: str, entry: Any, files: Mapping[str, FileEntry], tables: RankLists) -> TensorEntry:
     name = name[:200]
     if not isinstance(entry, dict):
         raise _bad(f"tensors.{name} is not a table")
@@ -159,11 +191,19 @@ def _tensor(name: str, entry: Any, files: Mapping[str, FileEntry]) -> TensorEntr
         raise _bad(f"tensors.{name}.dtype={str(dtype)[:40]!r} is not a known dtype")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
         raise _bad(f"tensors.{name}.shape is not a list of at most {_MAX_DIMS} sizes")
+    sizes = tuple(_count(size, f"tensors.{name}.shape") for size in shape)
+    if "slices" in entry:
+        try:
+            slices = read_slices(entry["slices"], sizes, tables)
+            check_cover(slices, sizes)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise _bad(f"tensors.{name}.slices: {error}") from error
+        return TensorEntry("", dtype, sizes, None, slices)
     if not isinstance(file, str) or file not in files or not file.endswith(".safetensors"):
         raise _bad(f"tensors.{name}.file={str(file)[:120]!r} is not among the files")
     if same_as is not None and not isinstance(same_as, str):
         raise _bad(f"tensors.{name}.same_as is not a name")
-    result = TensorEntry(file, dtype, tuple(_count(size, f"tensors.{name}.shape") for size in shape), same_as)
+    result = TensorEntry(file, dtype, sizes, same_as)
     if result.num_bytes > files[file].num_bytes:
         raise _bad(f"tensors.{name} has {result.num_bytes} bytes and its file {file} only {files[file].num_bytes}")
     return result

@@ -12,14 +12,21 @@ from weft.errors import CheckpointError
 
 
 def prune_checkpoints(
-    root: Path, keep: int, best_step: int | None = None, *, spared: Collection[int] = (), verify: bool = True
+    root: Path,
+    keep: int,
+    best_step: int | None = None,
+    *,
+    spared: Collection[int] = (),
+    whole: int | None = None,
+    verify: bool = True,
 ) -> list[Path]:
     """Keep the newest `keep` checkpoints, that of `best_step` and the spared steps; delete the others and return
     where they were.
 
     Before anything is deleted the kept ones are verified, newest first, until one proves whole; when none does, the
-    newest whole one of the others stays too. verify=False trusts the digests and checks the rest. Deleting is a
-    rename out of sight first, so that a crash in between leaves no half-deleted checkpoint to be found.
+    newest whole one of the others stays too. whole: a step that was written and digested just now, and is not read
+    again. verify=False trusts the digests and checks the rest. Deleting is a rename out of sight first, so that a
+    crash in between leaves no half-deleted checkpoint to be found.
     Folders without COMMIT that are older than the newest checkpoint are left by killed writers, and go too.
     """
     root = Path(root)
@@ -29,7 +36,7 @@ def prune_checkpoints(
         return []
     try:
         with folders.writer_lock(root):
-            doomed, dead = _doomed(root, keep, {best_step, *spared}, verify)
+            doomed, dead = _doomed(root, keep, {best_step, *spared}, verify, whole)
             for folder in (*doomed, *dead):
                 folders.move_to_trash(folder.path)
             folders.empty_trash(root)
@@ -39,7 +46,7 @@ def prune_checkpoints(
 
 
 def _doomed(
-    root: Path, keep: int, spared: Collection[int | None], verify: bool
+    root: Path, keep: int, spared: Collection[int | None], verify: bool, proven: int | None
 ) -> tuple[list[StepFolder], list[StepFolder]]:
     """The checkpoints to delete, and the older folders that were never finished."""
     found = folders.step_folders(root)
@@ -50,7 +57,7 @@ def _doomed(
     kept = [folder for folder in committed if folder.step in kept_steps]
 
     def is_whole(folder: StepFolder) -> bool:
-        return not verify_checkpoint(folder.path, digests=verify)
+        return folder.step == proven or not verify_checkpoint(folder.path, digests=verify)
 
     if doomed and not any(is_whole(folder) for folder in reversed(kept)):
         whole = next((folder for folder in reversed(doomed) if is_whole(folder)), None)

@@ -7,6 +7,7 @@ beside it and takes its place only when committed, so that one complete copy exi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -63,12 +64,8 @@ def save_checkpoint(
     entries = {group: _place(group, members, max_file_bytes) for group, members in tensors.items()}
     state_text = strict_json.encode(dict(state), "state")
     try:
-        if not root.exists():
-            root.mkdir(parents=True)
-            folders.sync_folder(root.parent)
-        with folders.writer_lock(root):
-            folders.remove_debris(root)
-            _finish_replacements(root)
+        with contextlib.ExitStack() as held:
+            prepare(root, held)
             _check_space(root, entries, len(state_text))
             return _write(root, step, tensors, entries, state_text)
     except OSError as error:
@@ -76,6 +73,16 @@ def save_checkpoint(
             f"run.dir={root}: the checkpoint of step {step} could not be written ({error.strerror or error})."
             " Earlier checkpoints are untouched. Free some space or choose another run.dir, and run the command again."
         ) from error
+
+
+def prepare(root: Path, held: contextlib.ExitStack) -> None:
+    """The folder is there, its lock is this process's while `held` is open, and what killed writers left is gone."""
+    if not root.exists():
+        root.mkdir(parents=True)
+        folders.sync_folder(root.parent)
+    held.enter_context(folders.writer_lock(root))
+    folders.remove_debris(root)
+    _finish_replacements(root)
 
 
 def _place(group: str, members: Mapping[str, Tensor | Block], max_file_bytes: int) -> dict[str, TensorEntry]:
@@ -142,22 +149,30 @@ def _write(
     entries: Mapping[str, Mapping[str, TensorEntry]],
     state_text: bytes,
 ) -> Path:
-    final = root / folders.folder_name(step)
     place = folders.new_temp_folder(root, step)
     try:
         manifest = _write_files(place, step, tensors, entries, state_text)
-        if (final / COMMIT_NAME).is_file():
-            target = final.with_name(final.name + ".again")
-        else:
-            target = final
-            if final.exists():  # Left by a writer that was killed before COMMIT: it never counted.
-                folders.move_to_trash(final)
-        place.rename(target)
-        place = target
-        folders.sync_folder(root)
-        _commit(place, manifest)
+        return publish(root, step, place, manifest)
     except BaseException:
         folders.discard(place)
+        raise
+
+
+def publish(root: Path, step: int, place: Path, manifest: bytes) -> Path:
+    """Make a hidden folder, all of whose files are durable, the checkpoint of its step; where it is now."""
+    final = root / folders.folder_name(step)
+    if (final / COMMIT_NAME).is_file():
+        target = final.with_name(final.name + ".again")
+    else:
+        target = final
+        if final.exists():  # Left by a writer that was killed before COMMIT: it never counted.
+            folders.move_to_trash(final)
+    place.rename(target)
+    try:
+        folders.sync_folder(root)
+        _commit(target, manifest)
+    except BaseException:
+        folders.discard(target)
         raise
     if target != final:
         _replace(target, final)
@@ -179,6 +194,13 @@ def _write_files(
             chosen = {name: tensors[group][name] for name, entry in stored.items() if entry.file == file}
             files[file] = write_tensors(place / file, chosen, stored)
     files[STATE_NAME] = write_file(place / STATE_NAME, state_text)
+    return write_manifest(place, step, files, entries)
+
+
+def write_manifest(
+    place: Path, step: int, files: Mapping[str, FileEntry], entries: Mapping[str, Mapping[str, TensorEntry]]
+) -> bytes:
+    """Write what the folder holds, and make its names durable; the manifest's bytes."""
     written_by = {"weft": env.weft_version()}
     if "torch" in sys.modules:  # not where another engine trains
         written_by["torch"] = str(sys.modules["torch"].__version__)

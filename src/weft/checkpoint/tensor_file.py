@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,17 @@ def _dtype_names() -> dict[torch.dtype, str]:
     }  # fmt: skip
 
 
+def format_name(dtype: torch.dtype) -> str:
+    """The format's name of torch's dtype."""
+    return _dtype_names()[dtype]
+
+
+@functools.cache
+def torch_formats() -> dict[str, torch.dtype]:
+    """torch's dtypes by the format's names."""
+    return {name: dtype for dtype, name in _dtype_names().items()}
+
+
 def dtype_name(name: str, tensor: Tensor | Block) -> str:
     """The format's name of a tensor's dtype. CheckpointError when the tensor is of a kind that cannot be stored."""
     if isinstance(tensor, Block):
@@ -66,7 +78,7 @@ def tensor_of(block: Block) -> Tensor:
     """A tensor in the block's memory, which must be writable."""
     import torch
 
-    dtype = next(kind for kind, name in _dtype_names().items() if name == block.dtype)
+    dtype = torch_formats()[block.dtype]
     if not block.data.nbytes:
         return torch.empty(block.shape, dtype=dtype)
     return torch.frombuffer(block.data, dtype=dtype).view(block.shape)
@@ -178,6 +190,23 @@ def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]
             wanted = f"{entry.dtype} {list(entry.shape)}"
             problems.append(f"{path.name}: tensor {name[:200]!r} is {dtype} {list(shape)}; the manifest says {wanted}")
     return problems
+
+
+def missing_slices(path: Path, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Where a file lacks slices that the manifest says it has. wanted: dtype and number of elements by name."""
+    try:
+        handle = open_tensors(path, "numpy")
+    except CheckpointError as error:
+        return [str(error)]
+    present = set(handle.keys())
+    for name, (dtype, numel) in wanted.items():
+        if name not in present:
+            return [f"{path.name}: tensor {name[:200]!r} is in the manifest but not in the file"]
+        part = handle.get_slice(name)
+        if (str(part.get_dtype()), math.prod(part.get_shape())) != (dtype, numel):
+            found = f"{part.get_dtype()} {list(part.get_shape())}"
+            return [f"{path.name}: tensor {name[:200]!r} is {found}; the manifest says {numel} elements of {dtype}"]
+    return []
 
 
 def sha256_of(path: Path) -> str:

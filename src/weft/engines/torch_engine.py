@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.checkpoint import Piece
-from weft.checkpoint.block import joined, whole_piece
-from weft.checkpoint.tensor_file import block_of, tensor_of
+from weft.checkpoint import Checkpoint, SavedPiece
 from weft.comm import Ledger, Watch, barrier
 from weft.memory import offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
@@ -27,8 +25,8 @@ from weft.train.engine import Evaluation, Job, StepResult, derive_seed
 from weft.train.planned import report_times
 from weft.train.step import TrainStep
 from weft.train.step.evaluate import evaluate
-from weft.train.step.state import capture, expected_bytes, restore
-from weft.train.step.together import on_first
+from weft.train.step.state import expected_bytes, pieces, resume
+from weft.train.step.together import gather, on_first
 from weft.train.task import Batches, Share
 from weft.units import parse_seconds
 
@@ -114,26 +112,22 @@ class TorchEngine:
         assert self._eval_batches is not None
         return evaluate(self.model, self._eval_batches, self.mesh, self._task)
 
-    def save(self) -> Iterator[Piece]:
-        groups = capture(self.model, self._step.optimizer, keep=self.rank == 0)
-        for group, tensors in groups.items():
-            for name, tensor in tensors.items():
-                yield whole_piece(f"{group}/{name}", block_of(tensor))
+    def save(self) -> Iterator[SavedPiece]:
+        return pieces(self.model, self._step.optimizer)
 
     def state(self) -> Mapping[str, Any]:
         return {"loss_scale": self._step.loss_scale.state()}
 
-    def load(self, pieces: Iterable[Piece], state: Mapping[str, Any]) -> Sequence[str]:
-        groups: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
-        for path, block in joined(pieces).items():
-            group, _, name = path.partition("/")
-            groups.setdefault(group, {})[name] = tensor_of(block)
-        left_out = restore(self.model, self._step.optimizer, groups)
-        self._step.loss_scale.restore(state["loss_scale"])
+    def load(self, checkpoint: Checkpoint) -> Sequence[str]:
+        left_out = resume(self.model, self._step.optimizer, checkpoint)
+        self._step.loss_scale.restore(checkpoint.state["loss_scale"])
         return left_out
 
     def on_first(self, act: Callable[[], Any]) -> Any:
         return on_first(self.mesh, act)
+
+    def gather(self, record: bytes) -> list[bytes]:
+        return gather(self.mesh, record)
 
     def barrier(self) -> None:
         barrier(self.mesh.world)

@@ -7,11 +7,11 @@ The torch engine (weft/engines/torch_engine.py) is the first.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weft.checkpoint import Piece
+from weft.checkpoint import Checkpoint, SavedPiece
 from weft.env import RankEnv
 from weft.monitor import Meter
 from weft.monitor.time_book import TimeBook
@@ -111,11 +111,10 @@ class Engine(Protocol):
         """Loss and metrics over the task's evaluation set."""
         ...
 
-    def save(self) -> Iterator[Piece]:
-        """Weights and optimizer states as (name, index ranges, block), to be written before the next step.
+    def save(self) -> Iterator[SavedPiece]:
+        """What this rank writes of weights and optimizer states, to be written before the next step.
 
-        Names are "model/<name>" and "optimizer/<name>". The first rank gets all pieces; the others iterate as well,
-        and may get none.
+        Paths are "model/<name>" and "optimizer/<name>"; pieces of all ranks together are all of it, each element once.
         """
         ...
 
@@ -123,8 +122,8 @@ class Engine(Protocol):
         """What a checkpoint keeps beside the arrays: JSON values by name."""
         ...
 
-    def load(self, pieces: Iterable[Piece], state: Mapping[str, Any]) -> Sequence[str]:
-        """Take what `save` and `state` gave under any plan; on every rank all pieces.
+    def load(self, checkpoint: Checkpoint) -> Sequence[str]:
+        """Take what `save` and `state` gave under any plan: this rank reads of the checkpoint what it holds.
 
         Returns lines that say what is left out, since it fits another plan only.
         """
@@ -132,6 +131,10 @@ class Engine(Protocol):
 
     def on_first(self, act: Callable[[], Any]) -> Any:
         """The JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise."""
+        ...
+
+    def gather(self, record: bytes) -> list[bytes]:
+        """The bytes of every rank, on all ranks, in their order."""
         ...
 
     def barrier(self) -> None:
@@ -153,7 +156,7 @@ class Engine(Protocol):
         ...
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of all pieces that `save` will give, optimizer states included."""
+        """Bytes of all ranks' pieces that `save` will give, optimizer states included."""
         ...
 
     def peak_flops(self) -> float | None:

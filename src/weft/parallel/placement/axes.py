@@ -11,16 +11,19 @@ Parameters with the same axes are one kind: they may lie in one bucket.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from weft.checkpoint.part import Deal, Part, deal_out
 from weft.comm import all_gather
 from weft.errors import ModelError
 from weft.mesh import ENDS, Axis, Mesh
 from weft.parallel.placement.placement import WHOLE, Placement
+from weft.parallel.placement.stretches import Stretch
 
 _DATA = ("dp_replicate", "dp_shard")
 
@@ -34,6 +37,7 @@ class Axes:
     extra: those of `replicate` besides dp_replicate. share: this rank's place among those with equal sums, and their
     number.
     waits: whether its sums must not begin before all stages are at the end of their passes.
+    holders: ranks that hold the same parts of what is divided over `shard`: those with this rank's, in their order.
     """
 
     shard: Axis
@@ -44,6 +48,7 @@ class Axes:
     extra: Axis
     share: tuple[int, int]
     waits: bool = False
+    holders: tuple[int, ...] = ()
 
 
 class AxisMap:
@@ -123,6 +128,29 @@ class AxisMap:
         axis = self.mesh[placement.cut]
         return placement.local(whole, axis.rank, axis.size)
 
+    def part_of(self, name: str, tensor: torch.Tensor) -> Part:
+        """Where this rank's part of a tensor, or one that is cut as that is, lies in the whole, and how in memory."""
+        shape = tuple(tensor.shape)
+        order = tuple(sorted(range(len(shape)), key=lambda dim: -tensor.stride(dim))) if tensor.numel() else ()
+        if order == tuple(range(len(shape))) or tensor.is_contiguous():
+            order = ()
+        placement = self.placement(name)
+        if not self.is_divided(name):
+            return Part(shape, order=order)
+        axis = self.mesh[placement.cut]
+        rows = placement.rows(shape, axis.rank, axis.size)
+        return Part(self.whole_shape(name, shape), placement.dim, rows, order)
+
+    def stretch(self, name: str, tensor: torch.Tensor) -> Stretch:
+        """A tensor of which every rank of its kind holds the same part."""
+        part, deal = self.part_of(name, tensor), self.deal_of(name, tensor.shape)
+        return Stretch.whole(self.saved_name(name), tensor, part, deal)
+
+    def deal_of(self, name: str, shape: Sequence[int]) -> Deal:
+        """Who writes what of a part that every rank of its kind holds whole."""
+        ranks, numel = self.of(name, shape).same.ranks, torch.Size(shape).numel()
+        return deal_out(ranks, numel, len(ranks), turn=zlib.crc32(name.encode()))
+
     def told(self, name: str) -> tuple[object, ...]:
         """What all ranks must agree on of a tensor's placement; nothing where it is whole."""
         placement = self.placement(name)
@@ -160,21 +188,6 @@ class AxisMap:
             is_part = self.placement(name).is_cut and tensor.shape == shapes[name] and tensor.ndim
             yield f"{self.saved_name(name)}/{key}", self.whole(name, tensor) if is_part else tensor
 
-    def states_here(
-        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
-    ) -> dict[str, torch.Tensor]:
-        """Of whole states, this rank's part; with several stages, of this one's parameters alone."""
-        ours: dict[str, list[str]] = {}
-        for name in shapes:
-            ours.setdefault(self.saved_name(name), []).append(name)
-        found: dict[str, torch.Tensor] = {}
-        for full_name, saved in tensors.items():
-            saved_name, _, key = full_name.rpartition("/")
-            for name in ours.get(saved_name, [] if self.stages.size > 1 else [saved_name]):
-                whole = tuple(saved.shape) == self.whole_shape(name, shapes.get(name, ()))
-                found[f"{name}/{key}"] = self.part(name, saved) if whole and saved.ndim else saved
-        return found
-
     def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of the tensors that are not whole on every rank."""
         for pairs in groups:
@@ -208,6 +221,7 @@ class AxisMap:
             extra=self._joined(extra) if extra else self._nobody("tp"),
             share=(sums.index(self.mesh.rank), len(sums)),
             waits=ENDS in extra,
+            holders=sums,
         )
 
     def _nobody(self, name: str) -> Axis:

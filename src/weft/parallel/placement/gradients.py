@@ -31,6 +31,7 @@ from weft.comm.wire import Coders
 from weft.errors import ModelError
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.placement.original import Original
+from weft.parallel.placement.stretches import StateSource, Stretch
 
 _ATTRIBUTE = "_weft_data_parallel"
 
@@ -128,15 +129,20 @@ class DataParallel(Protocol):
         """Tensors of the adopted optimizer's state, whole, named `parameter/key`, in the same manner."""
         ...
 
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors for all trainable parameters, masters too. All ranks call it with the same.
-
-        Those that `frozen` gives are taken too where they are among the tensors.
-        """
+    def stretches(self) -> Iterator[Stretch]:
+        """What this rank holds of the model for checkpoints, in its own memory; no collective."""
         ...
 
-    def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give the adopted optimizer the states that `states` gave under any plan."""
+    def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+        """What this rank holds of the adopted optimizer's state, named `parameter/key`, in the same manner."""
+        ...
+
+    def load_weights(self, source: StateSource) -> None:
+        """Take weights and buffers, masters too, as any plan saved them: this rank reads its stretches. All call it."""
+        ...
+
+    def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
+        """Give the adopted optimizer the states that any plan saved, in the same manner."""
         ...
 
 

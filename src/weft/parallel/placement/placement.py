@@ -67,6 +67,18 @@ class Placement:
             return 1
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
 
+    def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
+        """The rows of `dim` that a rank holds, as ranges; those of padding lie beyond the whole."""
+        if self.index is not None:
+            return tuple(_ranges(self.index))
+        if not self.parts:
+            return ((rank * local[self.dim], (rank + 1) * local[self.dim]),)
+        found, start = [], 0
+        for part in self.parts:
+            found.append((start + rank * part // size, start + (rank + 1) * part // size))
+            start += part
+        return tuple(found)
+
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """This rank's part of the whole: a view where the rows are contiguous. rank, size: of the joined cut axis."""
         if not self.cut:
@@ -123,6 +135,17 @@ class Placement:
                 f"{'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
             )
         return segment.narrow(self.dim, rank * rows, rows)
+
+
+def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Numbers as ranges of neighbours, in their order."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return found
 
 
 #: A parameter that nobody cut.

@@ -7,23 +7,25 @@ whose loss was finite can still have spoilt the weights, and the step after tell
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from weft.checkpoint import (
     Block,
+    SavedPiece,
+    Together,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
     prune_checkpoints,
-    save_checkpoint,
+    save_pieces,
     set_aside,
     set_unfinished_aside,
     step_in_name,
     verify_checkpoint,
 )
-from weft.checkpoint.block import joined, whole_piece
+from weft.checkpoint.tensor_file import block_of
 from weft.errors import CheckpointError
 from weft.spec import RunConfig
 from weft.train.engine import GROUPS, Engine
@@ -45,6 +47,7 @@ class Keeper:
         engine: Engine,
     ):
         self._folder, self._config, self._engine = folder, config, engine
+        self._together = Together(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
         self._resumed = 0
         self._good_step: int | None = None
 
@@ -54,25 +57,26 @@ class Keeper:
         Returns its progress, and lines that say what was found. Raises CheckpointError where there is nothing to
         resume from although there should be.
         """
-        step, notes = self._engine.on_first(self._find)
+        step, notes = self._find()
         if step is None:
             return Progress(), notes
         with self._engine.pulse.doing("reads a checkpoint"):
-            checkpoint = load_checkpoint(self._folder.checkpoint(step))
-        groups = dict.fromkeys((*GROUPS, *checkpoint.groups))
-        blocks = ((f"{group}/{name}", block) for group in groups for name, block in checkpoint.blocks(group))
-        left_out = self._engine.load((whole_piece(name, block) for name, block in blocks), checkpoint.state)
+            checkpoint = load_checkpoint(self._folder.checkpoint(step), lazily=True)
+            left_out = self._engine.load(checkpoint)
         notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
         notes += [*left_out, *rate_change(self._config, step, checkpoint.state.get("rate"))]
         self._resumed = step
         return Progress(**checkpoint.state["progress"]), notes
 
     def _find(self) -> tuple[int | None, list[str]]:
-        """The step to resume from, or None, and what was found on the way; for the first rank."""
-        notes = _told_unfinished(set_unfinished_aside(self._folder.checkpoints))
-        if self._config.resume.step:
-            notes += go_back(self._folder, self._config.resume.step)
-        found = newest_checkpoint(self._folder.checkpoints)
+        """The step to resume from, or None, and what was found on the way; all ranks, each verifies its share."""
+        notes = self._engine.on_first(lambda: _told_unfinished(set_unfinished_aside(self._folder.checkpoints)))
+        if step := self._config.resume.step:
+            # What is wrong with it the first rank says, before newer ones are set aside.
+            self._engine.on_first(lambda: _check_saved(self._folder, step))
+            problems = verify_checkpoint(self._folder.checkpoint(step), together=self._together)
+            notes += self._engine.on_first(lambda: go_back(self._folder, step, problems))
+        found = newest_checkpoint(self._folder.checkpoints, together=self._together)
         if found is None:
             return None, notes
         return found.step, [*notes, *(f"checkpoint passed over: {one}" for one in found.passed_over)]
@@ -80,53 +84,47 @@ class Keeper:
     def save(
         self, progress: Progress, is_good: bool, on_saved: Callable[[int, Path], None] | None = None
     ) -> str | None:
-        """Gather a checkpoint on the first rank, write it, and drop those no longer wanted.
+        """Write a checkpoint, each rank its part, and drop those no longer wanted.
 
         is_good: these weights gave a finite loss in an evaluation. Returns why nothing was written, or None; the same
         on all ranks. What is dropped is never the newest one that is known to be good.
         """
-        groups = self._gathered()
-        if reason := self._engine.on_first(lambda: _fault(groups)):
+        pieces = list(self._engine.save())
+        answers = self._engine.gather(_fault(pieces).encode())
+        if reason := next((answer.decode() for answer in answers if answer), None):
             return reason
-        if self._engine.rank == 0:
-            path = self._write(progress, is_good, groups)
-            if on_saved:
-                on_saved(progress.step, path)
+        root = self._folder.checkpoints
+        path = save_pieces(root, progress.step, pieces, self._state(progress, is_good), self._together, GROUPS)
+        self._engine.on_first(lambda: self._drop_old(progress, is_good, path, on_saved))
         if is_good:
             self._good_step = progress.step
-        self._engine.barrier()
         return None
 
-    def _gathered(self) -> dict[str, dict[str, Block]]:
-        """What the engine saves, whole and by group, on the first rank."""
-        groups: dict[str, dict[str, Block]] = {group: {} for group in GROUPS}
-        for path, block in joined(self._engine.save()).items():
-            group, _, name = path.partition("/")
-            groups.setdefault(group, {})[name] = block
-        return groups
-
-    def _write(self, progress: Progress, is_good: bool, groups: Mapping[str, Mapping[str, Block]]) -> Path:
+    def _state(self, progress: Progress, is_good: bool) -> dict[str, object]:
+        """All but arrays."""
         position = progress.step * self._config.train.global_batch
-        path = save_checkpoint(
-            self._folder.checkpoints,
-            progress.step,
-            groups,
-            {
-                "progress": asdict(progress),
-                "plan": str(self._engine.plan),
-                **self._engine.state(),
-                "data": {"next_sample": position, "sources": self._engine.batches.state_at(position)},
-                # Random numbers of a step are drawn from seeds derived from these: there is no other state.
-                "rng": {"seed": self._config.seed, "next_step": progress.step},
-                "rate": rate_state(self._config),
-                "evaluated": is_good,
-            },
-        )
+        return {
+            "progress": asdict(progress),
+            "plan": str(self._engine.plan),
+            **self._engine.state(),
+            "data": {"next_sample": position, "sources": self._engine.batches.state_at(position)},
+            # Random numbers of a step are drawn from seeds derived from these: there is no other state.
+            "rng": {"seed": self._config.seed, "next_step": progress.step},
+            "rate": rate_state(self._config),
+            "evaluated": is_good,
+        }
+
+    def _drop_old(
+        self, progress: Progress, is_good: bool, path: Path, on_saved: Callable[[int, Path], None] | None
+    ) -> None:
+        """On the first rank, after a save."""
         kept = self._config.checkpoint
         best = progress.best_step if kept.keep_best else None
         good = None if is_good else self._last_good(progress.step)
-        prune_checkpoints(self._folder.checkpoints, kept.keep, best, spared=() if good is None else (good,))
-        return path
+        spared = () if good is None else (good,)
+        prune_checkpoints(self._folder.checkpoints, kept.keep, best, spared=spared, whole=progress.step)
+        if on_saved:
+            on_saved(progress.step, path)
 
     def _last_good(self, before: int) -> int | None:
         """The newest saved step before `before` whose weights gave a finite loss."""
@@ -170,7 +168,7 @@ class Keeper:
         return set_aside(self._folder.checkpoints, lambda one: one.committed and one.step in doubtful)
 
     def _was_evaluated(self, step: int) -> bool:
-        return bool(load_checkpoint(self._folder.checkpoint(step)).state.get("evaluated"))
+        return bool(load_checkpoint(self._folder.checkpoint(step), lazily=True).state.get("evaluated"))
 
 
 def saved_steps(folder: RunFolder) -> list[int]:
@@ -178,14 +176,18 @@ def saved_steps(folder: RunFolder) -> list[int]:
     return [step for path in list_checkpoints(folder.checkpoints) if (step := step_in_name(path.name)) is not None]
 
 
-def go_back(folder: RunFolder, step: int) -> list[str]:
-    """Set all checkpoints after `step` aside; lines that say so. CheckpointError where that step is not whole."""
+def _check_saved(folder: RunFolder, step: int) -> None:
+    """CheckpointError where there is no checkpoint of that step."""
     saved = saved_steps(folder)
     if step not in saved:
         known = ", ".join(map(str, saved)) or "none"
         raise CheckpointError(f"resume.step={step}: there is no checkpoint of that step. Use one of: {known}.")
-    if problems := verify_checkpoint(folder.checkpoint(step)):
-        others = ", ".join(str(one) for one in saved if one != step) or "none"
+
+
+def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
+    """Set all checkpoints after `step` aside; lines that say so. CheckpointError where that step has problems."""
+    if problems:
+        others = ", ".join(str(one) for one in saved_steps(folder) if one != step) or "none"
         raise CheckpointError(f"resume.step={step}: {'; '.join(problems)}. Use another one: {others}.")
     moved = set_aside(folder.checkpoints, lambda one: one.step > step)
     if not moved:
@@ -208,12 +210,14 @@ def _told_unfinished(moved: list[Path]) -> list[str]:
     ]
 
 
-def _fault(groups: Mapping[str, Mapping[str, Block]]) -> str:
-    """What makes these tensors useless to train on from, or ''."""
-    weights = [block.largest() for block in groups["model"].values()]
-    if not all(map(math.isfinite, weights)):
-        return "a weight is not finite"
-    if max(weights, default=0.0) > _LARGEST_WEIGHT:
-        return f"a weight is beyond {_LARGEST_WEIGHT:g}"
-    states_are_finite = all(math.isfinite(block.largest()) for block in groups["optimizer"].values())
-    return "" if states_are_finite else "a state of the optimizer is not finite"
+def _fault(pieces: Iterable[SavedPiece]) -> str:
+    """What makes this rank's part of a checkpoint useless to train on, or ''."""
+    largest = dict.fromkeys(GROUPS, 0.0)
+    for piece in pieces:
+        if piece.group in largest:
+            data = piece.data if isinstance(piece.data, Block) else block_of(piece.data)
+            value = data.largest()
+            largest[piece.group] = value if math.isnan(value) else max(largest[piece.group], value)
+            if not math.isfinite(value):
+                return "a weight is not finite" if piece.group == "model" else "a state of the optimizer is not finite"
+    return f"a weight is beyond {_LARGEST_WEIGHT:g}" if largest["model"] > _LARGEST_WEIGHT else ""

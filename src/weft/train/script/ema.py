@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from weft.errors import ModelError
 from weft.parallel import data_parallel
-from weft.train.step.state import held
+from weft.parallel.placement import StateSource, Stretch, flat_of
 
 
 class Ema:
@@ -59,15 +60,20 @@ class Ema:
             self._is_swapped = False
             self._swap()
 
-    def whole(self, keep: bool) -> dict[str, torch.Tensor]:
-        """The averages as whole tensors on the host, where `keep`; nothing elsewhere. A collective."""
-        with self.swapped():
-            return {name: tensor.clone() for name, tensor in held(self._engine.weights(), keep).items()}
+    def stretches(self) -> Iterator[Stretch]:
+        """What this rank holds of the averages, for checkpoints; no collective."""
+        if self._is_swapped:
+            raise ModelError("ema: the averages are in the model now. Save and load outside of ema.swapped().")
+        averages, weights = self._paired(self._engine.held_weights())
+        by_memory = {one.data_ptr(): average for average, one in zip(averages, weights, strict=True) if one.numel()}
+        for one in self._engine.stretches():
+            if one.flat.numel() and one.flat.data_ptr() in by_memory:
+                yield replace(one, flat=flat_of(by_memory[one.flat.data_ptr()]))
 
-    def restore(self, tensors: Mapping[str, torch.Tensor], num_updates: int) -> None:
-        """Take what `whole` gave under any plan. The model's weights are the averages afterwards: restore them next."""
-        self._engine.load_weights(tensors)
-        self._average = {name: weight.clone() for name, weight in self._engine.held_weights().items()}
+    def restore(self, source: StateSource, num_updates: int) -> None:
+        """Take the averages that any plan saved."""
+        for one in self.stretches():
+            one.fill(source)
         self.num_updates = num_updates
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """What a script of one's own saves, loads and exports, the same under every plan: the part of `weft.Run` for it.
 
-A checkpoint is a folder as `weft.checkpoint` writes it: tensors "model", "optimizer" and "ema", whole and by name, and
-the rest as JSON.
+A checkpoint is a folder as `weft.checkpoint` writes it: tensors "model", "optimizer" and "ema" by name, and the
+rest as JSON. Each rank writes and reads its part.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from torch import nn
 
 from weft.checkpoint import (
     Checkpoint,
+    Together,
     folder_name,
     load_checkpoint,
     newest_checkpoint,
     prune_checkpoints,
-    save_checkpoint,
+    save_pieces,
+    verify_checkpoint,
 )
+from weft.checkpoint.load import Found
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.parallel import data_parallel
@@ -34,8 +38,8 @@ from weft.train.script.export import write_pretrained
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
 from weft.train.step import ForwardFn, LossFn, TrainStep, call_model
 from weft.train.step.evaluate import mean_loss
-from weft.train.step.state import capture, capture_model, restore, saved_groups
-from weft.train.step.together import on_each, on_first
+from weft.train.step.state import GroupSource, capture_model, pieces, resume, written
+from weft.train.step.together import on_each, on_first, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +92,15 @@ class ScriptState:
         Raises CheckpointError, on all ranks, when it cannot be written; ModelError for a model of another run.
         """
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
-        is_first = self.mesh.rank == 0
         state = self._state(model, optimizer, loader, scheduler, ema, extra)
-        averages = {"ema": ema.whole(is_first)} if ema is not None else {}
-        groups = capture(model, torch_optimizer, keep=is_first) | averages
-
-        def write() -> str:
-            path = save_checkpoint(Path(folder), step, groups, state)
-            if keep is not None:
-                prune_checkpoints(Path(folder), keep)
-            return str(path)
-
-        return Path(on_first(self.mesh, write))
+        own, groups = pieces(model, torch_optimizer), ["model", "optimizer"]
+        if ema is not None:
+            own = chain(own, written("ema", ema.stretches(), data_parallel(model)))
+            groups.append("ema")
+        path = save_pieces(Path(folder), step, own, state, together(self.mesh), groups)
+        if keep is not None:
+            on_first(self.mesh, lambda: prune_checkpoints(path.parent, keep, whole=step) and None)
+        return path
 
     def load(
         self,
@@ -118,13 +119,13 @@ class ScriptState:
         Raises CheckpointError where all are damaged, or it is of another model; ModelError for a model of another run.
         """
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
-        found = on_first(self.mesh, lambda: _find(Path(folder), step))
+        found = _find(Path(folder), step, together(self.mesh))
         if found is None:
             return None
-        path = Path(found["path"])
+        path = found.path
 
         def read() -> Checkpoint:
-            checkpoint = load_checkpoint(path)
+            checkpoint = load_checkpoint(path, lazily=True)
             _check_model(checkpoint, model)
             given = {"loader": loader, "scheduler": scheduler, "ema": ema}
             for name in [name for name, value in given.items() if value is not None]:
@@ -135,8 +136,8 @@ class ScriptState:
         checkpoint = on_each(self.mesh, read)
         state = checkpoint.state
         if ema is not None:
-            ema.restore(checkpoint.tensors("ema"), int(state["ema"]["num_updates"]))
-        left_out = restore(model, torch_optimizer, saved_groups(checkpoint))
+            ema.restore(GroupSource(checkpoint, "ema"), int(state["ema"]["num_updates"]))
+        left_out = resume(model, torch_optimizer, checkpoint)
         for line in left_out if self.mesh.rank == 0 else ():
             warnings.warn(f"{path.name}: {line}", WeftWarning, stacklevel=2)
         if "settings" in state:
@@ -149,7 +150,9 @@ class ScriptState:
             restore_scheduler(scheduler, state["scheduler"])
         if (drops := drops_of(model)) is not None:
             drops.num_keys = int(state.get("dropout_keys", 0))
-        return Loaded(checkpoint.step, state.get("extra"), path, state.get("plan", ""), tuple(found["passed_over"]))
+        return Loaded(
+            checkpoint.step, state.get("extra"), path, state.get("plan", ""), tuple(map(str, found.passed_over))
+        )
 
     def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """Whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
@@ -246,19 +249,19 @@ def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.opti
     return found
 
 
-def _find(folder: Path, step: int | None) -> dict[str, Any] | None:
-    """Path of the checkpoint to load, verified, and the newer ones that were passed over."""
-    if step is not None:
-        path = folder / folder_name(step)
-        load_checkpoint(path, verify=True)
-        return {"path": str(path), "passed_over": []}
-    found = newest_checkpoint(folder)
-    return found and {"path": str(found.path), "passed_over": [str(one) for one in found.passed_over]}
+def _find(folder: Path, step: int | None, ranks: Together) -> Found | None:
+    """The checkpoint to load, of which each rank verified its share, and the newer ones that were passed over."""
+    if step is None:
+        return newest_checkpoint(folder, together=ranks)
+    path = folder / folder_name(step)
+    if problems := verify_checkpoint(path, together=ranks):
+        raise CheckpointError(f"{path}: {'; '.join(problems)}. Use another checkpoint.")
+    return Found(path, step)
 
 
 def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """CheckpointError where the checkpoint is of another model; under a pipeline no rank sees all of its own."""
-    saved = checkpoint.tensors("model")
+    saved = checkpoint.entries("model")
     wanted = {name for name, one in originals(model).items() if one.first == name}
     missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
     if missing or extra:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of model and optimizer: whole tensors by name, independent of the plan.
+"""What a checkpoint holds of model and optimizer: tensors by name, independent of the plan; each rank its part of them.
 
 Weights are the masters, in the format in which they are trained. Shared weights appear once, under their first name.
 An optimizer state of parameter `p` is named `p/state`. A third group, "wire", is there where gradients travel as a wire
@@ -7,41 +7,36 @@ that carries something from step to step: it fits the plan that made it, and no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.checkpoint import Checkpoint
+from weft.checkpoint import Checkpoint, SavedPiece
+from weft.checkpoint.part import Part
 from weft.errors import CheckpointError
 from weft.optim import build_optimizer, freeze
 from weft.parallel import data_parallel
+from weft.parallel.placement import DataParallel, SavedTensor, StateSource, Stretch, WholeTensors
 from weft.parallel.placement.state_guard import pieces_allowed
-from weft.parallel.zero.wire_states import gather_carried, load_carried
+from weft.parallel.zero.wire_states import carried_here, load_carried
 from weft.spec.config import OptimizerSection
 
 
 def capture(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors of a parallelized model and its optimizer in groups: "model", "optimizer", and "wire" where it has any.
+    """Tensors of a parallelized model and its optimizer in groups: "model" and "optimizer".
 
     All ranks call it: what is sharded is gathered piece by piece. keep: whether this rank is the one that writes;
     the others get nothing back and hold no more than one piece at a time. Tensors may be the live ones: write them
     before the next step.
     """
     tensors, engine = capture_model(model, keep=keep), data_parallel(model)
-    groups = {"model": tensors, "optimizer": held(engine.states(optimizer), keep)}
-    carried = held(gather_carried(engine), keep)
-    return {**groups, "wire": carried} if carried else groups
-
-
-def saved_groups(checkpoint: Checkpoint) -> dict[str, Mapping[str, torch.Tensor]]:
-    """The groups of a checkpoint that `restore` takes. CheckpointError where it has no model or optimizer."""
-    wire = [group for group in checkpoint.groups if group == "wire"]
-    return {group: checkpoint.tensors(group) for group in ("model", "optimizer", *wire)}
+    return {"model": tensors, "optimizer": held(engine.states(optimizer), keep)}
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -85,28 +80,78 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
     return kept
 
 
+def pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
+    """What this rank writes of a checkpoint: its share of weights and states in their own memory, no collective.
+
+    Write them before the next step.
+    """
+    engine = data_parallel(model)
+    yield from written("model", engine.stretches(), engine)
+    yield from written("optimizer", engine.state_stretches(optimizer), engine)
+    yield from (SavedPiece.whole(f"wire/{name}", one) for name, one in carried_here(engine))
+
+
+def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> Iterator[SavedPiece]:
+    """What of the stretches this rank writes, as pieces of a group."""
+    for one in stretches:
+        mine = one.mine(engine.axes.mesh.rank)
+        if mine is None:
+            continue
+        part, (start, data) = one.part, mine
+        if data.numel() == part.numel:  # all of a part lies in its own shape, row-major
+            order = part.order or tuple(range(len(part.shape)))
+            local = data.view([part.local_shape[dim] for dim in order])
+            data = local.permute([order.index(dim) for dim in range(len(order))]).contiguous()
+            part = replace(part, order=())
+        yield SavedPiece(f"{group}/{one.name}", part, one.deal, start, data)
+
+
+class GroupSource:
+    """A group of a checkpoint, of which each rank reads what it holds."""
+
+    def __init__(self, checkpoint: Checkpoint, group: str):
+        self.entries = checkpoint.entries(group)
+        self._checkpoint, self._group = checkpoint, group
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part's line from `start` on."""
+        self._checkpoint.read(self._group, name, part, start, out)
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> list[str]:
+    """Give a parallelized model and its optimizer what `pieces` gave under any plan. All ranks call it.
+
+    Each reads what it holds, and nothing else. Returns lines that say what is left out because it fits another plan
+    only. CheckpointError for a checkpoint of another model.
+    """
+    sources = (GroupSource(checkpoint, group) for group in ("model", "optimizer"))
+    wire = checkpoint.private("wire", data_parallel(model).axes.mesh.rank)
+    return _take(model, optimizer, *sources, wire)
+
+
 def restore(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> list[str]:
-    """Give a parallelized model and its optimizer what `capture` gave under any plan. All ranks call it.
+    """The same from whole tensors in memory, such as `capture` gave."""
+    sources = (WholeTensors(groups[group]) for group in ("model", "optimizer"))
+    return _take(model, optimizer, *sources, groups.get("wire", {}))
 
-    Returns lines that say what is left out because it fits another plan only.
-    """
+
+def _take(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    weights: StateSource,
+    states: StateSource,
+    wire: Mapping[str, torch.Tensor],
+) -> list[str]:
     engine = data_parallel(model)
-    own, saved, axes = model_tensors(model), groups["model"], engine.axes
+    own, axes, saved = model_tensors(model), engine.axes, weights.entries
     shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
     # A stage of a pipeline takes its own tensors only.
     _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
-    # A sharded parameter is a DTensor, a type of its own; the engine takes it, frozen or not.
-    taken = {n for n, p in model.named_parameters() if p.requires_grad or type(p) is not nn.Parameter}
-    taken |= axes.placements.keys()
-    engine.load_weights({axes.saved_name(name): saved[axes.saved_name(name)] for name in own if name in taken})
-    with torch.no_grad():
-        for name, tensor in own.items():
-            if name not in taken:
-                tensor.copy_(saved[name])
-    engine.load_states(optimizer, groups["optimizer"])
-    return load_carried(engine, groups.get("wire", {}))
+    engine.load_weights(weights)
+    engine.load_states(optimizer, states)
+    return load_carried(engine, wire)
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -118,7 +163,7 @@ def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None
             tensor.copy_(tensors[name])
 
 
-def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, SavedTensor | torch.Tensor]) -> None:
     for name in sorted(shapes.keys() ^ tensors.keys()):
         where = "the checkpoint lacks it" if name in shapes else "the model has no such tensor"
         raise CheckpointError(f"tensor {name!r}: {where}. Load the checkpoint into the model it was saved from.")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weft.comm import all_reduce, broadcast
+from weft.checkpoint import Together
+from weft.comm import all_gather, all_reduce, broadcast
 from weft.errors import CheckpointError, WeftError
 from weft.mesh import Mesh
 
@@ -29,6 +31,21 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
     if "error" in said:
         raise CheckpointError(said["error"])
     return said["value"]
+
+
+def gather(mesh: Mesh, record: bytes) -> list[bytes]:
+    """The bytes of every rank, on all ranks, in their order. A collective."""
+    text = torch.frombuffer(bytearray(record + b"."), dtype=torch.uint8).to(mesh.device)
+    longest = int(all_reduce(torch.tensor([text.numel()], device=mesh.device), mesh.world, op="max"))
+    padded = torch.nn.functional.pad(text, (0, longest - text.numel()), value=ord(" "))
+    rows = all_gather(padded, mesh.world).view(mesh.world_size, -1).cpu().numpy()
+    return [row.tobytes().rstrip(b" ")[:-1] for row in rows]
+
+
+def together(mesh: Mesh) -> Together:
+    """This rank among all, for what checkpoints ask of the others."""
+    act: Callable[[Callable[[], Any]], Any] = functools.partial(on_first, mesh)
+    return Together(mesh.rank, mesh.world_size, act, functools.partial(gather, mesh))
 
 
 def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:

@@ -26,7 +26,7 @@ from weft.comm import all_gather, broadcast, start_all_gather
 from weft.errors import ModelError
 from weft.memory import Host, HostPart, choose, step_on_host
 from weft.mesh import Axis, Mesh
-from weft.parallel.placement import Placement, Precision
+from weft.parallel.placement import Placement, Precision, StateSource, Stretch
 from weft.parallel.placement.agree import check_same_model
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.placement.joined import join_cut
@@ -41,6 +41,7 @@ from weft.parallel.zero.flat.own_loop import OwnLoop
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.flat.slot_states import gather_states, load_states
+from weft.parallel.zero.flat.slot_stretches import SlotStretches
 from weft.private_torch import version_of
 from weft.spec.shares import BUCKET_BYTES
 
@@ -250,20 +251,30 @@ class FlatModel:
             alike = [bucket for bucket in self.reducer.buckets if bucket.over is axes]
             yield from gather_states(adoption, alike, axes.shard)
 
-    @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take whole tensors for parameters and masters; others that are cut where they are among them."""
-        for slot in self._slots:
-            part = self.axes.part(slot.name, tensors[self.axes.saved_name(slot.name)])
-            slot.param.copy_(part)
-            self._take_master(slot, part)
+    def stretches(self) -> Iterator[Stretch]:
+        """What this rank holds of the model, masters for what is trained; no collective."""
+        for bucket in self.reducer.buckets:
+            if bucket.host is not None:
+                bucket.host.arrive()
+        placed = SlotStretches(self.reducer.buckets, self.axes)
+        yield from (one for slot in self._slots if (one := placed.of(slot)) is not None)
         for name, tensor in (*self._frozen.items(), *self._buffers.items()):
-            if name in self.axes.placements and name in tensors:
-                tensor.copy_(self.axes.part(name, tensors[name]))
+            yield self.axes.stretch(name, tensor)
 
-    def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give the optimizer the states that `states` gave under any plan."""
-        load_states(self._adoption(optimizer), self.axes.states_here(tensors, self._shapes))
+    def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+        """What this rank holds of the optimizer's state; no collective."""
+        return SlotStretches(self.reducer.buckets, self.axes).states(self._adoption(optimizer))
+
+    @torch.no_grad()
+    def load_weights(self, source: StateSource) -> None:
+        """Fill this rank's stretches, and bring masters into the parameters of all ranks. A collective."""
+        for one in self.stretches():
+            one.fill(source)
+        self.publish()
+
+    def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
+        """Give the optimizer this rank's part of the states that any plan saved."""
+        SlotStretches(self.reducer.buckets, self.axes).take_states(self._adoption(optimizer), source)
 
     def check_parameters(self) -> None:
         """Nobody took parameters out of their buckets; where somebody wrote to one, its master follows."""

@@ -21,7 +21,7 @@ from weft.mesh import Axis
 from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
 from weft.parallel.zero.sharded.hosted_shards import HostedShards
 from weft.parallel.zero.sharded.param_shards import Shard, local_part
-from weft.parallel.zero.states import DTYPES, exchange, not_joinable, untrained
+from weft.parallel.zero.states import DTYPES, exchange, not_joinable
 
 
 @dataclass(slots=True)
@@ -189,17 +189,11 @@ class ShardAdoption:
                     value.copy_(mine[name][key])
                 yield f"{name}/{key}", broadcast(value, self._axis, entry["owner"])
 
-    def load(self, optimizer: torch.optim.Optimizer, full_name: str, saved: torch.Tensor) -> None:
-        """Give the optimizer this rank's part of one whole state."""
+    def held_params(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter | None, bool]]:
+        """(name, what the optimizer updates here, whether that is the whole), None where another rank updates it."""
         held = self._held[optimizer]
-        name, _, key = full_name.rpartition("/")
-        shard = self._shards.get(name)
-        if shard is None or (name not in held.local and name not in held.whole):
-            raise untrained(full_name)
-        param = self._param(name) if name not in held.whole else held.mine.get(name)
-        if param is not None:
-            # Counters of steps stay where the optimizer wants them: fused kernels read them on the device.
-            optimizer.state[param][key] = _fit(shard, saved, name not in held.whole).to(param.device)
+        yield from ((name, self._param(name), False) for name in held.local)
+        yield from ((name, held.mine.get(name), True) for name in held.whole)
 
 
 def _fit(shard: Shard, value: Any, cut: bool) -> Any:

@@ -33,7 +33,7 @@ from weft.errors import ModelError
 from weft.memory import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import clip_factor
-from weft.parallel.placement import Placement, Precision
+from weft.parallel.placement import Placement, Precision, StateSource, Stretch
 from weft.parallel.placement.agree import check_same_model
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.placement.joined import join_cut
@@ -49,6 +49,7 @@ from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
 from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
+from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
 from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watch import find_optimizers, watch_steps
@@ -105,6 +106,7 @@ class FullyShardedModel:
             late = {shard.name for _, shard in self._late}
             self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
+        self._placed = ShardStretches(self.shards, kinds, axes)
         self._modules = [unit.module for unit in self.units]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
@@ -313,27 +315,29 @@ class FullyShardedModel:
                 if isinstance(value, torch.Tensor):
                     yield f"{name}/{key}", value
 
-    @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part of whole tensors; frozen parameters too, where they are among them."""
-        for module in self._modules:
-            module.reshard()
-        for name, shard in self.shards.items():
-            if shard.param.requires_grad or name in tensors:
-                shard.local.copy_(shard.part(self.axes.part(name, tensors[self.axes.saved_name(name)])))
-        for name, param in (*self.plain.items(), *self._buffers.items()):
-            if param.requires_grad or name in tensors:
-                param.copy_(self.axes.part(name, tensors[self.axes.saved_name(name)]))
+    def stretches(self) -> Iterator[Stretch]:
+        """What this rank holds of the model; no collective."""
+        self.held_weights()  # lets go of what was gathered
+        yield from (one for name in self.shards if (one := self._placed.of(name)) is not None)
+        for name, tensor in (*self.plain.items(), *self._buffers.items()):
+            yield self.axes.stretch(name, tensor)
 
-    def load_states(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give the optimizer this rank's part of whole states."""
+    def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+        """What this rank holds of the optimizer's state; no collective."""
         self.adopt(optimizer)
-        for full_name, saved in self.axes.states_here(tensors, self._shapes).items():
-            name, _, key = full_name.rpartition("/")
-            if name in self.plain:
-                optimizer.state[self.plain[name]][key] = saved.clone().to(self.plain[name].device)
-            else:
-                self._adoption.load(optimizer, full_name, saved)
+        yield from self._placed.states(optimizer, self._adoption)
+        yield from plain_states(self.plain, optimizer, self.axes)
+
+    @torch.no_grad()
+    def load_weights(self, source: StateSource) -> None:
+        """Fill this rank's stretches."""
+        for one in self.stretches():
+            one.fill(source)
+
+    def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
+        """Give the optimizer this rank's part of the states that any plan saved."""
+        self.adopt(optimizer)
+        self._placed.take_states(optimizer, self._adoption, self.plain, source)
 
     def settle(self) -> None:
         """At the step of a user's own loop: gradients are where the optimizer looks for them."""

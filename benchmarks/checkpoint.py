@@ -1,0 +1,173 @@
+"""Checkpoints beside torch's distributed ones (DCP): the same weights and Adam states, fully sharded, interleaved.
+
+    python benchmarks/checkpoint.py                                  60 M parameters on 2 ranks
+    python benchmarks/checkpoint.py --size 500 --ranks 4 --rounds 3  500 M on 4 (needs 12 GB of memory and disk)
+
+save_s: until every rank knows that it is durable. stall_s: how long training waits; Weft waits for all of it, `async`
+of DCP until its copy is made. load_s: into a model that trains. verify_s: digests of all files, which DCP has none of.
+MiB: by how much the peak memory of a rank rose. Medians over rounds of the slowest rank; the order rotates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from weft.checkpoint import load_checkpoint, save_pieces, verify_checkpoint
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.spec.plan import Plan
+from weft.testing import RankPool
+from weft.train import TrainStep
+from weft.train.step.state import pieces, resume
+from weft.train.step.together import together
+
+LAYERS = 15
+
+
+def layers(size: int) -> nn.Sequential:
+    """`size` million parameters."""
+    width = int((size * 1e6 / LAYERS) ** 0.5) // 64 * 64
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+
+
+def memory(what: str) -> float:
+    """MiB of this process: VmRSS now, VmHWM at most since the peak was forgotten."""
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(f"{what}:")]
+    return int(line.split()[1]) / 1024
+
+
+def measured(act: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the slowest rank, and by how many MiB a rank's peak rose at most."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    dist.barrier()
+    began = time.perf_counter()
+    act()
+    both = torch.tensor([time.perf_counter() - began, memory("VmHWM") - before])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    return float(both[0]), float(both[1])
+
+
+class Ours:
+    """Weft under zero=3."""
+
+    name = "weft"
+
+    def __init__(self, size: int, root: Path):
+        self.root = root / "weft"
+        self.mesh = build_mesh(Plan.parse(f"dp_shard={dist.get_world_size()} zero=3"))
+        self.model = parallelize(layers(size), self.mesh, seed=1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        step = TrainStep(self.model, self.optimizer, lambda out, batch: (out.square().sum(), len(batch)), self.mesh)
+        step(torch.ones(2, self.model[0].in_features))
+
+    def save(self, number: int) -> dict[str, float]:
+        took, rose = measured(
+            lambda: save_pieces(self.root, number, pieces(self.model, self.optimizer), {}, together(self.mesh))
+        )
+        return {"save_s": took, "stall_s": took, "save_MiB": rose}
+
+    def load(self, number: int) -> dict[str, float]:
+        path = self.root / f"step_{number:08d}"
+        took, rose = measured(lambda: resume(self.model, self.optimizer, load_checkpoint(path, lazily=True)))
+        checked, _ = measured(lambda: verify_checkpoint(path, together=together(self.mesh)))
+        return {"load_s": took, "load_MiB": rose, "verify_s": checked}
+
+
+class Dcp:
+    """FSDP2 with torch's distributed checkpoints."""
+
+    name, waits = "dcp", True
+
+    def __init__(self, size: int, root: Path):
+        self.root = root / self.name
+        torch.manual_seed(1)
+        self.model = layers(size)
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.model(torch.ones(2, self.model[0].in_features)).square().sum().backward()
+        self.optimizer.step()
+
+    def save(self, number: int) -> dict[str, float]:
+        began, stalled = time.perf_counter(), [0.0]
+
+        def act() -> None:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            state = {"model": model, "optimizer": optimizer}
+            if self.waits:
+                dcp.save(state, checkpoint_id=self.root / str(number))
+            else:
+                pending = dcp.async_save(state, checkpoint_id=self.root / str(number))
+                stalled[0] = time.perf_counter() - began
+                pending.result()
+
+        took, rose = measured(act)
+        return {"save_s": took, "stall_s": took if self.waits else stalled[0], "save_MiB": rose}
+
+    def load(self, number: int) -> dict[str, float]:
+        def act() -> None:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            state = {"model": model, "optimizer": optimizer}
+            dcp.load(state, checkpoint_id=self.root / str(number))
+            set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+        took, rose = measured(act)
+        return {"load_s": took, "load_MiB": rose}
+
+
+class DcpAsync(Dcp):
+    """The same, in the background."""
+
+    name, waits = "dcp async", False
+
+
+def rounds(size: int, number: int, root: str) -> dict[str, list[dict[str, float]]]:
+    """All rivals in turn, `number` times."""
+    rivals = [kind(size, Path(root)) for kind in (Ours, Dcp, DcpAsync)]
+    found: dict[str, list[dict[str, float]]] = {rival.name: [] for rival in rivals}
+    for turn in range(number):
+        for rival in rivals[turn % 3 :] + rivals[: turn % 3]:
+            found[rival.name].append(rival.save(turn) | rival.load(turn))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                for path in rival.root.iterdir():
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else None
+            dist.barrier()
+    return found
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--size", type=int, default=60, help="million parameters")
+    words.add_argument("--ranks", type=int, default=2)
+    words.add_argument("--rounds", type=int, default=5)
+    words.add_argument("--folder", default=None, help="where to write; a temporary folder")
+    chosen = words.parse_args()
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as root, RankPool(chosen.ranks) as pool:
+        found = pool.run(rounds, chosen.size, chosen.rounds, root)[0]
+    columns = ["stall_s", "save_s", "load_s", "verify_s", "save_MiB", "load_MiB"]
+    print(f"{'':12}" + "".join(f"{column:>12}" for column in columns))
+    for name, rows in found.items():
+        values = [statistics.median([row[c] for row in rows]) if c in rows[0] else float("nan") for c in columns]
+        print(f"{name:12}" + "".join(f"{value:12.2f}" for value in values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Which elements of a whole array lie in a stretch of memory, and which rank has which of them. Pure arithmetic.
+
+A rank holds rows of one dim of an array (all of them, where nobody cut it), and of those, flattened, one run:
+
+    whole (8, 4), cut over two ranks of tp along dim 0      part: rows 4 to 8, so 16 elements in a line
+    those in a flat bucket, divided over ranks              deal: the line from its start on, cut into equal lengths
+
+Both are described without naming every rank, so what is said of a tensor does not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+#: Index ranges of an array, a pair for each dim.
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxView:
+    """Elements of a box of the whole in memory: that at the box's first corner is at `offset`, counted in elements."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+    def at(self, box: Box) -> int:
+        """Where the first corner of a box inside of this one lies."""
+        steps = zip(box, self.box, self.strides, strict=True)
+        return self.offset + sum((inner[0] - outer[0]) * stride for inner, outer, stride in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one dim of an array, and the order in which its elements lie one after another.
+
+    shape: of the whole. rows: ranges of `dim`, joined in this order; None: all. They may reach beyond the whole, where
+    rows were padded: what lies there belongs to nothing. order: dims from the slowest to the fastest in memory; () is
+    row-major.
+    """
+
+    shape: tuple[int, ...]
+    dim: int = 0
+    rows: tuple[tuple[int, int], ...] | None = None
+    order: tuple[int, ...] = ()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the joined rows."""
+        if self.rows is None:
+            return self.shape
+        number = sum(end - start for start, end in self.rows)
+        return (*self.shape[: self.dim], number, *self.shape[self.dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows reach beyond the whole."""
+        return self.rows is not None and any(end > self.shape[self.dim] for _, end in self.rows)
+
+    def strides(self) -> tuple[int, ...]:
+        """How far apart neighbours along each dim lie in the line."""
+        local, found, step = self.local_shape, [0] * len(self.shape), 1
+        for dim in reversed(self.order or range(len(self.shape))):
+            found[dim] = step
+            step *= local[dim]
+        return tuple(found)
+
+    def views(self, start: int, end: int) -> Iterator[BoxView]:
+        """The elements of the line from `start` to `end` as boxes of the whole; offsets count from `start`."""
+        order, local, strides = self.order or tuple(range(len(self.shape))), self.local_shape, self.strides()
+        for first, last in _boxes([local[dim] for dim in order], start, end):
+            low, high = [0] * len(order), [0] * len(order)
+            for place, dim in enumerate(order):
+                low[dim], high[dim] = first[place], last[place]
+            offset = sum(one * stride for one, stride in zip(low, strides, strict=True)) - start
+            box = tuple(zip(low, high, strict=True))
+            yield from self._in_whole(BoxView(box, offset, strides))
+
+    def span(self, box: Box) -> tuple[int, int] | None:
+        """From where to where in the line the elements of a box lie, with others between them; None: none do."""
+        strides, found = self.strides(), []
+        for place, low, high in self._segments():
+            lower, upper = max(low, box[self.dim][0]), min(high, box[self.dim][1])
+            if lower < upper:
+                inside = (*box[: self.dim], (place + lower - low, place + upper - low), *box[self.dim + 1 :])
+                first = sum(one[0] * stride for one, stride in zip(inside, strides, strict=True))
+                last = sum((one[1] - 1) * stride for one, stride in zip(inside, strides, strict=True))
+                found.append((first, last + 1))
+        if not self.shape:
+            return 0, 1
+        return (min(one[0] for one in found), max(one[1] for one in found)) if found else None
+
+    def _segments(self) -> Iterator[tuple[int, int, int]]:
+        """Ranges of rows of the whole: (first row here, first row there, end there)."""
+        place = 0
+        for low, high in self.rows if self.rows is not None else ((0, self.shape[self.dim]),) if self.shape else ():
+            yield place, low, min(high, self.shape[self.dim])
+            place += high - low
+
+    def _in_whole(self, view: BoxView) -> Iterator[BoxView]:
+        if self.rows is None:
+            yield view
+            return
+        start, end = view.box[self.dim]
+        for place, low, high in self._segments():
+            lower, upper = max(start, place), min(end, place + high - low)
+            if lower < upper:
+                there = (low + lower - place, low + upper - place)
+                box = (*view.box[: self.dim], there, *view.box[self.dim + 1 :])
+                yield BoxView(box, view.offset + (lower - start) * view.strides[self.dim], view.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Who has which elements of a part: its line lies in a longer one, from `start` on, which is cut into lengths.
+
+    Each length is cut again for `times` ranks that hold the same: they have `each` elements of it, the last ones less
+    or none. ranks: those of the first length, then those of the second, ...; turn: by how many places the ranks of a
+    length are moved on, so that small tensors go to different ones.
+    """
+
+    ranks: tuple[int, ...]
+    length: int
+    start: int = 0
+    times: int = 1
+    each: int = 0
+    turn: int = 0
+
+    @classmethod
+    def to_one(cls, rank: int, numel: int) -> Deal:
+        """All of it to one rank."""
+        return cls((rank,), max(numel, 1))
+
+    @property
+    def share(self) -> int:
+        """The most elements that one rank has."""
+        return self.each or self.length
+
+    def holder(self, position: int) -> int:
+        """The rank that has the element at this place of the part; of a part without elements the one at its start."""
+        number, rest = divmod(self.start + position, self.length)
+        if number * self.times >= len(self.ranks):  # a part without elements at the end of everything
+            number, rest = len(self.ranks) // self.times - 1, 0
+        return self.ranks[number * self.times + (rest // self.share + self.turn) % self.times]
+
+    def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, from, to) for each rank that has any of the elements from `start` to `end` of a part of `numel`."""
+        position = start
+        while position < end:
+            number, rest = divmod(self.start + position, self.length)
+            piece = number * self.length + rest // self.share * self.share - self.start
+            stop = min(piece + self.share, (number + 1) * self.length - self.start, numel)
+            yield self.holder(position), max(piece, 0), stop
+            position = stop
+
+    def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
+        """What of the elements from `start` to `end`, which it holds with others, this rank has; None: nothing."""
+        if not numel:
+            return (0, 0) if self.holder(0) == rank else None
+        if rank not in self.ranks:
+            return None
+        number, place = divmod(self.ranks.index(rank), self.times)
+        low = number * self.length + (place - self.turn) % self.times * self.share
+        high = min(low + self.share, (number + 1) * self.length)
+        low, high = max(low - self.start, start), min(high - self.start, end, numel)
+        return (low, high) if low < high else None
+
+
+#: Fewer elements than this are not divided among ranks that hold the same.
+LEAST_SHARE = 65536
+
+
+def deal_out(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> Deal:
+    """A line of equal lengths, each held by `times` ranks that share the work of it evenly, but for what is small."""
+    each = min(length, max(-(-length // times), LEAST_SHARE))
+    return Deal(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
+
+
+def meet(one: Box, other: Box) -> Box | None:
+    """What two boxes share; None: nothing."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return None if any(low >= high for low, high in found) else found
+
+
+def numel_of(box: Box) -> int:
+    """How many elements a box has."""
+    return math.prod(high - low for low, high in box)
+
+
+def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A run of a row-major array as boxes, at most 2 n - 1 for n dims: (first corner, end corner)."""
+    if end <= start:
+        return
+    if not shape:
+        yield (), ()
+        return
+    rest = shape[1:]
+    inner = math.prod(rest)
+    first = start // inner
+    if start % inner:
+        stop = min(end, (first + 1) * inner)
+        for low, high in _boxes(rest, start - first * inner, stop - first * inner):
+            yield (first, *low), (first + 1, *high)
+        first, start = first + 1, stop
+    full = end // inner
+    if start < end and first < full:
+        yield (first, *([0] * len(rest))), (full, *rest)
+    if start < end and full * inner < end:
+        for low, high in _boxes(rest, 0, end - full * inner):
+            yield (full, *low), (full + 1, *high)

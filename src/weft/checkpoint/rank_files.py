@@ -1,0 +1,239 @@
+"""All ranks write one checkpoint: each its own files at the same time, and the first one what binds them.
+
+    every rank    its files into the hidden folder, fsynced and digested, and what it says of tensors that begin with it
+    all           sizes, digests, or what went wrong, to the first rank: one exchange of some 250 bytes a rank
+    first rank    state.json and manifest.json; then the rename and COMMIT, as for one process
+
+What a rank says of a tensor holds for all ranks that have some of it, and it is said once: where the tensor begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.checkpoint import folders, save, strict_json
+from weft.checkpoint.all_ranks import Together
+from weft.checkpoint.block import Block
+from weft.checkpoint.manifest import DTYPE_BYTES, STATE_NAME, FileEntry, TensorEntry, parse_manifest
+from weft.checkpoint.part import Deal, Part
+from weft.checkpoint.slices import RankLists, Slice, read_slices, shard_name
+from weft.checkpoint.tensor_file import dtype_name, write_file, write_tensors
+from weft.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Groups whose tensors belong to one rank each, under one plan: they lie in its file, and nobody else is told.
+PRIVATE = ("wire",)
+_TOLD = "told-{rank:05d}.json"
+_SAID = 200
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedPiece:
+    """What one rank writes of one tensor.
+
+    path: "group/name". data: the elements of the part's line from `start` on: a tensor or a block of any shape.
+    """
+
+    path: str
+    part: Part
+    deal: Deal
+    start: int
+    data: Tensor | Block
+
+    @classmethod
+    def whole(cls, path: str, data: Tensor | Block, rank: int = 0) -> SavedPiece:
+        """A tensor that lies on this rank alone."""
+        part = Part(tuple(data.shape))
+        return cls(path, part, Deal.to_one(rank, part.numel), 0, data)
+
+    @property
+    def group(self) -> str:
+        return self.path.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.partition("/")[2]
+
+
+def save_pieces(
+    root: Path,
+    step: int,
+    pieces: Iterable[SavedPiece],
+    state: Mapping[str, object],
+    together: Together,
+    groups: Sequence[str] = ("model", "optimizer"),
+) -> Path:
+    """Save one step, each rank its own pieces, and return its folder on all ranks. All ranks call it.
+
+    state: JSON values, of the first rank. groups: those that are there even if empty. Raises CheckpointError on all
+    ranks where one cannot write; earlier checkpoints then stand as they were.
+    """
+    members: dict[str, dict[str, SavedPiece]] = {group: {} for group in groups}
+    for piece in pieces:
+        members.setdefault(piece.group, {})[piece.name] = piece
+    if together.number == 1:
+        tensors = {group: {name: piece.data for name, piece in found.items()} for group, found in members.items()}
+        return save.save_checkpoint(root, step, tensors, state)
+    return _Saving(Path(root), step, members, together).save(state)
+
+
+class _Saving:
+    """One sharded save, on one rank."""
+
+    def __init__(self, root: Path, step: int, members: dict[str, dict[str, SavedPiece]], together: Together):
+        self._root, self._step, self._members, self._together = root, step, members, together
+        self._held = contextlib.ExitStack()  # the writer's lock, on the first rank
+
+    def save(self, state: Mapping[str, object]) -> Path:
+        needed = json.dumps(sum(_bytes_of(one) + 1024 for found in self._members.values() for one in found.values()))
+        sizes = self._together.gather(needed.encode())
+        with self._held:
+            place = Path(self._together.on_first(lambda: str(self._open(sum(map(int, sizes))))))
+            try:
+                said = {"files": self._write(place)}
+            except (OSError, CheckpointError) as error:
+                said = {"error": f"{getattr(error, 'strerror', None) or error}"[:_SAID]}
+            except BaseException as error:
+                # The others wait for word from this rank; who was interrupted says so, and then ends.
+                self._together.gather(json.dumps({"error": type(error).__name__}).encode())
+                raise
+            answers = self._together.gather(json.dumps(said).encode())
+            return Path(self._together.on_first(lambda: str(self._bind(place, answers, state))))
+
+    def _open(self, num_bytes: int) -> Path:
+        if type(self._step) is not int or not 0 <= self._step < 10**15:
+            raise CheckpointError(f"step={self._step!r}: a checkpoint's step is a whole number, 0 or more.")
+        with _told(self._root, self._step):
+            save.prepare(self._root, self._held)
+            save.require_space(self._root, num_bytes + 2**20)
+            return folders.new_temp_folder(self._root, self._step)
+
+    def _write(self, place: Path) -> dict[str, list[object]]:
+        """This rank's files: name -> [bytes, digest]."""
+        rank, tables = self._together.rank, RankLists()
+        told: dict[str, dict[str, object]] = {}
+        written: dict[str, list[object]] = {}
+        for group, found in self._members.items():
+            if not found:
+                continue
+            entries = {name: TensorEntry("", _dtype(piece), _shape(piece)) for name, piece in found.items()}
+            name = shard_name(group, rank)
+            file = write_tensors(place / name, {one: piece.data for one, piece in found.items()}, entries)
+            written[name] = [file.num_bytes, file.sha256]
+            if group not in PRIVATE:
+                told[group] = {
+                    name: {
+                        "dtype": entries[name].dtype,
+                        "shape": list(piece.part.shape),
+                        "slice": Slice(piece.part, piece.deal).to_json(tables),
+                    }
+                    for name, piece in found.items()
+                    if piece.start == 0
+                }
+        if any(told.values()):
+            text = json.dumps({"ranks": tables.rows, "tensors": told}, separators=(",", ":")).encode()
+            write_file(place / _TOLD.format(rank=rank), text)
+        return written
+
+    def _bind(self, place: Path, answers: list[bytes], state: Mapping[str, object]) -> Path:
+        """On the first rank: make what all wrote a checkpoint, or nothing."""
+        try:
+            with _told(self._root, self._step):
+                files: dict[str, FileEntry] = {}
+                for rank, answer in enumerate(map(json.loads, answers)):
+                    if "error" in answer:
+                        raise CheckpointError(
+                            f"run.dir={self._root}: the checkpoint of step {self._step} could not be written (rank"
+                            f" {rank}: {answer['error']}). Earlier checkpoints are untouched. Free some space or choose"
+                            " another run.dir, and run the command again."
+                        )
+                    files |= {name: FileEntry(*entry) for name, entry in answer["files"].items()}
+                self._check_there(place, files)
+                entries = self._join(place)
+                files[STATE_NAME] = write_file(place / STATE_NAME, strict_json.encode(dict(state), "state"))
+                manifest = save.write_manifest(place, self._step, files, entries)
+                parse_manifest(manifest)  # what no reader would take is refused here, where it can still be said
+                return save.publish(self._root, self._step, place, manifest)
+        except BaseException:
+            folders.discard(place)
+            raise
+
+    def _check_there(self, place: Path, files: Mapping[str, FileEntry]) -> None:
+        """All ranks wrote to the folder that this one sees."""
+        missing = sorted(files.keys() - {*os.listdir(place)})
+        if missing:
+            raise CheckpointError(
+                f"run.dir={self._root}: {missing[0]} was written by another machine and is not here. Choose a run.dir"
+                " that all machines share."
+            )
+
+    def _join(self, place: Path) -> dict[str, dict[str, TensorEntry]]:
+        """What ranks said of tensors, as entries of the manifest; their files go."""
+        parts: dict[str, dict[str, tuple[str, tuple[int, ...], list[Slice]]]] = {
+            group: {} for group in self._members if group not in PRIVATE
+        }
+        for path in sorted(place.glob("told-*.json")):
+            told: dict[str, Any] = json.loads(path.read_bytes())
+            tables = RankLists([tuple(row) for row in told["ranks"]])
+            for group, names in told["tensors"].items():
+                for name, one in names.items():
+                    shape = tuple(one["shape"])
+                    (found,) = read_slices([one["slice"]], shape, tables)
+                    entry = parts.setdefault(group, {}).setdefault(name, (one["dtype"], shape, []))
+                    if not any(_overlap(found.part, known.part) for known in entry[2]):
+                        entry[2].append(found)  # else another stage has the same: one of them counts
+            path.unlink()
+        return {
+            group: {
+                name: TensorEntry("", dtype, shape, None, tuple(slices)) for name, (dtype, shape, slices) in m.items()
+            }
+            for group, m in parts.items()
+        }
+
+
+def _overlap(one: Part, other: Part) -> bool:
+    if one.rows is None or other.rows is None:
+        return True
+    return any(low < end and start < high for low, high in one.rows for start, end in other.rows)
+
+
+@contextlib.contextmanager
+def _told(root: Path, step: int) -> Any:
+    """What the system says, in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"run.dir={root}: the checkpoint of step {step} could not be written ({error.strerror or error})."
+            " Earlier checkpoints are untouched. Free some space or choose another run.dir, and run the command again."
+        ) from error
+
+
+def _dtype(piece: SavedPiece) -> str:
+    return dtype_name(piece.path, piece.data)
+
+
+def _shape(piece: SavedPiece) -> tuple[int, ...]:
+    """Its own shape where it is all of a part, else a line."""
+    shape = tuple(piece.data.shape)
+    numel = 1
+    for size in shape:
+        numel *= size
+    local = piece.part.local_shape
+    is_all = piece.start == 0 and numel == piece.part.numel and not piece.part.order
+    return local if is_all else (numel,)
+
+
+def _bytes_of(piece: SavedPiece) -> int:
+    numel = 1
+    for size in piece.data.shape:
+        numel *= int(size)
+    return numel * DTYPE_BYTES[_dtype(piece)]

@@ -1,0 +1,225 @@
+"""Read any stretch of any tensor of a checkpoint: only the bytes that are asked for, whatever plan wrote them.
+
+Bytes are read, not mapped: a file that is cut off or cannot be read is an error then, and not the end of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
+from weft.checkpoint.part import Box, BoxView, Deal, Part, meet
+from weft.checkpoint.slices import Slice, shard_name
+from weft.errors import CheckpointError
+
+_OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+#: Open files at a time.
+_MOST_OPEN = 32
+#: Runs at least so long are read one by one; of shorter ones everything between them is read too.
+_LONG_RUN = 16 * 2**10
+#: Bytes that are read at once where runs are short.
+_WINDOW = 4 * 2**20
+_MOST_HEADER = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor's bytes begin in its file, and how many there are."""
+
+    dtype: str
+    offset: int
+    num_bytes: int
+
+
+class _File:
+    """One open safetensors file, and where its tensors lie."""
+
+    def __init__(self, path: Path, expected: FileEntry):
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(self._handle)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != expected.num_bytes:
+                raise CheckpointError(f"{path.name} has {status.st_size} bytes instead of {expected.num_bytes}")
+            self.name, self.tensors = path.name, self._header(status.st_size)
+        except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
+            os.close(self._handle)
+            if isinstance(error, CheckpointError | OSError):
+                raise
+            raise CheckpointError(f"{path.name}: not a safetensors file ({error})") from error
+
+    def _header(self, size: int) -> dict[str, _Stored]:
+        length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
+        if not 2 <= length <= min(size - 8, _MOST_HEADER):
+            raise ValueError("its header has no length")
+        raw = json.loads(os.pread(self._handle, length, 8))
+        raw.pop("__metadata__", None)
+        found: dict[str, _Stored] = {}
+        for name, entry in raw.items():
+            start, end = entry["data_offsets"]
+            num_bytes = math.prod(entry["shape"]) * DTYPE_BYTES[entry["dtype"]]
+            if type(start) is not int or not 0 <= start <= end <= size - 8 - length or num_bytes != end - start:
+                raise ValueError(f"tensor {name[:200]!r} does not fit")
+            found[name] = _Stored(entry["dtype"], 8 + length + start, num_bytes)
+        return found
+
+    def into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` from there on. CheckpointError where the file ends before."""
+        while len(target):
+            number = os.preadv(self._handle, [target], offset)
+            if not number:
+                raise CheckpointError(f"{self.name} ended while it was read: it was cut off")
+            target, offset = target[number:], offset + number
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+class StretchReader:
+    """Reads stretches of one checkpoint's tensors. `num_bytes`: what it has read of tensors so far."""
+
+    def __init__(self, folder: Path, files: Mapping[str, FileEntry]):
+        self._folder, self._files = folder, files
+        self._open: OrderedDict[str, _File] = OrderedDict()
+        self.num_bytes = 0
+
+    def close(self) -> None:
+        """Let go of all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with the elements of the part's line from `start` on; what is padded becomes zero.
+
+        Raises CheckpointError, which names the file, where bytes are missing.
+        """
+        if tuple(part.shape) != entry.shape:
+            raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")
+        width = DTYPE_BYTES[entry.dtype]
+        target = np.frombuffer(out, _OF_WIDTH[width])
+        end = start + len(target)
+        if part.is_padded:
+            target[:] = 0
+        try:
+            for one in entry.slices or (Slice(Part(entry.shape), Deal.to_one(0, math.prod(entry.shape))),):
+                source = _Source(self, group, entry.same_as or name, entry, one)
+                if one.part == part:
+                    source.copy_line(target, start, end)
+                else:
+                    for view in part.views(start, end):
+                        source.copy_view(target, view)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder.name}: {error.filename or name}: {error.strerror}") from error
+
+    def file(self, name: str) -> _File:
+        """An open file, of which the ones used last stay open."""
+        if name not in self._open:
+            if name not in self._files:
+                raise CheckpointError(f"{name} is missing in the manifest")
+            if len(self._open) >= _MOST_OPEN:
+                self._open.popitem(last=False)[1].close()
+            try:
+                self._open[name] = _File(self._folder / name, self._files[name])
+            except FileNotFoundError:
+                raise CheckpointError(f"{name} is missing") from None
+            except OSError as error:
+                raise CheckpointError(f"{name} cannot be read ({error.strerror})") from error
+        self._open.move_to_end(name)
+        return self._open[name]
+
+
+class _Source:
+    """One slice of one tensor in the files of its ranks."""
+
+    def __init__(self, reader: StretchReader, group: str, name: str, entry: TensorEntry, one: Slice):
+        self._reader, self._group, self._name, self._entry = reader, group, name, entry
+        self._part, self._deal, self._numel = one.part, one.deal, one.part.numel
+        self._width = DTYPE_BYTES[entry.dtype]
+
+    def copy_line(self, target: np.ndarray, start: int, end: int) -> None:
+        """The same part: runs of the same line."""
+        for rank, low, high in self._deal.runs(start, end, self._numel):
+            first, last = max(low, start), min(high, end)
+            file, offset = self._place(rank, high - low)
+            self._fill(target[first - start : last - start], file, offset + (first - low) * self._width)
+
+    def copy_view(self, target: np.ndarray, want: BoxView) -> None:
+        """What of this slice lies in a box of the whole."""
+        span = self._part.span(want.box)
+        if span is None:
+            return
+        for rank, low, high in self._deal.runs(*span, self._numel):
+            start = max(low, span[0])
+            file, offset = self._place(rank, high - low)
+            for have in self._part.views(start, min(high, span[1])):
+                box = meet(have.box, want.box)
+                if box is not None:
+                    there = offset + (start - low + have.at(box)) * self._width
+                    self._copy_box(target[want.at(box) :], want.strides, file, there, have.strides, box)
+
+    def _place(self, rank: int, numel: int) -> tuple[_File, int]:
+        name = self._entry.file or shard_name(self._group, rank)
+        file = self._reader.file(name)
+        stored = file.tensors.get(self._name)
+        if stored is None or stored.dtype != self._entry.dtype or stored.num_bytes != numel * self._width:
+            raise CheckpointError(f"{name}: tensor {self._name[:200]!r} is not in it as the manifest says")
+        return file, stored.offset
+
+    def _fill(self, target: np.ndarray, file: _File, offset: int) -> None:
+        self._reader.num_bytes += target.nbytes
+        file.into(memoryview(target.view(np.uint8)), offset)
+
+    def _copy_box(
+        self, target: np.ndarray, strides: tuple[int, ...], file: _File, offset: int, from_: tuple[int, ...], box: Box
+    ) -> None:
+        """A box from a file into memory. strides, from_: in elements, there and in the file."""
+        width = self._width
+        order = sorted(range(len(box)), key=lambda dim: -from_[dim])
+        sizes = [box[dim][1] - box[dim][0] for dim in order]
+        reach = [from_[dim] for dim in order]
+        out = np.lib.stride_tricks.as_strided(target, sizes, [strides[dim] * width for dim in order])
+        run, inner = 1, len(sizes)
+        while inner and reach[inner - 1] == run:  # dims that lie close together in the file
+            run *= sizes[inner - 1]
+            inner -= 1
+        outer = sizes[:inner]
+        if not outer or run * width >= _LONG_RUN:
+            for place in np.ndindex(*outer):
+                there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
+                self._fill_box(out[place], file, there, run)
+            return
+        step, rows = reach[inner - 1], outer[-1]
+        at_once = max(1, _WINDOW // (step * width))
+        for place in np.ndindex(*outer[:-1]):
+            there = offset + sum(one * by for one, by in zip(place, reach, strict=False)) * width
+            for first in range(0, rows, at_once):
+                number = min(at_once, rows - first)
+                window = np.empty((number - 1) * step + run, out.dtype)
+                self._fill(window, file, there + first * step * width)
+                shape = (number, *sizes[inner:])
+                close = [by * width for by in (step, *reach[inner:])]
+                out[place][first : first + number] = np.lib.stride_tricks.as_strided(window, shape, close)
+
+    def _fill_box(self, out: np.ndarray, file: _File, offset: int, run: int) -> None:
+        if out.flags.c_contiguous and out.size:
+            self._fill(out.reshape(-1), file, offset)
+            return
+        window = np.empty(run, out.dtype)
+        self._fill(window, file, offset)
+        out[...] = window.reshape(out.shape)
+
+
+def whole(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:
+    """All bytes of a tensor, row-major."""
+    data = bytearray(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype])
+    if data:
+        read(Part(entry.shape), memoryview(data))
+    return memoryview(data)

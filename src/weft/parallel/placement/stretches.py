@@ -1,0 +1,162 @@
+"""What a rank holds of a model's tensors and of an optimizer's states, for checkpoints: each a stretch of memory.
+
+Saving writes this rank's share of each stretch, and loading fills it: no rank ever holds more than it trains with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from weft.checkpoint.part import Deal, Part
+from weft.checkpoint.tensor_file import format_name, torch_formats
+from weft.errors import CheckpointError
+
+#: Elements that travel at once where the saved format is another than ours, or the memory is a device's.
+_AT_ONCE = 2**23
+
+
+class SavedTensor(Protocol):
+    """Shape and format of a tensor in a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+class StateSource(Protocol):
+    """A group of a checkpoint: what there is, and any stretch of it."""
+
+    entries: Mapping[str, SavedTensor]
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part's line from `start` on, in the saved format."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Elements of one tensor that lie here. flat: its memory, 1-D, the part's line from `start` on.
+
+    name: in checkpoints. deal: who writes which of them. home: where they go once loaded, where `flat` is a copy.
+    """
+
+    name: str
+    part: Part
+    deal: Deal
+    start: int
+    flat: torch.Tensor
+    home: torch.Tensor | None = None
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor, part: Part, deal: Deal) -> Stretch:
+        """A tensor of which this rank holds all of its part."""
+        tensor = tensor.detach()
+        dense = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+        is_dense, reach = True, 1
+        for step, size in dense:
+            is_dense, reach = is_dense and step == reach, reach * size
+        if is_dense:
+            return cls(name, part, deal, 0, flat_of(tensor))
+        part = Part(part.shape, part.dim, part.rows)
+        return cls(name, part, deal, 0, tensor.contiguous().view(-1), tensor)
+
+    def mine(self, rank: int) -> tuple[int, torch.Tensor] | None:
+        """What of it this rank writes, and from where on; None: others do."""
+        run = self.deal.run_of(rank, self.start, self.start + self.flat.numel(), self.part.numel)
+        return None if run is None else (run[0], self.flat[run[0] - self.start : run[1] - self.start])
+
+    @torch.no_grad()
+    def fill(self, source: StateSource) -> None:
+        """Take its elements from a checkpoint. CheckpointError where that has none of them, or another shape."""
+        saved = expected(source, self.name, self.part.shape)
+        kind, flat = torch_formats()[saved.dtype], self.flat
+        if not flat.numel():
+            return
+        if flat.dtype == kind and flat.device.type == "cpu" and flat.is_contiguous():
+            source.read(self.name, self.part, self.start, memoryview(flat.view(torch.uint8).numpy()))
+            torch.autograd.graph.increment_version(flat)
+            self._bring_home()
+            return
+        for first in range(0, flat.numel(), _AT_ONCE):
+            target = flat[first : first + _AT_ONCE]
+            staged = torch.empty(target.numel(), dtype=kind)
+            source.read(self.name, self.part, self.start + first, memoryview(staged.view(torch.uint8).numpy()))
+            target.copy_(staged)
+        self._bring_home()
+
+    def _bring_home(self) -> None:
+        if self.home is not None:
+            self.home.copy_(self.flat.view(self.home.shape))
+
+
+def expected(source: StateSource, name: str, shape: tuple[int, ...]) -> SavedTensor:
+    """What a checkpoint has under that name. CheckpointError where it has nothing, or another shape."""
+    saved = source.entries.get(name)
+    if saved is None:
+        raise CheckpointError(
+            f"tensor {name!r}: the checkpoint lacks it. Load the checkpoint into the model it was saved from."
+        )
+    if tuple(saved.shape) != tuple(shape):
+        raise CheckpointError(
+            f"tensor {name!r}: {tuple(saved.shape)} in the checkpoint, {tuple(shape)} in the model. "
+            f"Load the checkpoint into the model it was saved from."
+        )
+    return saved
+
+
+def read_whole(source: StateSource, name: str) -> torch.Tensor:
+    """A tensor as it was saved, on the host."""
+    saved = source.entries[name]
+    found = torch.empty(saved.shape, dtype=torch_formats()[saved.dtype])
+    if found.numel():
+        source.read(name, Part(tuple(saved.shape)), 0, memoryview(found.view(-1).view(torch.uint8).numpy()))
+    return found
+
+
+def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A dense tensor's elements in the order of its memory, or in that of `stride`, which may take a copy."""
+    if stride is not None and stride != tensor.stride() and tensor.numel():
+        like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = like.copy_(tensor)
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+class WholeTensors:
+    """Whole tensors in memory as a source."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self._tensors = tensors
+        self.entries: dict[str, SavedTensor] = {name: _Whole(one) for name, one in tensors.items()}
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part's line from `start` on."""
+        whole = self._tensors[name].detach().cpu()
+        target = torch.frombuffer(out, dtype=whole.dtype)
+        if part.is_padded:
+            target.zero_()
+        for view in part.views(start, start + target.numel()):
+            sizes = [high - low for low, high in view.box]
+            target.as_strided(sizes, view.strides, view.offset).copy_(whole[tuple(slice(*one) for one in view.box)])
+
+
+class _Whole:
+    def __init__(self, tensor: torch.Tensor):
+        self.shape, self.dtype = tuple(tensor.shape), format_name(tensor.dtype)
+
+
+def filled(full_name: str, like: Stretch, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
+    """A state of a piece, in the saved format, from a checkpoint."""
+    target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
+    Stretch(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)
+    return target
+
+
+def alone(name: str, value: torch.Tensor, rank: int) -> Stretch:
+    """A tensor that is shaped as no parameter, which one of the ranks that have it writes whole."""
+    value = value.detach().contiguous()
+    return Stretch(name, Part(tuple(value.shape)), Deal.to_one(rank, value.numel()), 0, value.view(-1))

@@ -1,0 +1,90 @@
+"""What a rank holds of flat buckets, and of optimizer states beside them, as stretches for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from weft.checkpoint.part import deal_out
+from weft.errors import CheckpointError
+from weft.parallel.placement import StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.parallel.placement.axes import AxisMap
+from weft.parallel.zero.flat.buckets import Bucket, Slot
+from weft.parallel.zero.flat.slot_adoption import SlotAdoption
+from weft.parallel.zero.states import not_joinable, untrained
+
+
+class SlotStretches:
+    """Stretches of the parameters in some buckets."""
+
+    def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
+        self._axes, self._turns, turn = axes, dict[int, int](), 0
+        self._ranks: dict[int, tuple[int, ...]] = {}
+        for bucket in buckets:
+            kind = bucket.over
+            if id(kind) not in self._ranks:
+                # Ranks of a length hold the same; those of the next have the next part.
+                near = [rank - axes.mesh.rank for rank in kind.holders]
+                self._ranks[id(kind)] = tuple(rank + step for rank in kind.shard.ranks for step in near)
+            self._turns[id(bucket)] = turn
+            turn += -(-bucket.length // deal_out((), bucket.length, len(kind.holders) or 1).share)
+
+    def of(self, slot: Slot) -> Stretch | None:
+        """What of a parameter's master this rank holds; None: nothing."""
+        bucket = slot.bucket
+        assert bucket is not None
+        if not slot.is_in(bucket.own):
+            return None
+        kind, (start, end) = bucket.over, slot.inside(bucket.own)
+        ranks = self._ranks[id(kind)]
+        times = len(kind.holders)
+        deal = deal_out(ranks, bucket.length, times, start=slot.start, turn=self._turns[id(bucket)])
+        flat = bucket.master.detach()[start - bucket.own.start : end - bucket.own.start]
+        part = self._axes.part_of(slot.name, slot.param)
+        return Stretch(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
+
+    def states(self, adoption: SlotAdoption) -> Iterator[Stretch]:
+        """An optimizer's states of this rank's pieces. CheckpointError for one that fits no part of its parameter."""
+        for slot, piece in adoption.pieces.items():
+            found = self.of(slot)
+            assert found is not None
+            for key, value in adoption.optimizer.state.get(piece, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                name = f"{found.name}/{key}"
+                if value.ndim and value.shape == piece.shape:
+                    stride = slot.stride if value.shape == slot.shape else None
+                    yield Stretch(name, found.part, found.deal, found.start, flat_of(value, stride))
+                    continue
+                if value.ndim and piece.numel() < slot.numel:
+                    raise not_joinable(name, value.shape)
+                yield alone(name, value, found.deal.holder(0))
+
+    def take_states(self, adoption: SlotAdoption, source: StateSource) -> None:
+        """Give an optimizer its states. CheckpointError for one that does not fit its parameter."""
+        ours: dict[str, list[Slot]] = {}
+        for slot in adoption.slots:
+            ours.setdefault(self._axes.saved_name(slot.name), []).append(slot)
+        for full_name in source.entries:
+            saved_name, _, key = full_name.rpartition("/")
+            if saved_name not in ours and self._axes.stages.size == 1:
+                raise untrained(full_name)
+            for slot in ours.get(saved_name, []):
+                self._take(adoption, slot, full_name, key, source)
+
+    def _take(self, adoption: SlotAdoption, slot: Slot, full_name: str, key: str, source: StateSource) -> None:
+        piece, found = adoption.pieces.get(slot), self.of(slot)
+        if piece is None or found is None:
+            return
+        saved = source.entries[full_name]
+        if saved.shape and tuple(saved.shape) == found.part.shape:
+            adoption.optimizer.state[piece][key] = filled(full_name, found, piece, source)
+            return
+        if saved.shape and piece.numel() < slot.numel:
+            raise CheckpointError(
+                f"optimizer state {full_name!r}: shape {tuple(saved.shape)} cannot be divided as the parameter is, "
+                f"which has shape {found.part.shape}."
+            )
+        # Step counters stay where the optimizer wants them: fused kernels read them on the device.
+        adoption.optimizer.state[piece][key] = read_whole(source, full_name).to(piece.device)

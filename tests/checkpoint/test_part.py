@@ -1,0 +1,119 @@
+"""Parts and deals: what they say of where elements lie, beside numpy."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from weft.checkpoint.part import Deal, Part, deal_out, meet, numel_of
+
+
+def random_part(chance: random.Random) -> Part:
+    shape = tuple(chance.randint(1, 6) for _ in range(chance.randint(0, 4)))
+    order = list(range(len(shape)))
+    chance.shuffle(order)
+    ordered = tuple(order) if chance.random() < 0.5 else ()
+    if not shape or chance.random() < 0.3:
+        return Part(shape, order=ordered)
+    dim = chance.randrange(len(shape))
+    rows, place = [], 0
+    for _ in range(chance.randint(1, 3)):
+        low = place + chance.randint(0, 2)
+        high = low + chance.randint(1, 3)
+        rows.append((low, high))
+        place = high
+    chance.shuffle(rows)
+    return Part(shape, dim, tuple(rows), ordered)
+
+
+def line(part: Part) -> np.ndarray:
+    """For each element of the part's line its number in the whole, -1 for what is padded."""
+    whole = np.arange(int(np.prod(part.shape, dtype=int))).reshape(part.shape)
+    if part.rows is not None:
+        most = max(end for _, end in part.rows)
+        missing = max(0, most - part.shape[part.dim])
+        widths = [(0, missing if dim == part.dim else 0) for dim in range(len(part.shape))]
+        whole = np.pad(whole, widths, constant_values=-1)
+        whole = np.concatenate([np.take(whole, range(*one), part.dim) for one in part.rows], part.dim)
+    assert whole.shape == part.local_shape
+    return (whole.transpose(part.order) if part.order else whole).reshape(-1)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_boxes_of_a_run_are_its_elements(seed):
+    chance = random.Random(seed)
+    part = random_part(chance)
+    want, whole = line(part), np.arange(int(np.prod(part.shape, dtype=int))).reshape(part.shape)
+    start = chance.randint(0, part.numel)
+    end = chance.randint(start, part.numel)
+    found = np.full(end - start, -1)
+    for view in part.views(start, end):
+        values = whole[tuple(slice(low, high) for low, high in view.box)]
+        target = np.lib.stride_tricks.as_strided(
+            found[view.offset :], values.shape, [stride * found.itemsize for stride in view.strides]
+        )
+        assert (target == -1).all()
+        target[...] = values
+    assert np.array_equal(found, want[start:end])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_span_of_a_box_has_all_of_it(seed):
+    chance = random.Random(seed)
+    part, other = random_part(chance), None
+    low = [chance.randrange(size) for size in part.shape]
+    other = tuple((one, chance.randint(one + 1, size)) for one, size in zip(low, part.shape, strict=True))
+    numbers = line(part)
+    inside = set(np.arange(int(np.prod(part.shape, dtype=int))).reshape(part.shape)[
+        tuple(slice(*one) for one in other)].reshape(-1).tolist())  # fmt: skip
+    places = [place for place, number in enumerate(numbers.tolist()) if number in inside]
+    span = part.span(other)
+    assert span == ((places[0], places[-1] + 1) if places else None)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_element_is_dealt_to_one_rank(seed, monkeypatch):
+    chance = random.Random(seed)
+    monkeypatch.setattr("weft.checkpoint.part.LEAST_SHARE", chance.choice([1, 4]))
+    lengths, times, length = chance.randint(1, 4), chance.randint(1, 4), chance.randint(1, 12)
+    ranks = list(range(100, 100 + lengths * times))
+    numel = chance.randint(0, lengths * length)
+    start = chance.randint(0, lengths * length - numel)
+    deal = deal_out(ranks, length, times, start=start, turn=chance.randint(0, 9))
+    owners = [deal.holder(place) for place in range(numel)]
+    runs = list(deal.runs(0, numel, numel))
+    assert [rank for rank, low, high in runs for _ in range(low, high)] == owners
+    assert [low for _, low, _ in runs] == [0, *(high for _, _, high in runs)][: len(runs)]
+    for place, rank in enumerate(owners):
+        assert ranks.index(rank) // times == (start + place) // length  # among those that hold it
+    if numel:
+        low = chance.randrange(numel)
+        high = chance.randint(low + 1, numel)
+        assert list(deal.runs(low, high, numel)) == [run for run in runs if run[1] < high and run[2] > low]
+        for rank in ranks:
+            mine = [run[1:] for run in runs if run[0] == rank]
+            assert deal.run_of(rank, 0, numel, numel) == (mine[0] if mine else None)
+    else:
+        assert [rank for rank in ranks if deal.run_of(rank, 0, 0, 0) == (0, 0)] == [deal.holder(0)]
+
+
+def test_a_part_that_nobody_divides_is_one_piece():
+    deal = Deal.to_one(3, 12)
+    assert list(deal.runs(0, 12, 12)) == [(3, 0, 12)]
+    assert next(iter(Part((3, 4)).views(0, 12))).box == ((0, 3), (0, 4))
+    assert numel_of(()) == 1
+    assert meet((), ()) == ()
+
+
+def test_the_work_of_replicas_is_even():
+    """A large model on 8 replicas: each writes an eighth of it, but for what is too small to divide."""
+    written = dict.fromkeys(range(8), 0)
+    turn = 0
+    for length in [6_500_000] * 4 + [70_000, 300] * 8:
+        deal = deal_out(range(8), length, 8, turn=turn)
+        turn += -(-length // deal.each)
+        for rank, low, high in deal.runs(0, length, length):
+            written[rank] += high - low
+    assert max(written.values()) <= 1.1 * min(written.values())

@@ -1,0 +1,234 @@
+"""What ranks of one plan write, ranks of any other read: full state equal, and the next steps too."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.cases import LLAMA
+from weft.checkpoint import load_checkpoint, newest_checkpoint, save_pieces, verify_checkpoint
+from weft.checkpoint.manifest import commit_text
+from weft.errors import CheckpointError
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase
+from weft.testing.parity import local_microbatches, several_buckets
+from weft.train import TrainStep
+from weft.train.step.state import capture, pieces, resume
+from weft.train.step.together import together
+
+CASE = DecoderCase(LLAMA, num_steps=4)
+HALF, STEPS = 2, 4
+PLANS = {
+    1: ["dp_replicate=1", "dp_replicate=1 precision=fp64 accumulation=2"],
+    2: [
+        "dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2", "tp=2 sp=on",
+        "pp=2 accumulation=2", "cp=2 zero=1",
+    ],
+    4: [
+        "dp_replicate=4", "dp_shard=4 zero=1", "dp_replicate=2 dp_shard=2 zero=2", "dp_replicate=2 dp_shard=2 zero=3",
+        "dp_shard=2 tp=2 zero=1", "dp_shard=2 tp=2 zero=3", "pp=2 dp_shard=2 zero=1 accumulation=2",
+        "pp=2 tp=2 accumulation=2", "dp_shard=2 cp=2 zero=2", "tp=4", "dp_replicate=2 tp=2",
+    ],
+}  # fmt: skip
+
+
+def train(plan_text: str, last: int, load: str = "", save: str = "", several: bool = True) -> dict | None:
+    """Go on to step `last`, from a checkpoint or the start; the whole state on the first rank."""
+    plan = Plan.parse(f"{plan_text} precision=fp64" if "precision" not in plan_text else plan_text)
+    mesh, model = build_mesh(plan), CASE.model()
+    if several:
+        with several_buckets(model):
+            parallelize(model, mesh)
+    else:
+        parallelize(model, mesh)
+    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=0.5)
+    first = 0
+    if load:
+        checkpoint = load_checkpoint(Path(load), lazily=True)
+        assert resume(model, step.optimizer, checkpoint) == []
+        first = checkpoint.step
+    losses = [step(local_microbatches(CASE.batch(n), plan, mesh.data.rank)).loss for n in range(first, last)]
+    if save:
+        save_pieces(Path(save), last, pieces(model, step.optimizer), {"plan": str(plan)}, together(mesh))
+    groups = capture(model, step.optimizer, keep=mesh.rank == 0)
+    if mesh.rank:
+        return None
+    return {"losses": losses, **{group: {n: t.clone() for n, t in found.items()} for group, found in groups.items()}}
+
+
+def assert_equal(found: dict, expected: dict, what: str, tolerance: float = 0.0) -> None:
+    for group in ("model", "optimizer"):
+        assert found[group].keys() == expected[group].keys(), what
+        for name, tensor in expected[group].items():
+            other = found[group][name]
+            assert other.shape == tensor.shape, (what, name)
+            assert float((other - tensor).abs().max()) <= tolerance * max(1e-3, float(tensor.abs().max())), (what, name)
+
+
+def pair_up(saved: list[tuple[int, str]], num_pairs: int, seed: int) -> list[tuple[tuple[int, str], tuple[int, str]]]:
+    chance = random.Random(seed)
+    return [(chance.choice(saved), chance.choice(saved)) for _ in range(num_pairs)]
+
+
+def check_pairs(pairs, run, tmp_path: Path, goes_on: bool) -> None:
+    undisturbed = run(1, "dp_replicate=1", STEPS)
+    kept: dict[tuple[int, str], dict] = {}
+    for number, (source, target) in enumerate(pairs):
+        folder = tmp_path / f"run{number}"
+        if source not in kept:
+            kept[source] = {"folder": folder, "state": run(*source, HALF, save=str(folder))}
+            assert verify_checkpoint(folder / f"step_{HALF:08d}") == []
+        path = kept[source]["folder"] / f"step_{HALF:08d}"
+        what = f"{source[1]} -> {target[1]}"
+        assert_equal(run(*target, HALF, load=str(path)), kept[source]["state"], what)
+        if goes_on:
+            assert_equal(run(*target, STEPS, load=str(path)), undisturbed, what, 1e-10)
+
+
+def test_every_kind_of_plan_goes_on_under_another(tmp_path, ranks2, ranks4):
+    def run(number, plan, *args, **options):
+        if number == 1:
+            return train(plan, *args, **options)
+        return (ranks2 if number == 2 else ranks4).run(train, plan, *args, **options)[0]
+
+    every = [(number, plan) for number, plans in PLANS.items() for plan in plans]
+    chance = random.Random(7)
+    targets = list(every)
+    chance.shuffle(targets)
+    check_pairs(list(zip(every, targets, strict=True)), run, tmp_path, goes_on=True)
+
+
+@pytest.mark.full
+def test_two_hundred_pairs_of_plans(tmp_path, ranks2, ranks4):
+    def run(number, plan, *args, **options):
+        if number == 1:
+            return train(plan, *args, **options)
+        return (ranks2 if number == 2 else ranks4).run(train, plan, *args, **options)[0]
+
+    every = [(number, plan) for number, plans in PLANS.items() for plan in plans]
+    check_pairs(pair_up(every, 200, seed=11), run, tmp_path, goes_on=False)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2"])
+def test_the_same_plan_goes_on_to_the_bit(plan, tmp_path, ranks2):
+    text = f"{plan} precision=bf16"
+    undisturbed = ranks2.run(train, text, STEPS)[0]
+    ranks2.run(train, text, HALF, save=str(tmp_path))
+    found = ranks2.run(train, text, STEPS, load=str(tmp_path / f"step_{HALF:08d}"))[0]
+    assert found["losses"] == undisturbed["losses"][HALF:]
+    assert_equal(found, undisturbed, plan)
+
+
+def bytes_read(plan_text: str, load: str) -> tuple[int, int]:
+    """Bytes that a rank reads of tensors, and bytes that it holds."""
+    plan = Plan.parse(plan_text)
+    mesh, model = build_mesh(plan), CASE.model()
+    parallelize(model, mesh)
+    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
+    checkpoint = load_checkpoint(Path(load), lazily=True)
+    resume(model, step.optimizer, checkpoint)
+    from weft.parallel import data_parallel
+
+    engine = data_parallel(model)
+    held = [*engine.stretches(), *engine.state_stretches(step.optimizer)]
+    return checkpoint.num_bytes_read, sum(one.flat.nbytes for one in held)
+
+
+def test_a_rank_reads_and_writes_its_share_alone(tmp_path, ranks4):
+    plan = "dp_shard=4 zero=3 precision=fp64"
+    ranks4.run(train, plan, HALF, save=str(tmp_path))
+    path = tmp_path / f"step_{HALF:08d}"
+    for read, held in ranks4.run(bytes_read, plan, str(path)):
+        assert read == held
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    assert manifest["version"] == 2
+    sizes = [manifest["files"][f"optimizer-0000{rank}.safetensors"]["bytes"] for rank in range(4)]
+    assert max(sizes) < 1.6 * min(sizes)
+
+
+def test_a_damaged_shard_is_named_and_the_step_before_is_taken(tmp_path, ranks2):
+    for last in (1, 2):
+        ranks2.run(train, "dp_shard=2 zero=1", last, save=str(tmp_path))
+    newest = tmp_path / "step_00000002"
+    chance = random.Random(3)
+    files = sorted(newest.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"{group}-0000{rank}.safetensors" for group in ("model", "optimizer") for rank in (0, 1)
+    ]
+    for file in files:
+        good = file.read_bytes()
+        place = chance.randrange(len(good))
+        for bad in (good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :], good[:place], good + b"x", None):
+            file.unlink()
+            if bad is not None:
+                file.write_bytes(bad)
+            found = newest_checkpoint(tmp_path)
+            assert found is not None
+            assert found.step == 1
+            assert file.name in found.passed_over[0].reason
+        file.unlink(missing_ok=True)
+        file.symlink_to("../step_00000001/" + file.name)
+        assert f"{file.name} is not a plain file" in newest_checkpoint(tmp_path).passed_over[0].reason
+        file.unlink()
+        file.write_bytes(good)
+    assert newest_checkpoint(tmp_path).step == 2
+
+
+@pytest.fixture
+def sharded(tmp_path, ranks2) -> Path:
+    """A small checkpoint of two ranks, with interleaved parts and runs."""
+    ranks2.run(train, "tp=2", 1, save=str(tmp_path))
+    return tmp_path / "step_00000001"
+
+
+@pytest.mark.full
+def test_every_flipped_byte_is_found(sharded):
+    chance, files = random.Random(5), sorted(sharded.iterdir())
+    for _ in range(1000):
+        file = chance.choice(files)
+        good = file.read_bytes()
+        place = chance.randrange(len(good))
+        file.write_bytes(good[:place] + bytes([good[place] ^ (1 << chance.randrange(8))]) + good[place + 1 :])
+        problems = verify_checkpoint(sharded)
+        assert problems, (file.name, place)
+        assert file.name in problems[0] or file.name in ("COMMIT", "manifest.json")
+        file.write_bytes(good)
+    assert verify_checkpoint(sharded) == []
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """Paths of all values inside of a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(one for key, found in inner for one in places(found, (*path, key)))]
+
+
+@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.full)])
+def test_an_edited_manifest_of_slices_is_an_error_or_reads_within_its_files(sharded, number):
+    """Whoever edits it can sign it too: nothing but CheckpointError comes of it, and no memory beyond the files."""
+    chance, text = random.Random(number), (sharded / "manifest.json").read_bytes()
+    raw = json.loads(text)
+    known = [path for path in places(raw) if path and path[0] in ("tensors", "ranks")]
+    lies = [-1, 0, 1, 3, 2**31, 2**60, "x", None, [], {}, [0], [[0, 9]], 1.5, True, "../../etc/passwd"]
+    for _ in range(number):
+        changed = json.loads(text)
+        *above, last = chance.choice(known)
+        place = changed
+        for key in above:
+            place = place[key]
+        place[last] = chance.choice(lies)
+        edited = json.dumps(changed).encode()
+        (sharded / "manifest.json").write_bytes(edited)
+        (sharded / "COMMIT").write_bytes(commit_text(edited))
+        try:
+            checkpoint = load_checkpoint(sharded)
+            for group in checkpoint.groups:
+                for name, tensor in checkpoint.tensors(group).items():
+                    assert tuple(tensor.shape) == checkpoint.entries(group)[name].shape
+        except CheckpointError:
+            continue

@@ -1,0 +1,60 @@
+"""No rank needs more memory to save or to load than its share and a little: the peak of each process is measured."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from weft.checkpoint import load_checkpoint, save_pieces
+from weft.mesh import build_mesh
+from weft.parallel import data_parallel, parallelize
+from weft.spec.plan import Plan
+from weft.train import TrainStep
+from weft.train.step.state import pieces, resume
+from weft.train.step.together import together
+
+MOST_BESIDE = 256 * 2**20
+
+
+def resident(what: str) -> int:
+    """Bytes of this process's memory: VmRSS now, VmHWM at most since `forget_peak`."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{what}:")]
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> int:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def peaks(plan_text: str, folder: str, size: int, save: bool) -> tuple[int, int, int]:
+    """Bytes that the peak rose by, those of states that loading made, and those of the whole model and its states."""
+    mesh = build_mesh(Plan.parse(plan_text))
+    model = parallelize(nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(4))), mesh, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = TrainStep(model, optimizer, lambda out, batch: (out.square().sum(), len(batch)), mesh)
+    if save:
+        step(torch.ones(2, size))
+        before = forget_peak()
+        save_pieces(Path(folder), 1, pieces(model, optimizer), {}, together(mesh))
+        states = 0
+    else:
+        before = forget_peak()
+        checkpoint = load_checkpoint(Path(folder) / "step_00000001", lazily=True)
+        resume(model, optimizer, checkpoint)
+        states = sum(one.flat.nbytes for one in data_parallel(model).state_stretches(optimizer))
+    return resident("VmHWM") - before, states, 3 * 4 * 4 * size * size
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=1", "dp_shard=2 zero=3"])
+def test_a_rank_needs_its_share_and_a_little(plan, tmp_path, ranks2):
+    size = 5632  # 1.5 GB of weights and states: a rank that had all of them would be far beyond
+    for save in (True, False):
+        for rose, states, whole in ranks2.run(peaks, plan, str(tmp_path), size, save):
+            assert rose <= states + MOST_BESIDE < whole
