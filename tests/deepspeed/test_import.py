@@ -242,10 +242,19 @@ def test_all_mistakes_at_once_with_their_lines(tmp_path):
         ({"gradient_clipping": -1}, "gradient_clipping=-1: the value must be a number from 0."),
         ({"gradient_clipping": math.nan}, "gradient_clipping=nan: the value must be a number from 0."),
         ({"bf16": {"enabled": "yes"}}, "bf16.enabled=yes: the value must be true or false. Write true or false."),
-        ({"bf16": {"enabled": [{"": "\x7f\ud800"}]}}, r'bf16.enabled=[{"" = "\x7f\ud800"}]: the value must be true or false.'),
+        (
+            {"bf16": {"enabled": [{"": "\x7f\ud800"}]}},
+            r'bf16.enabled=[{"" = "\x7f\ud800"}]: the value must be true or false.',
+        ),
         ({"scheduler": {"type": "WarmupCosinLR"}}, "Did you mean 'WarmupCosineLR'?"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "the value must be two numbers from 0 and below 1."),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 0}}}, "optimizer.params.lr=0: the value must be a number above 0."),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},
+            "the value must be two numbers from 0 and below 1.",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 0}}},
+            "optimizer.params.lr=0: the value must be a number above 0.",
+        ),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "DeepSpeed knows cpu, nvme, none."),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "4 is not a multiple of 3. Use a divisor."),
         ({"tensor_parallel": {"autotp_size": 3}}, "groups need a multiple of 3 ranks, and there are 4."),

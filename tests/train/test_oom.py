@@ -57,7 +57,8 @@ def test_a_process_that_runs_out_says_what_was_live_and_goes_on_with_less():
     assert done.returncode == 0, done.stderr
     first, *rows = done.stdout.splitlines()
     assert re.fullmatch(
-        r"plan=accumulation=2: rank 0 ran out of memory on cpu: .* more were asked for, with .* resident at the peak:",
+        r"plan=accumulation=2: rank 0 ran out of memory on cpu: an allocation of .* failed, "
+        r"with .* resident at the peak:",
         first,
     )
     table = {name.strip(): value for name, value in (re.split(r"  +", row.strip()) for row in rows[:5])}
@@ -100,7 +101,7 @@ def test_a_gpu_that_is_full_is_explained(monkeypatch):
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
-        "plan=dp_replicate=1: rank 0 ran out of memory on cpu: 2.50 GiB more were asked for, "
+        "plan=dp_replicate=1: rank 0 ran out of memory on cpu: an allocation of 2.50 GiB failed, "
         "with 10.0 GiB resident at the peak:"
     )
     assert re.fullmatch(r"  optimizer states +0 B  \(7\.81 KiB more with the first update\)", lines[3])

@@ -71,7 +71,10 @@ def import_deepspeed(
     read = read_source(source)
     reading = Reading(read)
     if world_size is not None and not 1 <= world_size <= MOST:
-        rule = f"world_size={world_size}: the number of ranks must be a whole number from 1 to {MOST}. Give the number of ranks that you start."
+        rule = (
+            f"world_size={world_size}: the number of ranks must be a whole number from 1 to {MOST}. "
+            f"Give the number of ranks that you start."
+        )
         reading.problems.append(Problem("world_size", rule))
         world_size = None
     read_precision(reading)

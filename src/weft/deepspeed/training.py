@@ -246,7 +246,9 @@ def _read_warmup_type(reading: Reading, named: str, schedule: _Schedule) -> None
     elif key in reading.values:
         reading.missing(key, "a logarithmic warm-up; here the rate rises linearly")
     else:
-        reading.notes.append(f"{named} warms up logarithmically where the file has no warmup_type; Weft warms up linearly.")
+        reading.notes.append(
+            f"{named} warms up logarithmically where the file has no warmup_type; Weft warms up linearly."
+        )
 
 
 def _read_peak(reading: Reading, named: str, optimizer: str) -> None:

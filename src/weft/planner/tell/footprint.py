@@ -60,16 +60,24 @@ def activation_bytes(shape: DecoderSpec, num_tokens: int, precision: str, recomp
 
 
 def remedies(
-    plan: Plan, usage: Usage, missing_bytes: int, facts: Facts | None = None, shape: DecoderSpec | None = None
+    plan: Plan,
+    usage: Usage,
+    missing_bytes: int,
+    facts: Facts | None = None,
+    shape: DecoderSpec | None = None,
+    can_offload: bool = True,
 ) -> list[Remedy]:
     """The three smallest changes of a plan that save `missing_bytes`, the one that disturbs training least first.
 
     Those that save enough come first, in the order of how much they change: nothing but the number of passes, then
     who holds what, then what is computed twice, then number formats, the host, and last more devices. Changes that
-    a rule refuses are left out. missing_bytes: 0 where unknown.
+    a rule refuses are left out. missing_bytes: 0 where unknown. can_offload: False on a CPU, whose memory is the
+    host's, so that offload saves nothing.
     """
     found: list[Remedy] = []
     for change in _changes(plan, usage, missing_bytes, shape):
+        if "offload" in change and not can_offload:
+            continue
         candidate = plan.replace(**change)
         if check(candidate, facts if candidate.world_size == plan.world_size else None):
             continue

@@ -125,13 +125,12 @@ def explain(step: Step, batch: Any, error: BaseException) -> str:
         # The allocation that failed was not the last one that the pass had before it.
         whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
-    found = footprint.remedies(mesh.plan, usage, missing, Facts(world_size=mesh.world_size, model=shape), shape)
-    wanted = f"{format_bytes(asked)} more were asked for" if asked else "an allocation failed"
+    facts, can_offload = Facts(world_size=mesh.world_size, model=shape), mesh.device.type != "cpu"
+    found = footprint.remedies(mesh.plan, usage, missing, facts, shape, can_offload)
+    wanted = f"an allocation of {format_bytes(asked)} failed" if asked else "an allocation failed"
     text = [f"plan={mesh.plan}: rank {mesh.rank} ran out of memory on {mesh.device}: {wanted}, with {held}:", *lines]
     if not found:
-        return "\n".join(
-            [*text, "No change of the plan would help here. Use a smaller model or fewer tokens a sequence."]
-        )
+        return "\n".join([*text, "No change of the plan would help. Use a smaller model or fewer tokens per sequence."])
     text.append("Try these changes of the plan, best first (each alone; saved bytes are estimates):")
     for number, remedy in enumerate(found, 1):
         note = "" if remedy.enough else ", not enough alone"
