@@ -18,6 +18,34 @@ BUCKET_PARAMS = BUCKET_BYTES // 4
 #: Buckets whose gradients are on their way at once.
 BUCKETS_UNDER_WAY = 3
 
+#: Logits, in the format of the sum, that the loss of a head holds at a time: on a CPU, and at most on a GPU.
+_LOSS_CHUNK, _MOST_LOSS_CHUNK = 2**26, 2**30
+#: A GPU gives logits this share of its memory at most.
+_LOSS_SHARE = 64
+
+
+def loss_chunk_bytes(device_bytes: int = 0) -> int:
+    """Bytes of logits, in the format of the sum, that the loss of a head holds at a time.
+
+    device_bytes: memory of the GPU; 0 for a CPU, which wants them in its caches. A GPU wants large products: each chunk
+    reads and writes the gradient of the weight. A power of two, so that what vendors and drivers say is one size.
+    """
+    if not device_bytes:
+        return _LOSS_CHUNK
+    return min(_MOST_LOSS_CHUNK, max(_LOSS_CHUNK, 1 << (device_bytes // _LOSS_SHARE).bit_length() - 1))
+
+
+def loss_rows(tokens: Any, vocab: Any, sum_bytes: Any, chunk_bytes: int) -> Any:
+    """Tokens at a time: equal chunks, as few as `chunk_bytes` allow, the last may be smaller. Arrays give an array.
+
+    vocab: entries on a rank. sum_bytes: of one logit in the format of the sum.
+    """
+    most = chunk_bytes // (vocab * sum_bytes)
+    most = most + (most < 1)
+    num_chunks = -(-tokens // most)
+    num_chunks = num_chunks + (num_chunks < 1)
+    return -(-tokens // num_chunks)
+
 
 def batch_unit(data_ranks: int, num_microbatches: int) -> int:
     """The number of samples of which a global batch is a multiple: one for each microbatch of each rank."""
