@@ -11,7 +11,7 @@ from weft.parallel.tensor.head_passes import Labels
 FORMS = {
     "in place": lambda: head_passes._IN_PLACE,
     "normalised": lambda: head_passes._NORMALISED,
-    "compiled": lambda: head_passes.Passes(
+    "compiled": lambda: head_passes.LogitPasses(
         lambda logits, labels, dtype: (logits, *head_passes._narrow_sums(logits, labels.place_C1, dtype)),
         lambda kept, whole, label, labels, dtype: head_passes._narrow_gradient(kept, whole, *labels, dtype),
     ),

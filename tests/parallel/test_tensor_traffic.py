@@ -17,6 +17,7 @@ from weft.parallel.tensor.cut_tensors import cut_tensors, fuse_whole_head
 from weft.parallel.tensor.head import HeadLoss, expect_labels
 from weft.parallel.tensor.head_loss import LossWay, token_loss
 from weft.spec.plan import Plan
+from weft.spec.shares import LossChunk
 from weft.testing.live import LiveBytes
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
@@ -88,7 +89,7 @@ def peak_of_a_step(fused: bool) -> int:
 
 def test_logits_of_a_large_vocabulary_do_not_set_the_peak_without_tp(monkeypatch):
     monkeypatch.setattr("weft.parallel.tensor.head.LARGE_LOGITS_BYTES", 2**20)
-    monkeypatch.setattr("weft.spec.shares._LOSS_CHUNK", 2**21)
+    monkeypatch.setattr("weft.parallel.tensor.head_loss.LossWay", functools.partial(LossWay, LossChunk(2**21)))
     logits_bytes, weight_bytes = 64 * 128256 * 4, 128256 * LLAMA.dim * 4
     assert peak_of_a_step(fused=False) > 2 * logits_bytes
     # Gradients of embedding and head, and a few chunks.
@@ -108,7 +109,7 @@ def test_the_head_gives_the_same_loss_in_any_number_of_pieces():
     fuse_whole_head(model)
     line = head._weft_head.line
     for chunk_bytes in (1, 3 * 11 * 8, 2**20):
-        way = LossWay(chunk_bytes)
+        way = LossWay(LossChunk(chunk_bytes))
         loss = token_loss(x, head.weight, head.bias, labels, line, 11, -100, way)
         found = torch.autograd.grad(2 * loss, [x, head.weight, head.bias])
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

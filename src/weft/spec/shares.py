@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, overload
 
@@ -24,27 +25,34 @@ _LOSS_CHUNK, _MOST_LOSS_CHUNK = 2**26, 2**30
 _LOSS_SHARE = 64
 
 
-def loss_chunk_bytes(device_bytes: int = 0) -> int:
-    """Bytes of logits, in the format of the sum, that the loss of a head holds at a time.
+@dataclass(frozen=True, slots=True)
+class LossChunk:
+    """How many tokens the loss of a head takes at a time: num_bytes of logits, in the format of the sum."""
 
-    device_bytes: memory of the GPU; 0 for a CPU, which wants them in its caches. A GPU wants large products: each chunk
-    reads and writes the gradient of the weight. A power of two, so that what vendors and drivers say is one size.
-    """
-    if not device_bytes:
-        return _LOSS_CHUNK
-    return min(_MOST_LOSS_CHUNK, max(_LOSS_CHUNK, 1 << (device_bytes // _LOSS_SHARE).bit_length() - 1))
+    num_bytes: int = _LOSS_CHUNK
 
+    @classmethod
+    def of_device(cls, device_bytes: int = 0) -> LossChunk:
+        """device_bytes: memory of the GPU; 0 for a CPU, which wants logits in its caches.
 
-def loss_rows(tokens: Any, vocab: Any, sum_bytes: Any, chunk_bytes: int) -> Any:
-    """Tokens at a time: equal chunks, as few as `chunk_bytes` allow, the last may be smaller. Arrays give an array.
+        A GPU wants large products: each chunk reads and writes the gradient of the weight. A power of two, so that what
+        vendors and drivers say is one size.
+        """
+        if not device_bytes:
+            return cls(_LOSS_CHUNK)
+        share = 1 << (device_bytes // _LOSS_SHARE).bit_length() - 1
+        return cls(min(_MOST_LOSS_CHUNK, max(_LOSS_CHUNK, share)))
 
-    vocab: entries on a rank. sum_bytes: of one logit in the format of the sum.
-    """
-    most = chunk_bytes // (vocab * sum_bytes)
-    most = most + (most < 1)
-    num_chunks = -(-tokens // most)
-    num_chunks = num_chunks + (num_chunks < 1)
-    return -(-tokens // num_chunks)
+    def rows(self, tokens: Any, vocab: Any, sum_bytes: Any) -> Any:
+        """Tokens at a time: in equal chunks, as few as there can be; the last may be smaller. Arrays give an array.
+
+        vocab: entries on a rank. sum_bytes: of one logit in the format of the sum.
+        """
+        most = self.num_bytes // (vocab * sum_bytes)
+        most = most + (most < 1)
+        num_chunks = -(-tokens // most)
+        num_chunks = num_chunks + (num_chunks < 1)
+        return -(-tokens // num_chunks)
 
 
 def batch_unit(data_ranks: int, num_microbatches: int) -> int:

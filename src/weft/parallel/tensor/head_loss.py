@@ -12,7 +12,7 @@ B sequences, T tokens, S tokens of this rank, N = B T, C tokens at a time, D fea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,28 +22,29 @@ from weft.comm import all_reduce
 from weft.mesh import Axis
 from weft.parallel.tensor.cut_linear import Line
 from weft.parallel.tensor.head_passes import Labels, passes_for
-from weft.spec.shares import loss_chunk_bytes, loss_rows
+from weft.spec.shares import LossChunk
 
 
 @dataclass(frozen=True, slots=True)
 class LossWay:
     """How a head goes through its tokens: equal on all ranks of tp, whose chunks exchange numbers.
 
-    chunk_bytes: logits, in the format of the sum, that exist at a time. compiled: what is done element by element.
+    compiled: what is done element by element.
     """
 
-    chunk_bytes: int
+    chunk: LossChunk = field(default_factory=LossChunk)
     compiled: bool = False
 
     @classmethod
     def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossWay:
         """For heads on `device`; on a GPU a collective over the axis: the smallest device sets the size."""
         if device.type != "cuda":
-            return cls(loss_chunk_bytes(), compiled)
-        found = loss_chunk_bytes(torch.cuda.get_device_properties(device).total_memory)
+            return cls(LossChunk(), compiled)
+        chunk = LossChunk.of_device(torch.cuda.get_device_properties(device).total_memory)
         if axis.size > 1:
-            found = int(all_reduce(torch.tensor(found, device=device), axis, op="min"))
-        return cls(found, compiled)
+            smallest = all_reduce(torch.tensor(chunk.num_bytes, device=device), axis, op="min")
+            chunk = LossChunk(int(smallest))
+        return cls(chunk, compiled)
 
 
 def token_loss(
@@ -61,7 +62,7 @@ def token_loss(
     vocab: entries of the whole, of which this rank has those from rank * V on; entries from `vocab` on are padding.
     way: None: as on a CPU.
     """
-    way = LossWay(loss_chunk_bytes()) if way is None else way
+    way = LossWay() if way is None else way
     return _TokenLoss.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way, torch.is_grad_enabled())
 
 
@@ -130,9 +131,9 @@ class _Chunks:
 
     def run(self, labels_N: torch.Tensor) -> torch.Tensor:
         """The sum of the losses."""
-        rows = int(loss_rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize, self.way.chunk_bytes))
+        rows = self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize)
         total = torch.zeros((), dtype=self.sums, device=labels_N.device)
-        for start in range(0, labels_N.numel(), rows):
+        for start in range(0, labels_N.numel(), max(1, rows)):
             part = slice(start, start + rows)
             total += self._chunk(part, labels_N[part])
         return total

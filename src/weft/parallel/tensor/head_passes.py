@@ -24,7 +24,7 @@ class Labels(NamedTuple):
     is_here_C: Tensor
 
 
-class Passes(NamedTuple):
+class LogitPasses(NamedTuple):
     """Two functions.
 
     sums: (logits_CV, labels, dtype of sums) to (what the other needs, log-sum-exp_C here, logit_C at the place).
@@ -36,7 +36,7 @@ class Passes(NamedTuple):
     gradient: Callable[[Any, Tensor, Tensor, Labels, torch.dtype], Tensor]
 
 
-def passes_for(logits_CV: Tensor, sums: torch.dtype, is_compiled: bool) -> Passes:
+def passes_for(logits_CV: Tensor, sums: torch.dtype, is_compiled: bool) -> LogitPasses:
     """Those for such logits, whose sums have that dtype."""
     if is_compiled:
         return _compiled()
@@ -69,7 +69,7 @@ def _gradient_in_place(kept: Any, whole_C: Tensor, label_C: Tensor, labels: Labe
     return _less_label(wide_CV.to(dtype), whole_C, label_C, labels)
 
 
-_IN_PLACE = Passes(_sums_in_place, _gradient_in_place)
+_IN_PLACE = LogitPasses(_sums_in_place, _gradient_in_place)
 
 
 def _sums_normalised(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
@@ -86,7 +86,7 @@ def _gradient_normalised(kept: Any, whole_C: Tensor, label_C: Tensor, labels: La
     return _less_label(torch.exp(normal_CV, out=logits_CV), whole_C, label_C, labels)
 
 
-_NORMALISED = Passes(_sums_normalised, _gradient_normalised)
+_NORMALISED = LogitPasses(_sums_normalised, _gradient_normalised)
 
 
 def _narrow_sums(logits_CV: Tensor, place_C1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -104,10 +104,10 @@ def _narrow_gradient(
 
 
 @cache
-def _compiled() -> Passes:
+def _compiled() -> LogitPasses:
     """By torch.compile, for any number of tokens; compiled when they are first called."""
     sums, gradient = torch.compile(_narrow_sums, dynamic=True), torch.compile(_narrow_gradient, dynamic=True)
-    return Passes(
+    return LogitPasses(
         lambda logits_CV, labels, dtype: (logits_CV, *sums(logits_CV, labels.place_C1, dtype)),
         lambda kept, whole_C, label_C, labels, dtype: gradient(kept, whole_C, *labels, dtype),
     )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space import Columns
-from weft.spec.shares import loss_rows
+from weft.spec.shares import LossChunk
 
 Array = NDArray[np.float64]
 
@@ -28,14 +28,16 @@ def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.boo
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 
 
-def cut_loss_bytes(columns: Columns, tokens: Array, vocab: Array, hidden: float, width: Any, chunk_bytes: int) -> Array:
+def cut_loss_bytes(
+    columns: Columns, tokens: Array, vocab: Array, hidden: float, width: Any, device_bytes: int = 0
+) -> Array:
     """The most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
 
     width: bytes of a weight and of an activation. A narrow format is rounded to and multiplied beside its sums.
-    chunk_bytes: of `spec.shares.loss_chunk_bytes`, which the head asks too.
+    device_bytes: memory of a GPU, 0 of a CPU: chunks are those that the head asks `LossChunk` for.
     """
     sums = np.maximum(_SUMS, width)
-    rows = loss_rows(tokens, vocab, sums, chunk_bytes)
+    rows = LossChunk.of_device(device_bytes).rows(tokens, vocab, sums)
     rounded = np.where(width < sums, width * (rows * vocab + vocab * hidden), 0.0)
     gathered = np.where(columns.sp, tokens * hidden * width, 0.0)
     made = rows * vocab * sums + rounded + vocab * hidden * sums

@@ -18,7 +18,7 @@ from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_par
 from weft.planner.cost.wire_cost import copy_bytes, state_bytes
 from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
 from weft.spec.plan import RECOMPUTES, RESHARDS
-from weft.spec.shares import BUCKET_BYTES, BUCKETS_UNDER_WAY, loss_chunk_bytes
+from weft.spec.shares import BUCKET_BYTES, BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
@@ -154,7 +154,6 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages, dev
 
     device_bytes: memory of a GPU, 0 of a CPU.
     """
-    chunk = loss_chunk_bytes(device_bytes)
     layer = layer_bytes(job, columns)
     p = columns.pp
     ends = (
@@ -162,8 +161,8 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages, dev
         (stages.middle, 1, False, False),
         (stages.last, p - 1, False, True),
     )
-    candidates = [rank_bytes(job, columns, tables, layer, each, chunk) for each in ends]
-    candidates.append(rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True), chunk))
+    candidates = [rank_bytes(job, columns, tables, layer, each, device_bytes) for each in ends]
+    candidates.append(rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True), device_bytes))
     totals = [sum(each.values()) for each in candidates]
     piped = p > 1
     usable = [piped, p > 2, piped, ~piped]
@@ -173,7 +172,12 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages, dev
 
 
 def rank_bytes(
-    job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: tuple[Array, object, bool, bool], chunk: int
+    job: Job,
+    columns: Columns,
+    tables: Tables,
+    layer: LayerBytes,
+    place: tuple[Array, object, bool, bool],
+    device_bytes: int,
 ) -> dict[str, Array]:
     layers, rank, embedding, head = place
     shares = rank_shares(job, columns, layers, embedding, head)
@@ -188,7 +192,7 @@ def rank_bytes(
     )
     saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
     tokens = columns.microbatch * (job.seq_len / columns.cp)
-    logits = _logits(job, columns, tokens, chunk) if head else np.zeros(len(columns))
+    logits = _logits(job, columns, tokens, device_bytes) if head else np.zeros(len(columns))
     gathered, reduced = _buffers(job, columns, shares, layers)
     reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
@@ -274,7 +278,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     return gathered, reduced
 
 
-def _logits(job: Job, columns: Columns, tokens: Array, chunk: int) -> Array:
+def _logits(job: Job, columns: Columns, tokens: Array, device_bytes: int) -> Array:
     t = columns.tp.astype(np.float64)
     each = np.where(
         job.stack.fused_loss,
@@ -287,6 +291,6 @@ def _logits(job: Job, columns: Columns, tokens: Array, chunk: int) -> Array:
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.precision == PRECISIONS.index("fp32")
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
-        cut = cut_loss_bytes(columns, tokens, vocab, h, width, chunk)
+        cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes)
         found = np.where(is_loss_cut(columns, tokens, vocab), cut, found)
     return found + tokens * 4.0 * h

@@ -14,7 +14,7 @@ from weft.planner.measured import HostTables
 from weft.planner.search.candidate import Candidate
 from weft.planner.space import Columns
 from weft.spec.schedule import Schedule, build_schedule, stages_of
-from weft.spec.shares import divide_by_rank, loss_chunk_bytes
+from weft.spec.shares import divide_by_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
         if plan.recompute_blocks:
             columns = columns.with_arrays(recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
         layer = layer_bytes(question.job, columns)
-        chunk = loss_chunk_bytes(question.cluster.device.memory_bytes)
-        classes = rank_bytes(question.job, columns, question.tables, layer, place, chunk)
+        device_bytes = question.cluster.device.memory_bytes
+        classes = rank_bytes(question.job, columns, question.tables, layer, place, device_bytes)
         found.append({name: _first(value) for name, value in classes.items()})
     return found
 

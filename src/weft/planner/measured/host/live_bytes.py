@@ -21,7 +21,7 @@ from weft.planner.cost.pipeline import in_flight
 from weft.planner.measured.host.crowd import ranks_of
 from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
 from weft.spec.plan import RECOMPUTES, RESHARDS
-from weft.spec.shares import BUCKET_PARAMS, BUCKETS_UNDER_WAY, loss_chunk_bytes
+from weft.spec.shares import BUCKET_PARAMS, BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
@@ -60,7 +60,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     ends = tokens * (head * norm + turns)
     # The loss.
     cut = is_loss_cut(columns, tokens, vocab)
-    parts = cut_loss_bytes(columns, tokens, vocab, h, width, loss_chunk_bytes()) / width
+    parts = cut_loss_bytes(columns, tokens, vocab, h, width) / width
     logits = head * np.where(cut, parts, tokens * 3 * vocab)
     # Backward of the last layer: the head's gradients of a cut loss, and what the layer makes again; the last norm has
     # let go. Backward of the first layer: the others have let go what they kept, and left gradients.
