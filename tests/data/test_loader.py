@@ -70,7 +70,7 @@ def test_document_ids_come_only_with_borders_inside(tmp_path: Path) -> None:
         set(Loader(s, global_batch=4, accumulation=1, dp_rank=0, dp_size=1).batches(0)[0]) for s in (whole, cut, free)
     ]
     plain = {"input_ids", "labels", "positions"}
-    assert keys == [plain, plain | {"document_ids"}, plain]
+    assert keys == [plain, plain | {"document_ids", "document_starts"}, plain]
 
 
 def test_resuming_at_any_step_goes_on_as_if_never_stopped(stream: SampleStream) -> None:
@@ -157,3 +157,13 @@ def test_evaluation_takes_each_sample_once_on_equally_many_calls(
 def test_evaluation_of_nothing(tmp_path: Path) -> None:
     stream = SampleStream([], seed=0, seq_len=8, packing="concat", borders=True, shuffle=False)
     assert list(EvalBatches(stream, num_samples=8, num_rows=2, dp_rank=0, dp_size=1)) == []
+
+
+def test_starts_of_documents_are_those_of_the_ids(tmp_path: Path) -> None:
+    stream = SampleStream(
+        [store(tmp_path / "a", [3, 5, 4, 4, 9, 7])], seed=0, seq_len=16, packing="concat", borders=True
+    )
+    batch = Loader(stream, global_batch=2, accumulation=1, dp_rank=0, dp_size=1).batches(0)[0]
+    for ids, starts in zip(batch["document_ids"].tolist(), batch["document_starts"].tolist(), strict=True):
+        expected = [0, *(place for place in range(1, 16) if ids[place] != ids[place - 1])]
+        assert starts == expected + [16] * (len(starts) - len(expected))

@@ -37,7 +37,7 @@ PAST_THE_DOOR: dict[str, int] = {
     "weft.parallel.zero": 2,
     "weft.parallel.zero.flat": 1,
     "weft.planner": 2,
-    "weft.spec": 71,
+    "weft.spec": 73,
     "weft.spec.rules": 3,
     "weft.spec.schedule": 1,
     "weft.testing": 3,

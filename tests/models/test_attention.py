@@ -25,8 +25,9 @@ def test_several_tokens_after_a_cache_see_the_cache_and_what_is_before_them():
 def test_the_mask_of_documents_is_made_once_and_has_the_type_that_attention_runs_in(make_spec):
     model, seen = build_decoder(make_spec()), []
     for block in model.blocks:
+        block.attn.core.takes_mask = True  # as a core of one's own that says nothing
         block.attn.register_forward_pre_hook(lambda _, args: seen.append(args[1].mask_B1TS))
-    ids_BT = torch.zeros(2, 4, dtype=torch.long)
+    ids_BT = torch.arange(4).expand(2, 4) // 2
     with torch.autocast("cpu", torch.bfloat16):
         model(ids_BT, document_ids_BT=ids_BT)
     assert all(mask is seen[0] for mask in seen)

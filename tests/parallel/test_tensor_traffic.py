@@ -15,8 +15,9 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel.tensor.cut_tensors import cut_tensors, fuse_whole_head
 from weft.parallel.tensor.head import HeadLoss, expect_labels
-from weft.parallel.tensor.head_loss import token_loss
+from weft.parallel.tensor.head_loss import LossWay, token_loss
 from weft.spec.plan import Plan
+from weft.spec.shares import LossChunk
 from weft.testing.live import LiveBytes
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
@@ -88,14 +89,14 @@ def peak_of_a_step(fused: bool) -> int:
 
 def test_logits_of_a_large_vocabulary_do_not_set_the_peak_without_tp(monkeypatch):
     monkeypatch.setattr("weft.parallel.tensor.head.LARGE_LOGITS_BYTES", 2**20)
-    monkeypatch.setattr("weft.parallel.tensor.head_loss.CHUNK_BYTES", 2**21)
+    monkeypatch.setattr("weft.parallel.tensor.head_loss.LossWay", functools.partial(LossWay, LossChunk(2**21)))
     logits_bytes, weight_bytes = 64 * 128256 * 4, 128256 * LLAMA.dim * 4
     assert peak_of_a_step(fused=False) > 2 * logits_bytes
     # Gradients of embedding and head, and a few chunks.
     assert peak_of_a_step(fused=True) < 2 * weight_bytes + 5 * 2**21 < logits_bytes
 
 
-def test_the_head_gives_the_same_loss_in_any_number_of_pieces(monkeypatch):
+def test_the_head_gives_the_same_loss_in_any_number_of_pieces():
     """Chunks, a bias, a whole vocabulary, untrained tokens; and the loss without gradients."""
     torch.manual_seed(0)
     head = nn.Linear(8, 11).double()
@@ -108,14 +109,14 @@ def test_the_head_gives_the_same_loss_in_any_number_of_pieces(monkeypatch):
     fuse_whole_head(model)
     line = head._weft_head.line
     for chunk_bytes in (1, 3 * 11 * 8, 2**20):
-        monkeypatch.setattr("weft.parallel.tensor.head_loss.CHUNK_BYTES", chunk_bytes)
-        loss = token_loss(x, head.weight, head.bias, labels, line, 11, -100)
+        way = LossWay(LossChunk(chunk_bytes))
+        loss = token_loss(x, head.weight, head.bias, labels, line, 11, -100, way)
         found = torch.autograd.grad(2 * loss, [x, head.weight, head.bias])
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, 2 * theirs, rtol=1e-10, atol=1e-12)
         with torch.no_grad():
-            torch.testing.assert_close(token_loss(x, head.weight, head.bias, labels, line, 11, -100), expected)
+            torch.testing.assert_close(token_loss(x, head.weight, head.bias, labels, line, 11, -100, way), expected)
 
 
 def test_a_large_head_gives_the_loss_without_tp(monkeypatch):

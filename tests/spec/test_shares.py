@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.spec.shares import batch_unit, divide_by_rank, divide_layers, microbatch_starts, samples_per_microbatch
+from weft.spec.shares import (
+    LossChunk,
+    batch_unit,
+    divide_by_rank,
+    divide_layers,
+    microbatch_starts,
+    samples_per_microbatch,
+)
 
 
 def slowest(counts, costs, before, after):
@@ -95,3 +102,19 @@ def test_every_sample_of_a_batch_is_in_one_microbatch(data_ranks, num_microbatch
 def test_samples_of_many_plans_at_once():
     found = samples_per_microbatch(64, np.array([1, 2, 8]), np.array([4, 4, 16]))
     assert found.tolist() == [16, 8, 0]
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "expected"), [(0, 2**26), (0.5, 2**26), (24, 2**28), (79.1, 2**30), (80, 2**30), (141, 2**30)]
+)
+def test_the_chunk_of_a_loss_is_one_size_for_devices_that_are_nearly_equal(device_gib, expected):
+    assert LossChunk.of_device(int(device_gib * 2**30)).num_bytes == expected
+
+
+@given(st.integers(0, 10_000), st.integers(1, 200_000), st.sampled_from([4, 8]))
+def test_chunks_of_a_loss_are_even_and_planner_and_runtime_count_them_alike(tokens, vocab, width):
+    rows = LossChunk().rows(tokens, vocab, width)
+    assert rows == 1 or rows * vocab * width <= 2**26
+    assert rows == LossChunk().rows(np.array([float(tokens)]), np.array([float(vocab)]), float(width))[0]
+    if rows:
+        assert rows - (tokens % rows or rows) < -(-tokens // rows)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.cache import LayerCache
+from weft.models.document_attention import document_attention, find_starts
 from weft.models.rotary import Rotation, rotate
 
 
@@ -22,21 +23,25 @@ class Visible(NamedTuple):
     mask_B1TS: 0 where a query sees a key and -inf elsewhere; None: the queries are the last T of the S tokens, each
     sees itself and all before it.
     positions_BT, document_ids_BT: as the model got them, for cores that need no dense mask.
+    starts_BM: where documents begin, for those cores; see `document_attention.py`. None: not known.
     """
 
     mask_B1TS: Tensor | None
     positions_BT: Tensor
     document_ids_BT: Tensor | None
+    starts_BM: Tensor | None = None
 
 
 class SdpaCore(nn.Module):
     """softmax(q k^T / sqrt(C)) v by torch's fused kernels. Another core may take its place: `attn.core = ...`."""
 
-    #: Whether it wants `Visible.mask_B1TS`, as a core does that says nothing; else positions and document ids must do.
-    takes_mask = True
+    #: Whether it wants a mask of documents, as a core does that says nothing; else their ids or starts must do.
+    takes_mask = False
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
         """Mix the values; (B, H, T, C)."""
+        if visible.mask_B1TS is None and visible.document_ids_BT is not None:
+            return document_attention(q_BHTC, k_BKSC, v_BKSC, visible.starts_BM, visible.document_ids_BT)
         mask_B1TS, num_heads = visible.mask_B1TS, q_BHTC.shape[1]
         grouped = k_BKSC.shape[1] != num_heads
         if grouped and not takes_groups(q_BHTC.device.type, q_BHTC.dtype, mask_B1TS is not None):
@@ -97,16 +102,25 @@ class Attention(nn.Module):
         return self.o(out_BHTC.transpose(1, 2).flatten(2))
 
 
-def see_causally(positions_BT: Tensor, document_ids_BT: Tensor | None, num_seen: int, dtype: torch.dtype) -> Visible:
+def see_causally(
+    positions_BT: Tensor, document_ids_BT: Tensor | None, num_seen: int, dtype: torch.dtype, *,
+    starts_BM: Tensor | None = None, wants_mask: bool = False,
+) -> Visible:  # fmt: skip
     """Decide once per forward what each token sees.
 
     document_ids_BT: tokens see only tokens of the same id; None: the whole sequence is one document.
     num_seen: tokens that a cache already holds; they come before all tokens here.
     dtype: of the mask, where one is needed: the dtype in which attention runs.
+    starts_BM: where documents begin; found from the ids where it is None. wants_mask: documents are told by a mask over
+    pairs of tokens.
     """
     num_new = positions_BT.shape[1]
     if document_ids_BT is None and (num_seen == 0 or num_new == 1):
         return Visible(None, positions_BT, None)
+    if document_ids_BT is not None and not wants_mask:
+        return Visible(
+            None, positions_BT, document_ids_BT, find_starts(document_ids_BT) if starts_BM is None else starts_BM
+        )
     device = positions_BT.device
     order_S = torch.arange(num_seen + num_new, device=device)
     seen_TS = order_S[num_seen:, None] >= order_S[None, :]

@@ -97,6 +97,7 @@ class Decoder(KeepsTies):
         positions_BT: Tensor | None = None,
         document_ids_BT: Tensor | None = None,
         cache: Cache | None = None,
+        document_starts_BM: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V) of the token after each input token.
 
@@ -104,6 +105,8 @@ class Decoder(KeepsTies):
         positions_BT: place of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the cache).
         document_ids_BT: attention stays among tokens of one id; None: each row is one document.
         cache: keys and values of earlier tokens; it takes up those of this call.
+        document_starts_BM: where the documents of document_ids begin, each row filled up with T; found where it is
+        None, for which the host waits on a GPU.
         Raises ModelError for a sequence that the position table or the cache cannot hold.
         """
         num_seen = cache.num_tokens if cache is not None else 0
@@ -118,10 +121,15 @@ class Decoder(KeepsTies):
         else:
             spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
             turn = rotation(positions_BT, spec.head_dim, spec.rope_theta, spec.rope_scale, dtype)
-        if all(getattr(block.attn.core, "takes_mask", True) for block in self.blocks):
-            visible = see_causally(positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD))
-        else:
+        cores = [block.attn.core for block in self.blocks]
+        if any(getattr(core, "takes_ids", False) for core in cores):
             visible = Visible(None, positions_BT, document_ids_BT)
+        else:
+            wants_mask = any(getattr(core, "takes_mask", True) for core in cores)
+            visible = see_causally(
+                positions_BT, document_ids_BT, num_seen, _attention_dtype(x_BTD),
+                starts_BM=document_starts_BM, wants_mask=wants_mask,
+            )  # fmt: skip
         for index, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, visible, turn, cache.layers[index] if cache is not None else None)
         return self.head(self.norm(x_BTD))

@@ -84,7 +84,7 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
         tensors = cut_tensors(model, mesh, tensor_layout, experts, runs=pipeline.runs if pipeline else None)
     else:
         tensors = {}
-        fuse_whole_head(model)
+        fuse_whole_head(model, mesh)
     context = apply_context(model, mesh)
     divide_sequences(model, mesh, context_of(model))
     return merge_placements(stages, experts, tensors, context)

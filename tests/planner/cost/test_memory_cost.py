@@ -114,16 +114,17 @@ def test_gpt_keeps_34_bytes_and_its_scores():
 
 
 def test_the_loss_is_cut_where_the_runtime_cuts_it():
-    head, head_loss = (importlib.import_module(f"weft.parallel.tensor.{name}") for name in ("head", "head_loss"))
-    assert (loss_memory.LARGE_LOGITS_BYTES, loss_memory.CHUNK_BYTES) == (head.LARGE_LOGITS_BYTES, head_loss.CHUNK_BYTES)
+    head = importlib.import_module("weft.parallel.tensor.head")
+    assert loss_memory.LARGE_LOGITS_BYTES == head.LARGE_LOGITS_BYTES
 
 
 def test_logits_of_a_large_vocabulary_do_not_set_the_peak():
-    """8192 tokens of 128 thousand entries: 13 GiB whole; cut, the weight's gradient in fp32 and bf16, and 0.2 GiB."""
+    """8192 tokens of 128 thousand entries: 13 GiB whole; cut, the weight's gradient in fp32 and bf16, and 1.5 GiB."""
     columns = Columns.make(1, dp_shard=8, num_micro=16)
     whole, cut = (estimate(job(cut_loss=cuts), CLUSTER, columns, TABLES).memory["logits"][0] for cuts in (False, True))
     assert whole == pytest.approx(8192 * 128_256 * 12, rel=0.02)
-    assert cut == pytest.approx(6 * 128_256 * 4096, rel=0.1)
+    # A chunk of an H100: its logits once in fp32 and once in bf16.
+    assert cut == pytest.approx(6 * 128_256 * 4096 + 1.5 * 2**30, rel=0.1)
 
 
 def test_each_stage_of_zero_holds_less():

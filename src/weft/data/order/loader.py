@@ -99,7 +99,8 @@ class EvalBatches:
 def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int, *, pin: bool = False) -> Batch:
     """Samples as tensors, int64 (B, T) each: input_ids, labels, positions, and document_ids where a border is inside.
 
-    Rows beyond the indices are padding: their labels are all -100.
+    With those comes document_starts, int64 (B, M): where documents begin, rows with fewer than M filled up with T. M is
+    a power of two, so that few shapes come up. Rows beyond the indices are padding: their labels are all -100.
     """
     rows = Rows.empty(num_rows, stream.seq_len)
     has_border = False
@@ -111,8 +112,21 @@ def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int,
     arrays = {"input_ids": rows.input_ids, "labels": rows.labels, "positions": rows.positions}
     if has_border:
         arrays["document_ids"] = rows.document_ids
+        arrays["document_starts"] = _starts(rows.document_ids)
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch
+
+
+def _starts(ids: np.ndarray) -> np.ndarray:
+    """Where documents begin, from their ids (B, T), which are 0, 1, ... in each row."""
+    num_rows, seq_len = ids.shape
+    most = 1 << int(ids[:, -1].max()).bit_length()
+    most += most == seq_len  # what has the sequence in dim 1 is cut by cp
+    found = np.full((num_rows, most), seq_len, np.int64)
+    found[:, 0] = 0
+    row, place = np.nonzero(np.diff(ids, axis=1))
+    found[row, ids[row, place + 1]] = place + 1
+    return found
 
 
 class StepBatches(Protocol):

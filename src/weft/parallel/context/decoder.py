@@ -26,9 +26,9 @@ class ContextCore(SdpaCore):
         self.context: Context | None = context
 
     @property
-    def takes_mask(self) -> bool:
-        """Not while the sequence is cut: a mask over pairs of tokens would hold more than the sequence itself."""
-        return self.context is None or not self.context.in_use
+    def takes_ids(self) -> bool:
+        """While the sequence is cut: documents go on past this rank's tokens, so ids tell them and not places."""
+        return self.context is not None and self.context.in_use
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
         """Mix the values; (B, H, T, C)."""

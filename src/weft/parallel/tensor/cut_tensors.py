@@ -29,6 +29,7 @@ from weft.parallel.tensor.cut_modules import (
     localise,
 )
 from weft.parallel.tensor.head import fuse_head, make_head
+from weft.parallel.tensor.head_loss import LossWay
 from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence
 from weft.spec import Layout, Style
 from weft.spec.rules import alternatives
@@ -52,11 +53,15 @@ def cut_tensors(
     return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken, runs).cut()
 
 
-def fuse_whole_head(model: nn.Module) -> None:
-    """Let the head of a model whose vocabulary is not cut give the loss at once, where its logits would be large."""
+def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
+    """Let the head of a model whose vocabulary is not cut give the loss at once, where its logits would be large.
+
+    mesh: says on what device, and whether compiled; None: on a CPU, and not.
+    """
     head = layers.find_lm_head(model)
     if head is not None and layers.is_linear(head):
-        fuse_head(model, head, hugging_face.scales_logits(model))
+        way = LossWay.agreed(mesh["tp"], mesh.device, mesh.plan.compile) if mesh is not None else None
+        fuse_head(head, hugging_face.scales_logits(model), way)
 
 
 def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Layout:
@@ -100,7 +105,7 @@ class _Cutter:
         runs: Sequence[Sequence[str]] | None,
     ):
         self.model, self.axis, self.layout = model, mesh["tp"], layout
-        self.taken = taken
+        self.taken, self.device = taken, mesh.device
         self.modules = dict(model.named_modules())
         self.names = {id(module): path for path, module in self.modules.items()}
         self.styles = _read_styles(layout, self.modules, mesh.plan.tp)
@@ -209,7 +214,8 @@ class _Cutter:
         _set_sizes(module)
         entry = Entry(self.ends, layers.weight_of(module).shape[1], None)
         entry.members.append(module)
-        make_head(module, self.ends, vocab, entry, hugging_face.scales_logits(self.model))
+        way = LossWay.agreed(self.axis, self.device, self.is_compiled)
+        make_head(module, self.ends, vocab, entry, hugging_face.scales_logits(self.model), way)
 
     def _replace(self, module: nn.Module, name: str, placement: Placement, dim: int) -> None:
         """Put this rank's part in the place of a parameter."""

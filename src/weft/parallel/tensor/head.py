@@ -23,7 +23,7 @@ from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.parallel.tensor.cut_linear import TOKENS, Line
 from weft.parallel.tensor.cut_modules import Entry
-from weft.parallel.tensor.head_loss import token_loss
+from weft.parallel.tensor.head_loss import LossWay, token_loss
 from weft.private_torch import register_pytree_node
 from weft.structure import become, layers
 
@@ -79,13 +79,15 @@ class Head:
     """What the head of one model needs besides its weight. vocab: entries without padding.
 
     entry: in front of a cut head. scales: the model changes logits after the head, so it gives no loss.
+    way: how it goes through its tokens; None: as on a CPU.
     """
 
-    def __init__(self, line: Line, vocab: int, entry: Entry | None, scales: bool):
+    def __init__(self, line: Line, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None):
         self.line = line
         self.vocab = vocab
         self.entry = entry
         self.scales = scales
+        self.way = way
         self.labels: torch.Tensor | None = None
         self.ignore = -100
 
@@ -112,7 +114,7 @@ class LossHead(nn.Module):
         if head.gives_loss(x, weight):
             labels = head.labels
             assert labels is not None
-            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore)
+            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
             return HeadLoss(loss_sum, (labels != head.ignore).sum(), labels)
         if head.entry is None:
             return F.linear(x, weight, bias)
@@ -120,16 +122,17 @@ class LossHead(nn.Module):
         return gather_slice(logits, head.line.axis, -1)[..., : head.vocab]
 
 
-def make_head(module: nn.Module, line: Line, vocab: int, entry: Entry | None, scales: bool) -> None:
+def make_head(
+    module: nn.Module, line: Line, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None = None
+) -> None:
     """Let the module give the loss where it is told the labels. vocab: entries of the whole, without padding."""
-    become(module, LossHead, head=Head(line, vocab, entry, scales))
+    become(module, LossHead, head=Head(line, vocab, entry, scales, way))
 
 
-def fuse_head(model: nn.Module, module: nn.Module, scales: bool) -> None:
+def fuse_head(module: nn.Module, scales: bool, way: LossWay | None = None) -> None:
     """`make_head` of a model whose vocabulary is not cut."""
     nobody = Axis("tp", 1, 0, (0,))
-    make_head(module, Line(nobody), layers.weight_of(module).shape[0], None, scales)
-    del model
+    make_head(module, Line(nobody), layers.weight_of(module).shape[0], None, scales, way)
 
 
 def find_head(model: nn.Module) -> nn.Module | None:

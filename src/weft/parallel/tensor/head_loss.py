@@ -2,7 +2,7 @@
 
 Gradients are made in the forward, while the logits of a few tokens are there, so logits are made once and never kept:
 what stays until backward is as large as the hidden states and the weight. With a cut vocabulary ranks exchange three
-numbers for each token: the largest logit, the sum of exponentials, and the logit of the label.
+numbers for each token: the log of the sum of exponentials, its part of the whole sum, and the logit of the label.
 
 Methods: Shoeybi et al. 2019, arXiv 1909.08053, section 3 (cut vocabulary); Hsu et al. 2024, arXiv 2410.10989, and
 Wijmans et al. 2024, arXiv 2411.09009 (logits that are never kept).
@@ -12,16 +12,39 @@ B sequences, T tokens, S tokens of this rank, N = B T, C tokens at a time, D fea
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from weft.comm import all_reduce
+from weft.mesh import Axis
 from weft.parallel.tensor.cut_linear import Line
+from weft.parallel.tensor.head_passes import Labels, passes_for
+from weft.spec.shares import LossChunk
 
-#: Logits, in the format of the sum, that exist at a time.
-CHUNK_BYTES = 2**26
+
+@dataclass(frozen=True, slots=True)
+class LossWay:
+    """How a head goes through its tokens: equal on all ranks of tp, whose chunks exchange numbers.
+
+    compiled: what is done element by element.
+    """
+
+    chunk: LossChunk = field(default_factory=LossChunk)
+    compiled: bool = False
+
+    @classmethod
+    def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossWay:
+        """For heads on `device`; on a GPU a collective over the axis: the smallest device sets the size."""
+        if device.type != "cuda":
+            return cls(LossChunk(), compiled)
+        chunk = LossChunk.of_device(torch.cuda.get_device_properties(device).total_memory)
+        if axis.size > 1:
+            smallest = all_reduce(torch.tensor(chunk.num_bytes, device=device), axis, op="min")
+            chunk = LossChunk(int(smallest))
+        return cls(chunk, compiled)
 
 
 def token_loss(
@@ -32,12 +55,15 @@ def token_loss(
     line: Line,
     vocab: int,
     ignore: int,
+    way: LossWay | None = None,
 ) -> torch.Tensor:
     """Sum of the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
 
     vocab: entries of the whole, of which this rank has those from rank * V on; entries from `vocab` on are padding.
+    way: None: as on a CPU.
     """
-    return _TokenLoss.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, torch.is_grad_enabled())
+    way = LossWay() if way is None else way
+    return _TokenLoss.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way, torch.is_grad_enabled())
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -51,11 +77,12 @@ class _TokenLoss(torch.autograd.Function):
         line: Line,
         vocab: int,
         ignore: int,
+        way: LossWay,
         wants_grad: bool,
     ) -> torch.Tensor:
         whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
         needs = [wants_grad and need for need in ctx.needs_input_grad[:3]]
-        chunks = _Chunks(weight_VD, bias_V, line, vocab, ignore, needs, whole)
+        chunks = _Chunks(weight_VD, bias_V, line, vocab, ignore, way, needs, whole)
         loss_sum = chunks.run(labels_BT.reshape(-1))
         grad_x = None
         if chunks.grad_x is not None:
@@ -66,12 +93,16 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.formats, strict=True)
+        return (*(None if saved is None else _scaled(saved, grad, dtype) for saved, dtype in pairs), *[None] * 6)
+
+
+def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient times the loss's own, in one pass, rounded once."""
+    if saved.dtype == dtype:
         # In place: a weight's gradient is large. A second backward is refused by torch, since it sees the change.
-        found = [
-            None if saved is None else saved.mul_(grad).to(dtype)
-            for saved, dtype in zip(ctx.saved_tensors, ctx.formats, strict=True)
-        ]
-        return (*found, None, None, None, None, None)
+        return saved.mul_(grad)
+    return torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
 
 
 class _Chunks:
@@ -84,10 +115,11 @@ class _Chunks:
         line: Line,
         vocab: int,
         ignore: int,
+        way: LossWay,
         needs: list[bool],
         whole_BTD: torch.Tensor,
     ):
-        self.weight, self.bias, self.axis, self.ignore = weight_VD, bias_V, line.axis, ignore
+        self.weight, self.bias, self.axis, self.ignore, self.way = weight_VD, bias_V, line.axis, ignore, way
         self.hidden_ND = whole_BTD.flatten(0, -2)
         self.sums = torch.float64 if whole_BTD.dtype == torch.float64 else torch.float32
         self.first = self.axis.rank * weight_VD.shape[0]
@@ -99,43 +131,64 @@ class _Chunks:
 
     def run(self, labels_N: torch.Tensor) -> torch.Tensor:
         """The sum of the losses."""
-        rows = max(1, CHUNK_BYTES // (self.weight.shape[0] * self.sums.itemsize))
+        rows = self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize)
         total = torch.zeros((), dtype=self.sums, device=labels_N.device)
-        for start in range(0, labels_N.numel(), rows):
+        for start in range(0, labels_N.numel(), max(1, rows)):
             part = slice(start, start + rows)
             total += self._chunk(part, labels_N[part])
         return total
 
     def _chunk(self, part: slice, labels_C: torch.Tensor) -> torch.Tensor:
         hidden_CD = self.hidden_ND[part]
-        logits_CV = F.linear(hidden_CD, self.weight, self.bias).to(self.sums)
+        logits_CV = F.linear(hidden_CD, self.weight, self.bias)
         if self.num_real < logits_CV.shape[1]:
-            logits_CV[:, self.num_real :] = -torch.inf
-        largest_C = all_reduce(logits_CV.amax(1), self.axis, op="max")
-        logits_CV -= largest_C[:, None]
+            # Not -inf: on a rank of padding alone the sum of exponentials would be 0.
+            logits_CV[:, self.num_real :] = torch.finfo(logits_CV.dtype).min
         local_C = labels_C - self.first
         trained_C = labels_C != self.ignore
         mine_C = trained_C & (local_C >= 0) & (local_C < self.num_real)
-        place_C1 = local_C.where(mine_C, 0)[:, None]
-        label_logit_C = logits_CV.gather(1, place_C1).squeeze(1).where(mine_C, 0.0)
-        exponentials_CV = logits_CV.exp_()
-        both_2C = all_reduce(torch.stack([exponentials_CV.sum(1), label_logit_C]), self.axis)
-        losses_C = (both_2C[0].log() - both_2C[1]).where(trained_C, 0.0)
+        labels = Labels(local_C.where(mine_C, 0)[:, None], mine_C)
+        passes = passes_for(logits_CV, self.sums, self.way.compiled)
+        kept, lse_C, here_C = passes.sums(logits_CV, labels, self.sums)
+        del logits_CV  # `kept` may hold them
+        whole_C, label_C = self._over_ranks(lse_C, here_C, mine_C)
         if self.grad_x is not None or self.grad_weight is not None:
-            exponentials_CV *= (trained_C / both_2C[0])[:, None]
-            exponentials_CV.scatter_add_(1, place_C1, -mine_C.to(self.sums)[:, None])
-            self._gradients(part, hidden_CD, exponentials_CV)
-        return losses_C.sum()
+            grad_CV = passes.gradient(kept, whole_C, here_C, labels, hidden_CD.dtype)
+            del kept
+            self._gradients(part, hidden_CD, grad_CV, trained_C)
+        return (whole_C - label_C).where(trained_C, 0.0).sum()
 
-    def _gradients(self, part: slice, hidden_CD: torch.Tensor, grad_CV: torch.Tensor) -> None:
-        """From the gradient of the logits."""
-        rounded_CV = grad_CV.to(hidden_CD.dtype)
+    def _over_ranks(
+        self, lse_C: torch.Tensor, label_logit_C: torch.Tensor, mine_C: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log of the sum of exponentials and the label's logit, of the whole vocabulary."""
+        if self.axis.size == 1:
+            return lse_C, label_logit_C
+        largest_C = all_reduce(lse_C.clone(), self.axis, op="max")
+        both_2C = torch.stack([(lse_C - largest_C).exp_(), label_logit_C.where(mine_C, 0.0)])
+        both_2C = all_reduce(both_2C, self.axis)
+        return both_2C[0].log() + largest_C, both_2C[1]
+
+    def _gradients(self, part: slice, hidden_CD: torch.Tensor, grad_CV: torch.Tensor, trained_C: torch.Tensor) -> None:
+        """From the gradient of the logits, as if all tokens were trained: those that are not are left out here.
+
+        Rows of hidden states are shorter than rows of logits.
+        """
+        trained_C1 = trained_C[:, None]
         if self.grad_x is not None:
-            torch.mm(rounded_CV, self.weight, out=self.grad_x[part])
+            grad_CD = torch.mm(grad_CV, self.weight, out=self.grad_x[part])
+            grad_CD.masked_fill_(~trained_C1, 0.0)
         if self.grad_weight is not None:
-            if self.grad_weight.dtype == rounded_CV.dtype:
-                self.grad_weight.addmm_(rounded_CV.t(), hidden_CD)
-            else:
-                self.grad_weight += rounded_CV.t() @ hidden_CD
+            add_product(self.grad_weight, grad_CV.t(), hidden_CD.where(trained_C1, 0.0))
         if self.grad_bias is not None:
-            self.grad_bias += grad_CV.sum(0)
+            self.grad_bias += trained_C.to(self.sums) @ grad_CV.to(self.sums)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, in place; where total is wider, a GPU's product adds up in its format and never rounds."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space import Columns
+from weft.spec.shares import LossChunk
 
 Array = NDArray[np.float64]
 
-#: As in `parallel/tensor/head.py` and `parallel/tensor/head_loss.py`, which load torch: a test holds them together.
-LARGE_LOGITS_BYTES, CHUNK_BYTES = 2**28, 2**26
+#: As in `parallel/tensor/head.py`, which loads torch: a test holds them together.
+LARGE_LOGITS_BYTES = 2**28
 #: Values of a token that the cut loss makes besides its logits: labels, masks, largest logit, sums.
 _LABELS = 13.0
 #: Bytes in which the runtime adds up.
@@ -27,13 +28,16 @@ def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.boo
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 
 
-def cut_loss_bytes(columns: Columns, tokens: Array, vocab: Array, hidden: float, width: Any) -> Array:
+def cut_loss_bytes(
+    columns: Columns, tokens: Array, vocab: Array, hidden: float, width: Any, device_bytes: int = 0
+) -> Array:
     """The most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
 
     width: bytes of a weight and of an activation. A narrow format is rounded to and multiplied beside its sums.
+    device_bytes: memory of a GPU, 0 of a CPU: chunks are those that the head asks `LossChunk` for.
     """
     sums = np.maximum(_SUMS, width)
-    rows = np.minimum(tokens, np.maximum(1.0, np.floor(CHUNK_BYTES / (sums * vocab))))
+    rows = LossChunk.of_device(device_bytes).rows(tokens, vocab, sums)
     rounded = np.where(width < sums, width * (rows * vocab + vocab * hidden), 0.0)
     gathered = np.where(columns.sp, tokens * hidden * width, 0.0)
     made = rows * vocab * sums + rounded + vocab * hidden * sums

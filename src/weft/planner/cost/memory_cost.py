@@ -149,8 +149,11 @@ def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array, Arra
     return per * width + routed, 2.0 * width, routed
 
 
-def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:
-    """Bytes by class on the worst of the first, the second and the last rank of the pipeline."""
+def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages, device_bytes: int) -> dict[str, Array]:
+    """Bytes by class on the worst of the first, the second and the last rank of the pipeline.
+
+    device_bytes: memory of a GPU, 0 of a CPU.
+    """
     layer = layer_bytes(job, columns)
     p = columns.pp
     ends = (
@@ -158,8 +161,8 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> 
         (stages.middle, 1, False, False),
         (stages.last, p - 1, False, True),
     )
-    candidates = [rank_bytes(job, columns, tables, layer, each) for each in ends]
-    candidates.append(rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True)))
+    candidates = [rank_bytes(job, columns, tables, layer, each, device_bytes) for each in ends]
+    candidates.append(rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True), device_bytes))
     totals = [sum(each.values()) for each in candidates]
     piped = p > 1
     usable = [piped, p > 2, piped, ~piped]
@@ -169,7 +172,12 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages) -> 
 
 
 def rank_bytes(
-    job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: tuple[Array, object, bool, bool]
+    job: Job,
+    columns: Columns,
+    tables: Tables,
+    layer: LayerBytes,
+    place: tuple[Array, object, bool, bool],
+    device_bytes: int,
 ) -> dict[str, Array]:
     layers, rank, embedding, head = place
     shares = rank_shares(job, columns, layers, embedding, head)
@@ -184,7 +192,7 @@ def rank_bytes(
     )
     saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
     tokens = columns.microbatch * (job.seq_len / columns.cp)
-    logits = _logits(job, columns, tokens) if head else np.zeros(len(columns))
+    logits = _logits(job, columns, tokens, device_bytes) if head else np.zeros(len(columns))
     gathered, reduced = _buffers(job, columns, shares, layers)
     reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
@@ -270,7 +278,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     return gathered, reduced
 
 
-def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
+def _logits(job: Job, columns: Columns, tokens: Array, device_bytes: int) -> Array:
     t = columns.tp.astype(np.float64)
     each = np.where(
         job.stack.fused_loss,
@@ -283,5 +291,6 @@ def _logits(job: Job, columns: Columns, tokens: Array) -> Array:
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.precision == PRECISIONS.index("fp32")
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
-        found = np.where(is_loss_cut(columns, tokens, vocab), cut_loss_bytes(columns, tokens, vocab, h, width), found)
+        cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes)
+        found = np.where(is_loss_cut(columns, tokens, vocab), cut, found)
     return found + tokens * 4.0 * h

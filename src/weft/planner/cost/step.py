@@ -87,7 +87,7 @@ def _chunk(
             terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
     _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
     _step_terms(job, columns, cluster, tables, fabric, (costs, idle_f, idle_b), stages, terms)
-    return terms, memory_bytes(job, columns, tables, stages)
+    return terms, memory_bytes(job, columns, tables, stages, cluster.device.memory_bytes)
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:

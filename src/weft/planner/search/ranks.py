@@ -136,7 +136,8 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
         if plan.recompute_blocks:
             columns = columns.with_arrays(recompute_share=np.minimum(1.0, plan.recompute_blocks / held))
         layer = layer_bytes(question.job, columns)
-        classes = rank_bytes(question.job, columns, question.tables, layer, place)
+        device_bytes = question.cluster.device.memory_bytes
+        classes = rank_bytes(question.job, columns, question.tables, layer, place, device_bytes)
         found.append({name: _first(value) for name, value in classes.items()})
     return found
 

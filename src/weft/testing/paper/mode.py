@@ -105,7 +105,9 @@ class PaperMode(TorchDispatchMode):
         if not any(on_device(x) for x in (*reads, *writes, *outs)):
             return
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
-        flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
+        # Formulas take no format of a product's sum, which stands behind its tensors.
+        given = args[:-1] if args and isinstance(args[-1], torch.dtype) else args
+        flops = float(formula(*given, **kwargs, out_val=out)) if formula is not None else 0.0
         self.device.launch(func._schema.name, reads, [*writes, *outs], flops)
 
     def _item(self, func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -61,6 +61,7 @@ class Subject:
         }
         if self.documents:
             batch["document_ids"] = positions // 100
+            batch["document_starts"] = torch.arange(0, self.seq_len, 100).expand(len(positions), -1).contiguous()
         return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 

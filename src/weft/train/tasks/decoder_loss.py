@@ -36,4 +36,7 @@ token_cross_entropy.takes_head_loss = True
 
 def model_forward(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Run one of the project's decoders on a batch of the project's loader: logits (batch, time, vocabulary)."""
-    return model(batch["input_ids"], batch["positions"], batch.get("document_ids"))
+    ids = batch.get("document_ids")
+    if ids is None:
+        return model(batch["input_ids"], batch["positions"])
+    return model(batch["input_ids"], batch["positions"], ids, document_starts_BM=batch.get("document_starts"))

@@ -1,0 +1,176 @@
+"""Causal attention within the documents of packed sequences, without a mask over pairs of tokens.
+
+Documents travel as the place where each begins, M of them a row; rows with fewer are filled up with T, and such empty
+documents hold nothing. So all shapes are known before the values are, and no device is asked for them.
+
+B sequences, T tokens, M places, H query heads, K key-value heads, C width of one head, N = B T.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
+
+from weft.models.private_torch import CPU_FLASH, CPU_FLASH_BACKWARD
+
+#: Queries at a time where torch has no kernel that knows documents.
+_ROWS = 512
+
+
+def find_starts(document_ids_BT: Tensor) -> Tensor | None:
+    """Where documents begin, int64 (B, M), from an id for each token, on a CPU.
+
+    None where ids come again after others, as tokens of one id see each other wherever they are; and on a device, where
+    the host would have to wait for the answer: there the loader's places save memory and time.
+    """
+    plain = type(document_ids_BT) is Tensor and document_ids_BT.device.type == "cpu"
+    if not plain or torch.compiler.is_compiling():
+        return None
+    steps_BT = document_ids_BT.diff(dim=1)
+    if bool((steps_BT < 0).any()):
+        return None
+    num_tokens = document_ids_BT.shape[1]
+    first_BT = F.pad(steps_BT != 0, (1, 0), value=True)
+    most = int(first_BT.sum(1).max())
+    places_BT = torch.arange(num_tokens).where(first_BT, num_tokens)
+    return places_BT.sort(1).values[:, :most]
+
+
+def document_attention(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor | None, ids_BT: Tensor
+) -> Tensor:
+    """Each token sees itself and what is before it in its document; (B, H, T, C).
+
+    starts_BM: as of `find_starts`. ids_BT: of documents; tokens of one id are one document.
+    """
+    given = (q_BHTC, k_BKTC, v_BKTC)
+    if has_torch_function(given):
+        return handle_torch_function(document_attention, given, *given, starts_BM, ids_BT)
+    kind = q_BHTC.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q_BHTC, k_BKTC, v_BKTC = given = tuple(x.to(dtype) for x in given)
+    if starts_BM is not None and kind == "cpu":
+        return _one_by_one(*given, starts_BM)[0]
+    half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
+    if starts_BM is not None and kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
+        return _by_lengths(*given, starts_BM)
+    return _by_rows(*given, ids_BT)
+
+
+#: What `weft.memory` looks for.
+document_attention.is_attention = True
+
+
+def _by_lengths(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor) -> Tensor:
+    """Flash attention by cumulative lengths; empty documents cost a few idle blocks."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, num_tokens = q_BHTC.shape[0], q_BHTC.shape[2]
+    row_B1 = torch.arange(rows, device=starts_BM.device)[:, None] * num_tokens
+    end_1 = starts_BM.new_full((1,), rows * num_tokens)
+    lengths = torch.cat([(starts_BM + row_B1).flatten(), end_1]).to(torch.int32)
+    known = inspect.signature(varlen_attn).parameters
+    how: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if k_BKTC.shape[1] != q_BHTC.shape[1]:
+        if "enable_gqa" in known:
+            how["enable_gqa"] = True
+        else:
+            times = q_BHTC.shape[1] // k_BKTC.shape[1]
+            k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
+    q_NHC, k_NKC, v_NKC = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
+    out_NHC = varlen_attn(q_NHC, k_NKC, v_NKC, lengths, lengths, num_tokens, num_tokens, **how)
+    assert isinstance(out_NHC, Tensor)
+    return out_NHC.unflatten(0, (rows, num_tokens)).transpose(1, 2)
+
+
+def _by_rows(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor) -> Tensor:
+    """Some queries at a time, with a mask for those."""
+    times = q_BHTC.shape[1] // k_BKTC.shape[1]
+    if times > 1:
+        k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
+    place_T, outs = torch.arange(q_BHTC.shape[2], device=q_BHTC.device), []
+    for start in range(0, q_BHTC.shape[2], _ROWS):
+        end = min(start + _ROWS, q_BHTC.shape[2])
+        seen = (ids_BT[:, start:end, None] == ids_BT[:, None, :end]) & (place_T[start:end, None] >= place_T[:end])
+        outs.append(
+            F.scaled_dot_product_attention(
+                q_BHTC[:, :, start:end], k_BKTC[:, :, :end], v_BKTC[:, :, :end], attn_mask=seen[:, None]
+            )
+        )
+    return torch.cat(outs, 2)
+
+
+def _documents(starts_BM: Tensor, num_tokens: int) -> list[tuple[int, int, int]]:
+    """(row, first token, token after the last) of each."""
+    found = []
+    for row, starts in enumerate(starts_BM.tolist()):
+        for first, end in zip(starts, [*starts[1:], num_tokens], strict=True):
+            if end > first:
+                found.append((row, first, end))
+    return found
+
+
+# One operator for torch.compile, which would else make a graph for each set of documents.
+@torch.library.custom_op("weft::document_attention", mutates_args=())
+def _one_by_one(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """Document by document; also the log-sum-exp of scores, (B, H, T)."""
+    batch, heads, num_tokens, _ = q_BHTC.shape
+    out = torch.empty_like(q_BHTC.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    wide = torch.promote_types(q_BHTC.dtype, torch.float32)
+    lse = q_BHTC.new_empty((batch, heads, num_tokens), dtype=wide)
+    for row, first, end in _documents(starts_BM, num_tokens):
+        part = (slice(row, row + 1), slice(None), slice(first, end))
+        out[part], lse[part] = CPU_FLASH(q_BHTC[part], k_BKTC[part], v_BKTC[part], 0.0, True)
+    return out, lse
+
+
+@_one_by_one.register_fake
+def _(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q_BHTC.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return out, q_BHTC.new_empty(q_BHTC.shape[:3], dtype=torch.promote_types(q_BHTC.dtype, torch.float32))
+
+
+@torch.library.custom_op("weft::document_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, out: Tensor, lse: Tensor, starts_BM: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BHTC, k_BKTC, v_BKTC))
+    for row, first, end in _documents(starts_BM, q_BHTC.shape[2]):
+        part = (slice(row, row + 1), slice(None), slice(first, end))
+        given = (x[part] for x in (grad, q_BHTC, k_BKTC, v_BKTC, out, lse))
+        for whole, found in zip(grads, CPU_FLASH_BACKWARD(*given, 0.0, True), strict=True):
+            whole[part] = found
+    return grads[0], grads[1], grads[2]
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, out: Tensor, lse: Tensor, starts_BM: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BHTC, k_BKTC, v_BKTC))
+    return q, k, v
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q_BHTC, k_BKTC, v_BKTC, starts_BM = inputs
+    ctx.save_for_backward(q_BHTC, k_BKTC, v_BKTC, *output, starts_BM)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return (*_backward(grad, *ctx.saved_tensors), None)
+
+
+_one_by_one.register_autograd(_differentiate, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.weft.document_attention)
+def _flops(q: Any, k: Any, v: Any, starts: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """As if each row were one document: what shapes alone tell."""
+    return sdpa_flop_count(q, (*q[:2], *k[2:]), (*q[:2], *v[2:]))

@@ -1,0 +1,70 @@
+"""The three forms of a head loss's passes over its logits give the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.parallel.tensor import head_passes
+from weft.parallel.tensor.head_passes import Labels
+
+FORMS = {
+    "in place": lambda: head_passes._IN_PLACE,
+    "normalised": lambda: head_passes._NORMALISED,
+    "compiled": lambda: head_passes.LogitPasses(
+        lambda logits, labels, dtype: (logits, *head_passes._narrow_sums(logits, labels.place_C1, dtype)),
+        lambda kept, whole, label, labels, dtype: head_passes._narrow_gradient(kept, whole, *labels, dtype),
+    ),
+}
+
+
+def run(form, logits_CV, labels_C, parts, dtype):
+    """Loss and gradient with the vocabulary in so many parts, as ranks of tp have them."""
+    passes, size = FORMS[form](), logits_CV.shape[1] // parts
+    kept, lse, at, where = [], [], [], []
+    for number in range(parts):
+        local = labels_C - number * size
+        here = (local >= 0) & (local < size)
+        where.append(Labels(local.where(here, 0)[:, None], here))
+        part = logits_CV[:, number * size : (number + 1) * size].clone()
+        found = passes.sums(part, where[-1], torch.float64 if dtype == torch.float64 else torch.float32)
+        for many, one in zip((kept, lse, at), found, strict=True):
+            many.append(one)
+    whole = lse[0] if parts == 1 else torch.stack(lse).logsumexp(0)
+    label = sum(one.where(labels.is_here_C, 0.0) for one, labels in zip(at, where, strict=True))
+    grads = [passes.gradient(kept[n], whole, at[n], where[n], dtype) for n in range(parts)]
+    return (whole - label).sum(), torch.cat(grads, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_loss_and_gradient_are_those_of_whole_logits(form, parts, dtype):
+    if form == "normalised" and dtype != torch.bfloat16:
+        pytest.skip("of narrow logits only")
+    torch.manual_seed(0)
+    logits, labels = (4 * torch.randn(7, 12)).to(dtype), torch.randint(0, 8, (7,))
+    logits[0, labels[0]] = 9.0  # nearly certain
+    logits[:, 8:] = torch.finfo(dtype).min  # padding, all that the last rank has
+    wide = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wide, labels, reduction="sum")
+    expected.backward()
+    loss, grad = run(form, logits, labels, parts, dtype)
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=close, atol=0)
+    rounding = close if dtype != torch.bfloat16 else 2**-8
+    torch.testing.assert_close(grad.double(), wide.grad, rtol=rounding, atol=close)
+
+
+def test_generated_code_gives_the_same_numbers():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(5, 12), torch.tensor([1, 0, 11, 4, 4])
+    place = Labels(labels[:, None], torch.ones(5, dtype=torch.bool))
+    found = []
+    for passes in (
+        head_passes.passes_for(logits, torch.float32, False),
+        head_passes.passes_for(logits, torch.float32, True),
+    ):
+        kept, lse, at = passes.sums(logits.clone(), place, torch.float32)
+        found.append((lse, passes.gradient(kept, lse, at, place, torch.float32)))
+    torch.testing.assert_close(found[1], found[0])
