@@ -175,7 +175,7 @@ class _Source:
 
     def _fill(self, target: np.ndarray, file: _File, offset: int) -> None:
         self._reader.num_bytes += target.nbytes
-        file.into(memoryview(target.view(np.uint8)), offset)
+        file.into(target.view(np.uint8).data, offset)
 
     def _copy_box(
         self, target: np.ndarray, strides: tuple[int, ...], file: _File, offset: int, from_: tuple[int, ...], box: Box

@@ -55,7 +55,7 @@ def document_attention(
     kind = q_BHTC.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        q_BHTC, k_BKTC, v_BKTC = given = tuple(x.to(dtype) for x in given)
+        q_BHTC, k_BKTC, v_BKTC = given = (q_BHTC.to(dtype), k_BKTC.to(dtype), v_BKTC.to(dtype))
     if starts_BM is not None and kind == "cpu":
         return _one_by_one(*given, starts_BM)[0]
     half = q_BHTC.dtype in (torch.bfloat16, torch.float16)

@@ -31,7 +31,8 @@ class SavedTensor(Protocol):
 class StateSource(Protocol):
     """A group of a checkpoint: what there is, and any stretch of it."""
 
-    entries: Mapping[str, SavedTensor]
+    @property
+    def entries(self) -> Mapping[str, SavedTensor]: ...
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with elements of a part's line from `start` on, in the saved format."""
@@ -78,14 +79,14 @@ class Stretch:
         if not flat.numel():
             return
         if flat.dtype == kind and flat.device.type == "cpu" and flat.is_contiguous():
-            source.read(self.name, self.part, self.start, memoryview(flat.view(torch.uint8).numpy()))
+            source.read(self.name, self.part, self.start, flat.view(torch.uint8).numpy().data)
             torch.autograd.graph.increment_version(flat)
             self._bring_home()
             return
         for first in range(0, flat.numel(), _AT_ONCE):
             target = flat[first : first + _AT_ONCE]
             staged = torch.empty(target.numel(), dtype=kind)
-            source.read(self.name, self.part, self.start + first, memoryview(staged.view(torch.uint8).numpy()))
+            source.read(self.name, self.part, self.start + first, staged.view(torch.uint8).numpy().data)
             target.copy_(staged)
         self._bring_home()
 
@@ -114,7 +115,7 @@ def read_whole(source: StateSource, name: str) -> torch.Tensor:
     saved = source.entries[name]
     found = torch.empty(saved.shape, dtype=torch_formats()[saved.dtype])
     if found.numel():
-        source.read(name, Part(tuple(saved.shape)), 0, memoryview(found.view(-1).view(torch.uint8).numpy()))
+        source.read(name, Part(tuple(saved.shape)), 0, found.view(-1).view(torch.uint8).numpy().data)
     return found
 
 

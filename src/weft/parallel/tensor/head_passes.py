@@ -109,5 +109,5 @@ def _compiled() -> LogitPasses:
     sums, gradient = torch.compile(_narrow_sums, dynamic=True), torch.compile(_narrow_gradient, dynamic=True)
     return LogitPasses(
         lambda logits_CV, labels, dtype: (logits_CV, *sums(logits_CV, labels.place_C1, dtype)),
-        lambda kept, whole_C, label_C, labels, dtype: gradient(kept, whole_C, *labels, dtype),
+        lambda kept, whole_C, label_C, labels, dtype: gradient(kept, whole_C, labels.place_C1, labels.is_here_C, dtype),
     )

@@ -124,17 +124,17 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
     Each reads what it holds, and nothing else. Returns lines that say what is left out because it fits another plan
     only. CheckpointError for a checkpoint of another model.
     """
-    sources = (GroupSource(checkpoint, group) for group in ("model", "optimizer"))
+    weights, states = GroupSource(checkpoint, "model"), GroupSource(checkpoint, "optimizer")
     wire = checkpoint.private("wire", data_parallel(model).axes.mesh.rank)
-    return _take(model, optimizer, *sources, wire)
+    return _take(model, optimizer, weights, states, wire)
 
 
 def restore(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> list[str]:
     """The same from whole tensors in memory, such as `capture` gave."""
-    sources = (WholeTensors(groups[group]) for group in ("model", "optimizer"))
-    return _take(model, optimizer, *sources, groups.get("wire", {}))
+    weights, states = WholeTensors(groups["model"]), WholeTensors(groups["optimizer"])
+    return _take(model, optimizer, weights, states, groups.get("wire", {}))
 
 
 def _take(
