@@ -125,7 +125,9 @@ def explain(step: Step, batch: Any, error: BaseException) -> str:
         # The allocation that failed was not the last one that the pass had before it.
         whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
         missing = live.expected_optimizer + max(asked, whole - other)
-    facts, can_offload = Facts(world_size=mesh.world_size, model=shape), mesh.device.type != "cpu"
+    facts = Facts(world_size=mesh.world_size, model=shape)
+    # An accelerator reports its full memory by this error; a host's memory is full for what offload moves, too.
+    can_offload = mesh.device.type != "cpu" or isinstance(error, torch.OutOfMemoryError)
     found = footprint.remedies(mesh.plan, usage, missing, facts, shape, can_offload)
     wanted = f"an allocation of {format_bytes(asked)} failed" if asked else "an allocation failed"
     text = [f"plan={mesh.plan}: rank {mesh.rank} ran out of memory on {mesh.device}: {wanted}, with {held}:", *lines]
