@@ -81,14 +81,14 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
 
 
 def pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
-    """What this rank writes of a checkpoint: its share of weights and states in their own memory, no collective.
+    """What this rank writes of a checkpoint: its share of weights and states, no collective.
 
-    Write them before the next step.
+    A CPU's tensors are in their own memory, a device's are copies on the host: write them before the next step.
     """
     engine = data_parallel(model)
     yield from written("model", engine.stretches(), engine)
     yield from written("optimizer", engine.state_stretches(optimizer), engine)
-    yield from (SavedPiece.whole(f"wire/{name}", one) for name, one in carried_here(engine))
+    yield from (SavedPiece.whole(f"wire/{name}", one.detach().cpu()) for name, one in carried_here(engine))
 
 
 def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> Iterator[SavedPiece]:
@@ -103,7 +103,8 @@ def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> I
             local = data.view([part.local_shape[dim] for dim in order])
             data = local.permute([order.index(dim) for dim in range(len(order))]).contiguous()
             part = replace(part, order=())
-        yield SavedPiece(f"{group}/{one.name}", part, one.deal, start, data)
+        # Off a device once: what is saved is looked through first, and then written.
+        yield SavedPiece(f"{group}/{one.name}", part, one.deal, start, data.detach().cpu())
 
 
 class GroupSource:
