@@ -10,7 +10,7 @@ pytestmark = pytest.mark.paper
 
 STEPS = 8
 #: All that the host waits for in such a run: two evaluations and two checkpoints of eleven parameters among it.
-MOST_WAITS = 175
+MOST_WAITS = 157
 RUN = f"""
 import sys
 from pathlib import Path
