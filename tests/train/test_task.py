@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from weft.checkpoint import load_checkpoint
 from weft.cli.main import run
 from weft.errors import ConfigError
 from weft.monitor import read_events
@@ -42,8 +42,8 @@ def start(tmp_path: Path):
 
 
 def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    place = folder / "checkpoints" / f"step_{step:08d}"
-    return load_file(place / "model.safetensors") | load_file(place / "optimizer.safetensors")
+    checkpoint = load_checkpoint(folder / "checkpoints" / f"step_{step:08d}")
+    return {**checkpoint.tensors("model"), **checkpoint.tensors("optimizer")}
 
 
 def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
