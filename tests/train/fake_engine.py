@@ -99,9 +99,6 @@ class FakeEngine:
     def on_first(self, act):
         return act()
 
-    def barrier(self) -> None:
-        pass
-
     def close(self, *, failed: bool = False) -> None:
         self.closed = True
 

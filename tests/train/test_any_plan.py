@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,16 @@ def sharded(tmp_path, ranks2) -> Path:
     """A small checkpoint of two ranks, with interleaved parts and runs."""
     ranks2.run(train, "tp=2", 1, save=str(tmp_path))
     return tmp_path / "step_00000001"
+
+
+def test_a_checkpoint_that_nobody_has_any_more_holds_no_file_open(sharded):
+    before = len(os.listdir("/proc/self/fd"))
+    checkpoint = load_checkpoint(sharded)
+    checkpoint.block("model/" + next(iter(checkpoint.entries("model"))))
+    assert len(os.listdir("/proc/self/fd")) > before
+    del checkpoint
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.full

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #: A manifest of a million tensors is about 150 MB; COMMIT is 65 bytes.
 _MAX_MANIFEST_BYTES = 512 * 2**20
 _VERIFY_THREADS = 4
-#: Of the problems that one rank finds, so many are told to the others.
+#: The most problems that a rank sends to the others.
 _MOST_TOLD = 8
 
 

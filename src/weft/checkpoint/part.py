@@ -1,11 +1,11 @@
 """Which elements of a whole array lie in a stretch of memory, and which rank has which of them. Pure arithmetic.
 
-A rank holds rows of one dim of an array (all of them, where nobody cut it), and of those, flattened, one run:
+A rank holds rows of one dim of an array (all rows of an array that is not cut) and, of those rows flattened, one run:
 
     whole (8, 4), cut over two ranks of tp along dim 0      part: rows 4 to 8, so 16 elements in a line
     those in a flat bucket, divided over ranks              deal: the line from its start on, cut into equal lengths
 
-Both are described without naming every rank, so what is said of a tensor does not grow with the number of ranks.
+Both are described without naming every rank, so the description of a tensor does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -186,11 +186,6 @@ def meet(one: Box, other: Box) -> Box | None:
     """What two boxes share; None: nothing."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(low >= high for low, high in found) else found
-
-
-def numel_of(box: Box) -> int:
-    """How many elements a box has."""
-    return math.prod(high - low for low, high in box)
 
 
 def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""All ranks write one checkpoint: each its own files at the same time, and the first one what binds them.
+"""All ranks write one checkpoint: each its own files at the same time, and the first rank the manifest.
 
     every rank    its files into the hidden folder, fsynced and digested, and what it says of tensors that begin with it
     all           sizes, digests, or what went wrong, to the first rank: one exchange of some 250 bytes a rank
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from weft.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Groups whose tensors belong to one rank each, under one plan: they lie in its file, and nobody else is told.
+#: Groups whose tensors belong to one rank each, under one plan: its file holds them, and the manifest leaves them out.
 PRIVATE = ("wire",)
 _TOLD = "told-{rank:05d}.json"
 _SAID = 200
@@ -109,9 +110,8 @@ class _Saving:
             return Path(self._together.on_first(lambda: str(self._bind(place, answers, state))))
 
     def _open(self, num_bytes: int) -> Path:
-        if type(self._step) is not int or not 0 <= self._step < 10**15:
-            raise CheckpointError(f"step={self._step!r}: a checkpoint's step is a whole number, 0 or more.")
-        with _told(self._root, self._step):
+        save.check_step(self._step)
+        with save.disk_errors_told(self._root, self._step):
             save.prepare(self._root, self._held)
             save.require_space(self._root, num_bytes + 2**20)
             return folders.new_temp_folder(self._root, self._step)
@@ -146,15 +146,11 @@ class _Saving:
     def _bind(self, place: Path, answers: list[bytes], state: Mapping[str, object]) -> Path:
         """On the first rank: make what all wrote a checkpoint, or nothing."""
         try:
-            with _told(self._root, self._step):
+            with save.disk_errors_told(self._root, self._step):
                 files: dict[str, FileEntry] = {}
                 for rank, answer in enumerate(map(json.loads, answers)):
                     if "error" in answer:
-                        raise CheckpointError(
-                            f"run.dir={self._root}: the checkpoint of step {self._step} could not be written (rank"
-                            f" {rank}: {answer['error']}). Earlier checkpoints are untouched. Free some space or choose"
-                            " another run.dir, and run the command again."
-                        )
+                        raise save.not_written(self._root, self._step, f"rank {rank}: {answer['error']}")
                     files |= {name: FileEntry(*entry) for name, entry in answer["files"].items()}
                 self._check_there(place, files)
                 entries = self._join(place)
@@ -205,35 +201,16 @@ def _overlap(one: Part, other: Part) -> bool:
     return any(low < end and start < high for low, high in one.rows for start, end in other.rows)
 
 
-@contextlib.contextmanager
-def _told(root: Path, step: int) -> Any:
-    """What the system says, in a sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"run.dir={root}: the checkpoint of step {step} could not be written ({error.strerror or error})."
-            " Earlier checkpoints are untouched. Free some space or choose another run.dir, and run the command again."
-        ) from error
-
-
 def _dtype(piece: SavedPiece) -> str:
     return dtype_name(piece.path, piece.data)
 
 
 def _shape(piece: SavedPiece) -> tuple[int, ...]:
     """Its own shape where it is all of a part, else a line."""
-    shape = tuple(piece.data.shape)
-    numel = 1
-    for size in shape:
-        numel *= size
-    local = piece.part.local_shape
+    numel, local = math.prod(piece.data.shape), piece.part.local_shape
     is_all = piece.start == 0 and numel == piece.part.numel and not piece.part.order
     return local if is_all else (numel,)
 
 
 def _bytes_of(piece: SavedPiece) -> int:
-    numel = 1
-    for size in piece.data.shape:
-        numel *= int(size)
-    return numel * DTYPE_BYTES[_dtype(piece)]
+    return math.prod(piece.data.shape) * DTYPE_BYTES[_dtype(piece)]

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,17 +42,18 @@ class _Stored:
 
 
 class _File:
-    """One open safetensors file, and where its tensors lie."""
+    """One open safetensors file, and where its tensors lie. Closed with the last reference to it, or before."""
 
     def __init__(self, path: Path, expected: FileEntry):
         self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.close = weakref.finalize(self, os.close, self._handle)
         try:
             status = os.fstat(self._handle)
             if not stat.S_ISREG(status.st_mode) or status.st_size != expected.num_bytes:
                 raise CheckpointError(f"{path.name} has {status.st_size} bytes instead of {expected.num_bytes}")
             self.name, self.tensors = path.name, self._header(status.st_size)
         except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
-            os.close(self._handle)
+            self.close()
             if isinstance(error, CheckpointError | OSError):
                 raise
             raise CheckpointError(f"{path.name}: not a safetensors file ({error})") from error
@@ -79,9 +81,6 @@ class _File:
                 raise CheckpointError(f"{self.name} ended while it was read: it was cut off")
             target, offset = target[number:], offset + number
 
-    def close(self) -> None:
-        os.close(self._handle)
-
 
 class StretchReader:
     """Reads stretches of one checkpoint's tensors. `num_bytes`: what it has read of tensors so far."""
@@ -90,11 +89,6 @@ class StretchReader:
         self._folder, self._files = folder, files
         self._open: OrderedDict[str, _File] = OrderedDict()
         self.num_bytes = 0
-
-    def close(self) -> None:
-        """Let go of all files."""
-        while self._open:
-            self._open.popitem()[1].close()
 
     def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with the elements of the part's line from `start` on; what is padded becomes zero.

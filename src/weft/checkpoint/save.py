@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,20 +59,36 @@ def save_checkpoint(
     root = Path(root)
     # Hold every tensor: a mapping that makes them on the way could give two of them the same address otherwise.
     tensors = {group: dict(members) for group, members in tensors.items()}
-    if type(step) is not int or not 0 <= step < 10**15:
-        raise CheckpointError(f"step={step!r}: a checkpoint's step is a whole number, 0 or more.")
+    check_step(step)
     entries = {group: _place(group, members, max_file_bytes) for group, members in tensors.items()}
     state_text = strict_json.encode(dict(state), "state")
+    with disk_errors_told(root, step), contextlib.ExitStack() as held:
+        prepare(root, held)
+        _check_space(root, entries, len(state_text))
+        return _write(root, step, tensors, entries, state_text)
+
+
+def check_step(step: object) -> None:
+    """CheckpointError for what can be no checkpoint's step."""
+    if type(step) is not int or not 0 <= step < 10**15:
+        raise CheckpointError(f"step={step!r}: a checkpoint's step is a whole number, 0 or more.")
+
+
+@contextlib.contextmanager
+def disk_errors_told(root: Path, step: int) -> Generator[None]:
+    """Turn what the system says of the disk into a CheckpointError."""
     try:
-        with contextlib.ExitStack() as held:
-            prepare(root, held)
-            _check_space(root, entries, len(state_text))
-            return _write(root, step, tensors, entries, state_text)
+        yield
     except OSError as error:
-        raise CheckpointError(
-            f"run.dir={root}: the checkpoint of step {step} could not be written ({error.strerror or error})."
-            " Earlier checkpoints are untouched. Free some space or choose another run.dir, and run the command again."
-        ) from error
+        raise not_written(root, step, str(error.strerror or error)) from error
+
+
+def not_written(root: Path, step: int, reason: str) -> CheckpointError:
+    """The error of a checkpoint that could not be written."""
+    return CheckpointError(
+        f"run.dir={root}: the checkpoint of step {step} could not be written ({reason})."
+        " Earlier checkpoints are untouched. Free some space or choose another run.dir, and run the command again."
+    )
 
 
 def prepare(root: Path, held: contextlib.ExitStack) -> None:

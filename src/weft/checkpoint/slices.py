@@ -48,7 +48,7 @@ class RankLists:
 
 
 def read_slices(said: Any, shape: tuple[int, ...], tables: RankLists) -> tuple[Slice, ...]:
-    """Slices from JSON that nobody vouches for. ValueError, TypeError or KeyError say what is wrong."""
+    """Check and read slices from untrusted JSON. ValueError, TypeError or KeyError say what is wrong."""
     if not isinstance(said, list) or not said:
         raise ValueError("no list of slices")
     return tuple(_read(one, shape, tables) for one in said)

@@ -129,14 +129,11 @@ class TorchEngine:
     def gather(self, record: bytes) -> list[bytes]:
         return gather(self.mesh, record)
 
-    def barrier(self) -> None:
-        barrier(self.mesh.world)
-
     def close(self, *, failed: bool = False) -> None:
         try:
             if not failed:
                 # Who is through waits for the first rank here, where it is watched, and not in the parting.
-                self.barrier()
+                barrier(self.mesh.world)
         finally:
             self._watch.close()
         if not failed:

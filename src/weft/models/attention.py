@@ -111,8 +111,8 @@ def see_causally(
     document_ids_BT: tokens see only tokens of the same id; None: the whole sequence is one document.
     num_seen: tokens that a cache already holds; they come before all tokens here.
     dtype: of the mask, where one is needed: the dtype in which attention runs.
-    starts_BM: where documents begin; found from the ids where it is None. wants_mask: documents are told by a mask over
-    pairs of tokens.
+    starts_BM: where documents begin; found from the ids where it is None. wants_mask: make a mask over pairs of tokens
+    for documents.
     """
     num_new = positions_BT.shape[1]
     if document_ids_BT is None and (num_seen == 0 or num_new == 1):

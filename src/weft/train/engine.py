@@ -137,10 +137,6 @@ class Engine(Protocol):
         """The bytes of every rank, on all ranks, in their order."""
         ...
 
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        ...
-
     def close(self, *, failed: bool = False) -> None:
         """Part from the other ranks. failed: after an error, when they may never come."""
         ...

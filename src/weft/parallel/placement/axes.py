@@ -149,7 +149,12 @@ class AxisMap:
     def deal_of(self, name: str, shape: Sequence[int]) -> Deal:
         """Who writes what of a part that every rank of its kind holds whole."""
         ranks, numel = self.of(name, shape).same.ranks, torch.Size(shape).numel()
-        return deal_out(ranks, numel, len(ranks), turn=zlib.crc32(name.encode()))
+        return deal_out(ranks, numel, len(ranks), turn=self.turn(name))
+
+    @staticmethod
+    def turn(name: str) -> int:
+        """Which of the ranks that hold the same comes first: the same on all ranks, another for each tensor."""
+        return zlib.crc32(name.encode())
 
     def told(self, name: str) -> tuple[object, ...]:
         """What all ranks must agree on of a tensor's placement; nothing where it is whole."""

@@ -131,8 +131,8 @@ def make_head(
 
 def fuse_head(module: nn.Module, scales: bool, way: LossWay | None = None) -> None:
     """`make_head` of a model whose vocabulary is not cut."""
-    nobody = Axis("tp", 1, 0, (0,))
-    make_head(module, Line(nobody), layers.weight_of(module).shape[0], None, scales, way)
+    uncut = Line(Axis("tp", 1, 0, (0,)))
+    make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)
 
 
 def find_head(model: nn.Module) -> nn.Module | None:

@@ -6,7 +6,6 @@ Rows of dim 0 are a run of the flattened parameter, or of the part of it that an
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -39,7 +38,7 @@ class ShardStretches:
         length = shard.rows * math.prod(shard.param.shape[1:])
         near = [rank - self._axes.mesh.rank for rank in kind.holders]
         ranks = tuple(rank + step for rank in shard.axis.ranks for step in near)
-        deal = deal_out(ranks, length, len(near), turn=_turn(name))
+        deal = deal_out(ranks, length, len(near), turn=self._axes.turn(name))
         start = min(shard.axis.rank * length, whole.numel())
         part, flat = self._axes.part_of(name, whole), local.detach().contiguous().view(-1)
         return Stretch(self._axes.saved_name(name), part, deal, start, flat)
@@ -47,7 +46,7 @@ class ShardStretches:
     def _undivided(self, name: str, value: torch.Tensor) -> Stretch:
         """Something shaped as the parameter, whole on this rank and its replicas alone."""
         holders, numel = self._kinds[name].holders, value.numel()
-        deal = deal_out(holders, numel, len(holders), turn=_turn(name))
+        deal = deal_out(holders, numel, len(holders), turn=self._axes.turn(name))
         part = self._axes.part_of(name, torch.empty(value.shape, device="meta"))
         return Stretch(self._axes.saved_name(name), part, deal, 0, flat_of(value.contiguous()))
 
@@ -116,7 +115,3 @@ def plain_states(
                     yield replace(axes.stretch(name, value), name=full_name)
                 else:
                     yield alone(full_name, value, found.deal.holder(0))
-
-
-def _turn(name: str) -> int:
-    return zlib.crc32(name.encode())
