@@ -33,7 +33,7 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.monitor import Meter
 from weft.parallel import parallelize
-from weft.planner.estimate import estimate
+from weft.planner import estimate
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search import Question
 from weft.planner.space import Columns

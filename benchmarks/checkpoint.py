@@ -32,8 +32,7 @@ from weft.parallel import parallelize
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.train import TrainStep
-from weft.train.step.state import pieces, resume
-from weft.train.step.together import together
+from weft.train.state import pieces, resume, together
 
 LAYERS = 15
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from weft.planner.estimate import estimate
+from weft.planner import estimate
 from weft.planner.search import Question, answer
 from weft.planner.space import Space, Tally, enumerate_space
 from weft.spec.rules.plan_rules import LASTING

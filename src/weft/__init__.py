@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.api import Run, init
     from weft.errors import WeftError, WeftWarning
     from weft.mesh import Mesh, build_mesh
     from weft.parallel.description import trace
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from weft.spec.plan import Plan
     from weft.structure.cost import describe
     from weft.train import Microbatches, TrainStep
+    from weft.train.script import Run, init
 
 __getattr__ = loads(
     __name__,
@@ -57,8 +57,8 @@ __getattr__ = loads(
         "build_mesh": ".mesh",
         "Mesh": ".mesh",
         "Microbatches": ".train",
-        "init": ".api",
-        "Run": ".api",
+        "init": ".train.script",
+        "Run": ".train.script",
         "TrainStep": ".train",
     },
 )

@@ -10,7 +10,7 @@ from weft.calibrate import calibrate
 from weft.calibrate.compute import PROBES
 from weft.calibrate.run import fastest
 from weft.calibrate.traffic import COLLECTIVES
-from weft.cli.main import run
+from weft.cli.app import run
 from weft.errors import ConfigError
 from weft.planner.measured.here import this_host
 from weft.planner.measured.laws import Laws

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from weft.cli.main import run
+from weft.cli.app import run
 from weft.spec.config import RunConfig
 from weft.spec.files.config_file import load_config
 
@@ -56,7 +56,7 @@ def test_mistakes_are_sentences_with_exit_code_2(capsys, words, expected):
 
 def test_config_needs_no_torch():
     code = (
-        "import sys\nfrom weft.cli.main import run\nassert run(['config', 'show', '--origin']) == 0\n"
+        "import sys\nfrom weft.cli.app import run\nassert run(['config', 'show', '--origin']) == 0\n"
         "assert run(['config', 'schema']) == 0\nprint('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.cli import main
+from weft.cli import app as main
 from weft.spec.files.config_file import load_config
 
 DS_CONFIG = {

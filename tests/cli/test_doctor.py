@@ -84,7 +84,7 @@ def test_the_text_is_plain_and_has_the_remedy():
 
 @pytest.mark.parametrize("status, code", [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_fail_is_an_exit_code(monkeypatch, capsys, status, code):
-    from weft.cli.main import run
+    from weft.cli.app import run
 
     monkeypatch.setattr(doctor_verb, "report", lambda: [Line("a", "b", "c", status)])
     assert run(["doctor"]) == code

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli import main as command
+from weft.cli import app as command
 from weft.cli.launcher.failure import Failure
 from weft.cli.launcher.launch import RankFailed, Stopped
 from weft.errors import (

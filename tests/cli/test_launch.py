@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from weft.cli.app import show_error
 from weft.cli.console import say
 from weft.cli.launcher.failure import Failure, write_failure
 from weft.cli.launcher.launch import launch_ranks
 from weft.cli.launcher.switchboard import switchboard
-from weft.cli.main import show_error
 from weft.errors import LaunchError, WeftError
-from weft.train.run.run_lock import run_lock
+from weft.train.run import run_lock
 
 LIMIT_S = 40.0
 

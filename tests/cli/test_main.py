@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from weft.cli import main
+from weft.cli import app as main
 from weft.cli.launcher.launch import Stopped
 from weft.errors import CommError, ConfigError, Problem, TrainingHalted, WeftError
 
@@ -26,8 +26,8 @@ def modules_after(program: str) -> set[str]:
     "program",
     [
         "import weft",
-        "from weft.cli.main import run; run(['--help'])",
-        "from weft.cli.main import run; run(['version'])",
+        "from weft.cli.app import run; run(['--help'])",
+        "from weft.cli.app import run; run(['version'])",
     ],
 )
 def test_asking_costs_no_heavy_import(program):
@@ -35,7 +35,7 @@ def test_asking_costs_no_heavy_import(program):
 
 
 def test_the_models_of_configs_are_not_built_for_help():
-    assert "pydantic" not in modules_after("import weft; from weft.cli.main import run; run(['--help'])")
+    assert "pydantic" not in modules_after("import weft; from weft.cli.app import run; run(['--help'])")
 
 
 def test_help_names_every_verb(capsys):
@@ -131,7 +131,7 @@ def test_a_mistake_of_weft_itself_keeps_its_traceback(monkeypatch):
 
 def test_a_closed_pipe_is_no_error():
     command = (
-        f"{sys.executable} -c \"import sys; from weft.cli.main import main; sys.argv[1:] = ['--help']; main()\" | true"
+        f"{sys.executable} -c \"import sys; from weft.cli.app import main; sys.argv[1:] = ['--help']; main()\" | true"
     )
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False)
     assert done.stderr == ""

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from weft.cli.app import run
 from weft.cli.launcher.world import count_ranks
-from weft.cli.main import run
 from weft.cli.planning.plan import NOTHING_FITS
 from weft.spec.cluster import device
 from weft.spec.files.config_file import load_config
@@ -156,7 +156,7 @@ def test_mistakes_are_sentences_with_exit_code_2(capsys, words, message):
 
 def test_planning_needs_no_torch():
     code = (
-        "import sys\nfrom weft.cli.main import run\n"
+        "import sys\nfrom weft.cli.app import run\n"
         "assert run(['plan', 'tiny', '2xh100', '--why-not', 'dp_replicate=2']) == 0\nprint('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

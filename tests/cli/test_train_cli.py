@@ -21,7 +21,7 @@ from weft.errors import ConfigError, LaunchError, PlanError, WeftError
 from weft.mesh import open_store
 from weft.spec.config import RunConfig
 from weft.spec.files.config_file import load_config
-from weft.train.run.run_lock import run_lock
+from weft.train.run import run_lock
 
 pytestmark = pytest.mark.usefixtures("no_place")
 

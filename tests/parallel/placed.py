@@ -19,9 +19,9 @@ from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
+from weft.train.state.state import capture, restore
 from weft.train.step import TrainStep
 from weft.train.step.microbatches import Microbatches
-from weft.train.step.state import capture, restore
 
 VOCAB, WIDTH, HIDDEN, HEADS, KV_HEADS, ROWS, EXPERTS = 7, 8, 12, 4, 2, 3, 4
 ALONE = Axis("tp", 1, 0, (0,))

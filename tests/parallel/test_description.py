@@ -13,13 +13,13 @@ from torch import nn
 
 import weft
 from tests.parallel import traced_models
-from weft.cli.main import run
+from weft.cli.app import run
 from weft.errors import ModelError
 from weft.memory.trace import trace_block
 from weft.models import build_decoder
 from weft.parallel.description import describe_by_tracing, trace
+from weft.planner import estimate
 from weft.planner.cost.memory_cost import layer_bytes
-from weft.planner.estimate import estimate
 from weft.planner.search.figures import flops_per_token
 from weft.planner.search.model_source import _from_hugging_face, read_model
 from weft.planner.search.question import Question

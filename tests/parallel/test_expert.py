@@ -25,8 +25,7 @@ from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case
 from weft.testing.parity import local_microbatches
 from weft.train import TrainStep
-from weft.train.step.state import pieces, resume
-from weft.train.step.together import together
+from weft.train.state import pieces, resume, together
 
 RTOL = 1e-10
 BIAS = dataclasses.replace(MOE, balance="bias", balance_rate=0.02)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weft.api import Run
 from weft.comm import Ledger
 from weft.errors import WeftWarning
 from weft.mesh import build_mesh
@@ -18,6 +17,7 @@ from weft.parallel import data_parallel, parallelize
 from weft.parallel.local_means import watch_local_means
 from weft.spec.plan import Plan
 from weft.train import TrainStep
+from weft.train.script import Run
 
 
 def start(plan: str) -> Run:

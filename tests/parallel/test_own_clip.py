@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.api import Run
 from weft.comm import Ledger
 from weft.errors import CommError
 from weft.mesh import build_mesh
@@ -16,6 +15,7 @@ from weft.models import build_decoder
 from weft.parallel import data_parallel
 from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
+from weft.train.script import Run
 
 DENSE = DecoderSpec(vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=16)
 EXPERTS = dataclasses.replace(DENSE, num_experts=4, top_k=2, expert_ffn_dim=8, balance="none")

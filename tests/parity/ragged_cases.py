@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 from tests.parity.dropout_cases import Block
 from tests.parity.moe_cases import MOE, MoECase
-from weft.api import Run
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
 from weft.testing.float64 import Float64Throughout
+from weft.train.script import Run
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 VOCAB, DIM, PATCH = 29, 16, 6

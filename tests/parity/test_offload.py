@@ -19,8 +19,8 @@ from weft.parallel import parallelize
 from weft.spec.plan import Plan
 from weft.testing import Case, train_cases
 from weft.testing.parity import local_microbatches
+from weft.train.state.state import capture, restore
 from weft.train.step import TrainStep
-from weft.train.step.state import capture, restore
 
 RTOL = 1e-10
 CHOSEN = ("decoder", "cnn")

@@ -24,8 +24,7 @@ from weft.testing import DecoderCase, ParityResult, train_case
 from weft.testing.parity import local_microbatches, several_buckets
 from weft.testing.wire_oracle import WireOracle
 from weft.train import TrainStep
-from weft.train.step.state import pieces, resume
-from weft.train.step.together import together
+from weft.train.state import pieces, resume, together
 
 CASE = DecoderCase(LLAMA, num_steps=4)
 STAGES = ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3")

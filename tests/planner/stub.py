@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.planner.estimate import Estimates
+from weft.planner.estimator import Estimates
 from weft.spec.plan import RECOMPUTES
 
 GIB = 2.0**30

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.planner import estimate
 from weft.planner.cost import step
 from weft.planner.cost.machine.tables import Tables
 from weft.planner.cost.step import TERMS
-from weft.planner.estimate import estimate
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack

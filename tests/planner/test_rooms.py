@@ -13,7 +13,7 @@ PLANNER = SOURCE / "planner"
 DOORS = sorted(path.parent for path in PLANNER.rglob("__init__.py"))
 MOST_ENTRIES = 14
 #: What stands between the rooms and has no door.
-OPEN = {"weft.planner.estimate"}
+OPEN = {"weft.planner.estimator"}
 
 
 def name_of(path: Path) -> str:

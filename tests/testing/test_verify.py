@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.main import run
+from weft.cli.app import run
 from weft.cli.verify import describe
 from weft.errors import WeftError
 from weft.spec.model import decoder_spec, size_hides

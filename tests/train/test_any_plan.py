@@ -21,8 +21,8 @@ from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches, several_buckets
 from weft.train import TrainStep
-from weft.train.step.state import capture, pieces, resume
-from weft.train.step.together import together
+from weft.train.state import pieces, resume, together
+from weft.train.state.state import capture
 
 CASE = DecoderCase(LLAMA, num_steps=4)
 HALF, STEPS = 2, 4

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import weft
-from weft.cli.main import run
+from weft.cli.app import run
 from weft.errors import ConfigError, PlanError
 from weft.planner.search.model_source import read_model
 from weft.spec.cluster import ClusterSpec

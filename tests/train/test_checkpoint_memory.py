@@ -14,8 +14,7 @@ from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.spec.plan import Plan
 from weft.train import TrainStep
-from weft.train.step.state import pieces, resume
-from weft.train.step.together import together
+from weft.train.state import pieces, resume, together
 
 MOST_BESIDE = 256 * 2**20
 

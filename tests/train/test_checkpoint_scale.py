@@ -16,7 +16,7 @@ from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
 from weft.train import TrainStep
-from weft.train.step.state import pieces
+from weft.train.state import pieces
 
 
 def saved(plan: str, world: int, rank: int) -> list:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.planner.measured.synthetic import profile
-from weft.cli.main import run
+from weft.cli.app import run
 from weft.mesh import build_mesh
 from weft.planner.measured.here import this_host
 from weft.planner.measured.lessons import RUN_FILE

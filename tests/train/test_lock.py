@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError, LaunchError
-from weft.train.run.run_lock import run_lock
+from weft.train.run import run_lock
 
 
 def test_a_folder_has_one_holder_and_names_it(tmp_path):

@@ -23,8 +23,8 @@ from weft.models import build_decoder
 from weft.monitor import read_events
 from weft.spec.files.config_file import load_config
 from weft.train import RunFolder, Start, generate_text, prepare_run, run_rank
-from weft.train.run.run_lock import run_lock
-from weft.train.step.state import expected_bytes
+from weft.train.run import run_lock
+from weft.train.state import expected_bytes
 from weft.train.tasks.decoder_files import data_of, decoder_of
 
 

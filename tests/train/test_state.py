@@ -15,7 +15,7 @@ from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches
 from weft.train import TrainStep
-from weft.train.step.state import capture, restore
+from weft.train.state.state import capture, restore
 
 from tests.parity.cases import LLAMA, ImageCase  # isort: skip
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weft.checkpoint import load_checkpoint
-from weft.cli.main import run
+from weft.cli.app import run
 from weft.errors import ConfigError
 from weft.monitor import read_events
 from weft.spec.files.config_file import load_config

@@ -75,8 +75,8 @@ def train_here(config: RunConfig) -> None:
     cores = usable_cores()
     with busy(sys.stderr, "starting: loading torch"):
         num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
-        from weft.train.run.folder import run_folder
-        from weft.train.run.run_lock import run_lock
+        from weft.train import run_folder
+        from weft.train.run import run_lock
 
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
     with run_lock(run_folder(config).path) as lock:
@@ -127,8 +127,8 @@ def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
 
 def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack) -> RunFolder:
     """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
-    from weft.train.run.folder import run_folder
-    from weft.train.run.run_lock import run_lock
+    from weft.train import run_folder
+    from weft.train.run import run_lock
 
     said: dict[str, object] = {"exit_code": 1}
     try:

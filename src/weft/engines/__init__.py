@@ -1,4 +1,4 @@
-"""What computes, behind `weft.train.engine`. A run names its engine, so nothing below imports one."""
+"""What computes, behind `weft.train.engine.engine`. A run names its engine, so nothing below imports one."""
 
 from __future__ import annotations
 

@@ -20,13 +20,11 @@ from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.placement.batches import move_batch
 from weft.spec import Layout, device_by_torch_name
-from weft.train import Microbatches
+from weft.train import Microbatches, TrainStep
 from weft.train.engine import Evaluation, Job, StepResult, derive_seed
 from weft.train.planned import report_times
-from weft.train.step import TrainStep
-from weft.train.step.evaluate import evaluate
-from weft.train.step.state import expected_bytes, pieces, resume
-from weft.train.step.together import gather, on_first
+from weft.train.state import expected_bytes, gather, on_first, pieces, resume
+from weft.train.step import evaluate
 from weft.train.task import Batches, Share
 from weft.units import parse_seconds
 

@@ -17,7 +17,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.spec.hugging_face_config import image_shape, number
 from weft.structure import hugging_face
-from weft.train.tasks.decoder_loss import IGNORE
+from weft.train.tasks import IGNORE
 
 #: Where configs keep a number of layers beside num_hidden_layers.
 _DEPTHS = ("encoder_layers", "decoder_layers", "num_decoder_layers")

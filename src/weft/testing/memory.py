@@ -10,9 +10,9 @@ import torch
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
+from weft.planner import estimate
 from weft.planner.cost import layer_bytes
 from weft.planner.cost.machine import Tables
-from weft.planner.estimate import estimate
 from weft.planner.measured.host import host_memory
 from weft.planner.space import Columns, Job, Shape
 from weft.spec import ClusterSpec, DecoderSpec
@@ -22,7 +22,7 @@ from weft.testing.between_steps import live_bytes, plain_tensors
 from weft.testing.live import LiveBytes
 from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep
-from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.train.tasks import model_forward, token_cross_entropy
 
 MODEL = DecoderSpec(
     vocab_size=2048, dim=128, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=32, tied=True

@@ -19,9 +19,8 @@ from weft.private_torch import tree_leaves, tree_map
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.shares import microbatch_starts, samples_per_microbatch
-from weft.train import Microbatches
-from weft.train.step import TrainStep
-from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
+from weft.train import Microbatches, TrainStep
+from weft.train.tasks import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]
 #: (what, name, whole tensor), where what is "gradient" or "weight".

@@ -37,8 +37,7 @@ from weft.structure import call_function, hugging_face
 from weft.testing.foreign_config import has_inputs, inputs_of, read_config, token_labels
 from weft.train.step import call_model
 from weft.train.task import Share
-from weft.train.tasks import find_task
-from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.train.tasks import find_task, model_forward, token_cross_entropy
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 

@@ -24,15 +24,17 @@ __all__ = [
     "Trainer",
     "generate_text",
     "prepare_run",
+    "run_folder",
     "run_rank",
 ]
 
 if TYPE_CHECKING:
     from weft.train.engine import Engine
+    from weft.train.folder import RunFolder, run_folder
     from weft.train.hooks import Hook
     from weft.train.loop import Trainer
     from weft.train.progress import Progress
-    from weft.train.run import RunFolder, RunResult, Start, prepare_run, run_rank
+    from weft.train.run import RunResult, Start, prepare_run, run_rank
     from weft.train.step import Microbatches, StepMetrics, TrainStep
     from weft.train.task import Metric, Task
     from weft.train.tasks import generate_text
@@ -43,17 +45,18 @@ __getattr__ = loads(
         "Engine": ".engine",
         "Hook": ".hooks",
         "Metric": ".task",
-        "Microbatches": ".step.microbatches",
+        "Microbatches": ".step",
         "Progress": ".progress",
-        "RunFolder": ".run.folder",
-        "RunResult": ".run.rank_run",
-        "Start": ".run.rank_run",
-        "StepMetrics": ".step.train_step",
+        "RunFolder": ".folder",
+        "RunResult": ".run",
+        "Start": ".run",
+        "StepMetrics": ".step",
         "Task": ".task",
-        "TrainStep": ".step.train_step",
+        "TrainStep": ".step",
         "Trainer": ".loop",
-        "generate_text": ".tasks.decoder_sample",
-        "prepare_run": ".run.folder",
-        "run_rank": ".run.rank_run",
+        "generate_text": ".tasks",
+        "prepare_run": ".run",
+        "run_folder": ".folder",
+        "run_rank": ".run",
     },
 )

@@ -22,7 +22,7 @@ from weft.parallel.context.context import Context
 from weft.spec.context import choose_cp_mode, sent_bytes
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, train_case
-from weft.train.step.evaluate import evaluate
+from weft.train.step import evaluate
 from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 

@@ -20,10 +20,9 @@ from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches
-from weft.train.step import TrainStep
-from weft.train.step.evaluate import mean_loss
+from weft.train.state.state import capture, restore
+from weft.train.step import TrainStep, mean_loss
 from weft.train.step.microbatches import Microbatches
-from weft.train.step.state import capture, restore
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
+from weft.planner import estimate
 from weft.planner.cost.step import TERMS
-from weft.planner.estimate import estimate
 from weft.planner.measured import measured_tables
 from weft.planner.measured.here import cluster_of
 from weft.planner.measured.host.crowd import crowd_of, ranks_of

@@ -80,7 +80,7 @@ import contextlib, json, sys
 from unittest.mock import patch
 
 import torch
-import weft.api
+import weft.train.script.script_run
 from weft.comm.links.backend import BackendLink
 from weft.memory.link import _CudaCopy
 from weft.parallel.zero.sharded.fsdp_hooks import ReplicaSum

@@ -21,7 +21,7 @@ from weft import env
 from weft.cli.launcher.failure import Failure, first_failure, log_path
 from weft.cli.launcher.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
-from weft.train.run.signals import heeded_signals
+from weft.train.run import heeded_signals
 
 #: A wrapper (make, uv) may pass on the Ctrl-C that the terminal already sent us: within this time it is one.
 _SAME_KEYPRESS_S = 0.5

@@ -26,7 +26,7 @@ from weft.cli.launcher.failure import Failure, error_path, log_path, write_failu
 from weft.cli.launcher.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
 from weft.monitor import busy
-from weft.train.run.signals import STOP_SIGNALS
+from weft.train.run import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 

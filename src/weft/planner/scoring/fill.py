@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 
 from weft.planner.cost.machine import Tables
-from weft.planner.estimate import Estimates, estimate
+from weft.planner.estimator import Estimates, estimate
 from weft.planner.scoring.runs import Run
 from weft.planner.space import PRECISIONS, Columns
 from weft.spec.plan import RECOMPUTES, SCHEDULES

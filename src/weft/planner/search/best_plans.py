@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Tables
-from weft.planner.estimate import Estimates, estimate
+from weft.planner.estimator import Estimates, estimate
 from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
 from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question

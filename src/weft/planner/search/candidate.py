@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from weft.planner.estimate import Estimates
+from weft.planner.estimator import Estimates
 from weft.planner.search.figures import Cost, model_flops_utilisation, step_cost
 from weft.planner.search.question import Question
 from weft.planner.space import Columns, Refused

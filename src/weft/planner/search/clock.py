@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.errors import PlanError
 from weft.planner.cost.pipeline import Durations, simulate
-from weft.planner.estimate import Estimates
+from weft.planner.estimator import Estimates
 from weft.planner.measured import HostTables
 from weft.planner.search.candidate import Candidate
 from weft.planner.search.ranks import Passes, best_split, durations, memory_by_rank, passes, schedule_of, stage_layers

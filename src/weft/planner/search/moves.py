@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from weft.errors import PlanError
-from weft.planner.estimate import estimate
+from weft.planner.estimator import estimate
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
 from weft.planner.space import Columns, Job, Space, plan_space, settled

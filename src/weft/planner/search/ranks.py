@@ -9,7 +9,7 @@ import numpy as np
 from weft.errors import PlanError, Problem
 from weft.planner.cost import LayerCosts, layer_bytes, rank_bytes
 from weft.planner.cost.pipeline import Durations
-from weft.planner.estimate import costs_of_layer
+from weft.planner.estimator import costs_of_layer
 from weft.planner.measured import HostTables
 from weft.planner.search.candidate import Candidate
 from weft.planner.space import Columns

@@ -27,8 +27,8 @@ from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.opened import join_silent_ranks
 from weft.testing.paper.report import Report
 from weft.testing.paper.tensors import CUDA
-from weft.train.step import TrainStep
-from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.train import TrainStep
+from weft.train.tasks import model_forward, token_cross_entropy
 
 
 @dataclass(frozen=True, slots=True)

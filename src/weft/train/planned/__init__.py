@@ -12,10 +12,11 @@ __all__ = [
     "record_choice",
     "report_times",
     "settle_plan",
+    "this_cluster",
 ]
 
 if TYPE_CHECKING:
-    from weft.train.planned.auto_plan import choose_plan, chosen_line, record_choice, settle_plan
+    from weft.train.planned.auto_plan import choose_plan, chosen_line, record_choice, settle_plan, this_cluster
     from weft.train.planned.time_report import report_times
 
 __getattr__ = loads(
@@ -26,5 +27,6 @@ __getattr__ = loads(
         "record_choice": ".auto_plan",
         "report_times": ".time_report",
         "settle_plan": ".auto_plan",
+        "this_cluster": ".auto_plan",
     },
 )

@@ -20,7 +20,7 @@ import torch
 
 from weft.errors import WeftError
 from weft.mesh import Mesh
-from weft.planner.estimate import estimate
+from weft.planner import estimate
 from weft.planner.measured import RUN_FILE, Profile, default_path, here, measured_parts, parts_of
 from weft.planner.search import Question
 from weft.planner.space import Columns

@@ -17,8 +17,8 @@ from weft.monitor import memory_bytes
 from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
 from weft.parallel.pipeline import Pipeline, pipeline_of
 from weft.planner.cost.pipeline import Durations, Timeline, simulate
+from weft.train.folder import RunFolder
 from weft.train.planned.expectation import expectation_lines
-from weft.train.run import RunFolder
 from weft.train.task import Task
 
 #: (name, start, end) in seconds.

@@ -7,24 +7,30 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
-    "RunFolder",
     "RunResult",
+    "STOP_SIGNALS",
     "Start",
+    "heeded_signals",
     "prepare_run",
+    "run_lock",
     "run_rank",
 ]
 
 if TYPE_CHECKING:
-    from weft.train.run.folder import RunFolder, prepare_run
+    from weft.train.run.folder_lock import run_lock
+    from weft.train.run.prepare import prepare_run
     from weft.train.run.rank_run import RunResult, Start, run_rank
+    from weft.train.run.signals import STOP_SIGNALS, heeded_signals
 
 __getattr__ = loads(
     __name__,
     {
-        "RunFolder": ".folder",
         "RunResult": ".rank_run",
+        "STOP_SIGNALS": ".signals",
         "Start": ".rank_run",
-        "prepare_run": ".folder",
+        "heeded_signals": ".signals",
+        "prepare_run": ".prepare",
+        "run_lock": ".folder_lock",
         "run_rank": ".rank_run",
     },
 )

@@ -29,8 +29,8 @@ from weft.checkpoint.tensor_file import block_of
 from weft.errors import CheckpointError
 from weft.spec import RunConfig
 from weft.train.engine import GROUPS, Engine
+from weft.train.folder import RunFolder
 from weft.train.progress import Progress
-from weft.train.run.folder import RunFolder
 from weft.train.run.rates import rate_change, rate_state
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.

@@ -15,12 +15,12 @@ from weft.checkpoint import require_space
 from weft.lazy import named_object
 from weft.monitor import busy, make_display, tail_events, tell
 from weft.train.engine import Engine, Job
+from weft.train.folder import RunFolder
 from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.progress import Progress
-from weft.train.run.folder import RunFolder
+from weft.train.run.folder_lock import run_lock
 from weft.train.run.keeping import Keeper
 from weft.train.run.recorder import Recorder
-from weft.train.run.run_lock import run_lock
 from weft.train.run.signals import stop_on_signal
 from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
 from weft.train.run.time_limit import TimeLimit

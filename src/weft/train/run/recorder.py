@@ -8,8 +8,8 @@ from weft.monitor import Display, EventLog, StepRecord, plot_loss, read_events
 from weft.monitor.artist import Artist
 from weft.monitor.spikes import SpikeWatch
 from weft.train.engine import Evaluation
+from weft.train.folder import RunFolder
 from weft.train.hooks import Hook
-from weft.train.run.folder import RunFolder
 from weft.train.task import Task
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from weft.monitor import last_per_step, read_events
 from weft.train.engine import Engine
+from weft.train.folder import RunFolder
 from weft.train.progress import Progress
-from weft.train.run.folder import RunFolder
 from weft.train.run.rates import more_steps
 from weft.train.task import Metric, Task
 

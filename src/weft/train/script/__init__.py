@@ -10,11 +10,14 @@ __all__ = [
     "Ema",
     "Evaluated",
     "Loaded",
+    "Run",
     "ScriptState",
+    "init",
 ]
 
 if TYPE_CHECKING:
     from weft.train.script.ema import Ema
+    from weft.train.script.script_run import Run, init
     from weft.train.script.script_state import Evaluated, Loaded, ScriptState
 
 __getattr__ = loads(
@@ -23,6 +26,8 @@ __getattr__ = loads(
         "Ema": ".ema",
         "Evaluated": ".script_state",
         "Loaded": ".script_state",
+        "Run": ".script_run",
         "ScriptState": ".script_state",
+        "init": ".script_run",
     },
 )

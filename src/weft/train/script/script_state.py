@@ -36,10 +36,8 @@ from weft.parallel.placement.gradients import originals
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
-from weft.train.step import ForwardFn, LossFn, TrainStep, call_model
-from weft.train.step.evaluate import mean_loss
-from weft.train.step.state import GroupSource, capture_model, pieces, resume, written
-from weft.train.step.together import on_each, on_first, together
+from weft.train.state import GroupSource, capture_model, on_each, on_first, pieces, resume, together, written
+from weft.train.step import ForwardFn, LossFn, TrainStep, call_model, mean_loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,16 @@ __all__ = [
     "StepMetrics",
     "TrainStep",
     "call_model",
+    "evaluate",
+    "from_loader",
+    "mean_loss",
 ]
 
 if TYPE_CHECKING:
+    from weft.train.step.evaluation import evaluate, mean_loss
     from weft.train.step.forward import call_model
     from weft.train.step.loss_check import LossFn
-    from weft.train.step.microbatches import Microbatches
+    from weft.train.step.microbatches import Microbatches, from_loader
     from weft.train.step.train_step import ForwardFn, StepMetrics, TrainStep
 
 __getattr__ = loads(
@@ -34,5 +38,8 @@ __getattr__ = loads(
         "StepMetrics": ".train_step",
         "TrainStep": ".train_step",
         "call_model": ".forward",
+        "evaluate": ".evaluation",
+        "from_loader": ".microbatches",
+        "mean_loss": ".evaluation",
     },
 )

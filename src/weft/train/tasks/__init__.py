@@ -8,12 +8,16 @@ from weft.lazy import loads
 
 __all__ = [
     "DecoderTask",
+    "IGNORE",
     "find_task",
     "generate_text",
+    "model_forward",
+    "token_cross_entropy",
 ]
 
 if TYPE_CHECKING:
     from weft.train.tasks.decoder import DecoderTask
+    from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
     from weft.train.tasks.decoder_sample import generate_text
     from weft.train.tasks.task_choice import find_task
 
@@ -21,7 +25,10 @@ __getattr__ = loads(
     __name__,
     {
         "DecoderTask": ".decoder",
+        "IGNORE": ".decoder_loss",
         "find_task": ".task_choice",
         "generate_text": ".decoder_sample",
+        "model_forward": ".decoder_loss",
+        "token_cross_entropy": ".decoder_loss",
     },
 )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from weft.planner.search import PlannedModel
     from weft.spec.plan import Plan
-    from weft.train.run import RunFolder
+    from weft.train.folder import RunFolder
 
 _PROMPT = "def "
 

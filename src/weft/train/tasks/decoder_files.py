@@ -13,8 +13,7 @@ from pathlib import Path
 from weft.data import PreparedData
 from weft.errors import DataError
 from weft.spec import DecoderSpec
-from weft.train.run import RunFolder
-from weft.train.run.folder import free_name
+from weft.train.folder import RunFolder, free_name
 
 
 def decoder_of(folder: RunFolder) -> DecoderSpec:

@@ -12,8 +12,8 @@ from weft.errors import CheckpointError, ConfigError
 from weft.mesh import pick_device
 from weft.models import Decoder, build_decoder, generate
 from weft.spec.config import SampleSection
-from weft.train.run import RunFolder
-from weft.train.step.state import restore_model
+from weft.train.folder import RunFolder
+from weft.train.state import restore_model
 from weft.train.tasks.decoder_files import decoder_of, tokenizer_of
 
 

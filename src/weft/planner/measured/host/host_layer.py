@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import LayerCosts, padded_vocab
-from weft.planner.measured import TINY, Laws
+from weft.planner.measured.laws import TINY, Laws
 from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
 
 Array = NDArray[np.float64]

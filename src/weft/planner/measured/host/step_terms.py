@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import Parts, budget_s, replay_s
-from weft.planner.measured import Laws
 from weft.planner.measured.host.crowd import Crowd, crowd_of
 from weft.planner.measured.host.data_parallel import data_parallel_s
 from weft.planner.measured.host.host_layer import VALUE, Clock, dtype_of, layer_costs
 from weft.planner.measured.host.live_bytes import host_memory
 from weft.planner.measured.host.waiting import waiting_s
+from weft.planner.measured.laws import Laws
 from weft.planner.space import Columns, Job
 from weft.spec.plan import RECOMPUTES
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from weft.planner.search import Answer, Candidate
-from weft.planner.tell import TERM_WORDS
+from weft.planner.tell.explanation import TERM_WORDS
 from weft.planner.tell.pictures.canvas import FAINT, PALETTE, Dot, Drawing, Line, Rect, Text
 from weft.units import format_bytes, format_count, format_seconds
 

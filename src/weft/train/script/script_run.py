@@ -35,9 +35,8 @@ from weft.parallel.local_means import global_mean, trust_loss
 from weft.spec import DecoderSpec, Layout, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
-from weft.train.script import ScriptState
-from weft.train.step import ForwardFn, LossFn, TrainStep
-from weft.train.step.microbatches import from_loader
+from weft.train.script.script_state import ScriptState
+from weft.train.step import ForwardFn, LossFn, TrainStep, from_loader
 from weft.units import parse_seconds
 
 
@@ -243,8 +242,7 @@ def _chosen(
     """The planner's plan for these ranks; the first of them says which."""
     from weft.parallel.description import trace
     from weft.planner.search import CODE, read_model
-    from weft.train.planned import choose_plan, chosen_line
-    from weft.train.planned.auto_plan import this_cluster
+    from weft.train.planned import choose_plan, chosen_line, this_cluster
 
     if model is None or seq_len is None or global_batch is None:
         call = "weft.init('auto', model='llama3-8b', seq_len=4096, global_batch=64)"

@@ -8,12 +8,12 @@ docs/how-to/own_task.md adds one for images.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
+from weft.train.task.share import Batches, MapDataset, Share
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from weft.planner.search import PlannedModel
     from weft.spec.plan import Plan
-    from weft.train.run import RunFolder
+    from weft.train.folder import RunFolder
 
 #: (stage, done, total) while data is prepared.
 Report = Callable[[str, int, int], None]
@@ -45,55 +45,6 @@ class Metric:
     def words(self) -> str:
         """Its name in words."""
         return self.name.replace("_", " ")
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which samples are this rank's: data-parallel rank `rank` of `size`.
-
-    global_batch: samples of one optimizer step over all ranks. microbatches: into how many a rank's part of them is
-    cut. pin: whether tensors are wanted in pinned memory.
-    """
-
-    global_batch: int
-    microbatches: int = 1
-    rank: int = 0
-    size: int = 1
-    pin: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Samples of one microbatch on this rank."""
-        return self.global_batch // (self.size * self.microbatches)
-
-
-class Samples(Protocol):
-    """Samples by index: a list, or a map-style dataset of torch."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class Batches(Protocol):
-    """The microbatches of one rank, as a pure function of the step, so that a run resumes from one number."""
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        """Samples of one pass over the data; None where an epoch means nothing."""
-        ...
-
-    def batches(self, step: int) -> list[Any]:
-        """The microbatches of one optimizer step, 0 and up."""
-        ...
-
-    def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
-        """The same for steps start_step .. end_step - 1."""
-        ...
-
-    def state_at(self, num_samples: int) -> Any:
-        """The place in the data after so many samples, as a checkpoint keeps it: a JSON value."""
-        ...
 
 
 class Task(Protocol):
@@ -128,7 +79,7 @@ class Task(Protocol):
         shapes alone."""
         raise NotImplementedError(f"{type(self).__name__}.build: it returns the model")
 
-    def samples(self, split: str) -> Samples | None:
+    def samples(self, split: str) -> MapDataset | None:
         """The samples of "train" or "eval" by index; None of "eval": nothing is evaluated.
 
         Weft shuffles by `seed` and stacks samples as torch's DataLoader does: (x, y) gives a batch (x, y).
@@ -143,7 +94,7 @@ class Task(Protocol):
 
     def batches(self, share: Share) -> Batches:
         """The training batches of one rank."""
-        from weft.train.tasks.indexed import IndexedBatches
+        from weft.train.task.indexed import IndexedBatches
 
         return IndexedBatches(self.samples("train") or (), share, seed=self.config.seed)
 
@@ -152,7 +103,7 @@ class Task(Protocol):
 
         The whole set must not depend on the share: evaluations are then equal under every plan.
         """
-        from weft.train.tasks.indexed import evaluation_batches
+        from weft.train.task.indexed import evaluation_batches
 
         return evaluation_batches(self.samples("eval"), share, self.config.eval.batches)
 
@@ -223,9 +174,9 @@ class Task(Protocol):
 
     def describe(self) -> PlannedModel:
         """The model in the planner's words; by default from tracing it with two of its samples."""
-        from weft.train.tasks.traced_task import describe_by_samples
+        from weft.train.task.traced_task import describe_by_samples
 
-        return describe_by_samples(self)
+        return describe_by_samples(self.shapes(), self.samples("train") or (), self.name(), self.config)
 
     # --- what people see ---
 

@@ -11,7 +11,7 @@ from weft.data import Prefetch
 from weft.data.order.sample_order import permutation
 from weft.errors import DataError
 from weft.parallel.placement.batches import map_tensors
-from weft.train.task import Samples, Share
+from weft.train.task.share import MapDataset, Share
 
 
 class IndexedBatches:
@@ -21,7 +21,7 @@ class IndexedBatches:
     endless row of epochs, each a permutation of all samples. Samples are read in a thread, two steps ahead.
     """
 
-    def __init__(self, samples: Samples, share: Share, *, seed: int):
+    def __init__(self, samples: MapDataset, share: Share, *, seed: int):
         if not len(samples):
             raise DataError("task: it has no training samples. Let samples('train') return some.")
         self._samples, self._share, self._seed = samples, share, seed
@@ -51,7 +51,7 @@ class IndexedBatches:
 class _EvalBatches:
     """The first samples of an evaluation set, in whole global batches, in order."""
 
-    def __init__(self, samples: Samples, share: Share, num_batches: int):
+    def __init__(self, samples: MapDataset, share: Share, num_batches: int):
         self._samples, self._share, self._num_batches = samples, share, num_batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -61,7 +61,7 @@ class _EvalBatches:
             yield _stacked([self._samples[first + row] for row in range(share.rows)], share)
 
 
-def evaluation_batches(samples: Samples | None, share: Share, most: int) -> Iterable[Any] | None:
+def evaluation_batches(samples: MapDataset | None, share: Share, most: int) -> Iterable[Any] | None:
     """At most `most` global batches of the samples, the same ones at any number of ranks; None of no samples.
 
     Raises DataError where there are fewer than one global batch.

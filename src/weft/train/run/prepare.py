@@ -1,104 +1,27 @@
-"""The run folder: everything one run needs and leaves behind.
-
-runs/<name>/
-  config.toml      the resolved config        plan.txt    the resolved plan, one line
-  events.jsonl     one line per step, evaluation, checkpoint
-  logs/rank_N.log  output of each rank        loss.png
-  checkpoints/     step_NNNNNNNN/ (safetensors + JSON)
-  .lock            held by the command that trains here (run_lock.py)
-
-and what the task keeps there. The decoder on text keeps:
-  model.json       its shape                  data.json   where the tokenised data lies
-  tokenizer/       a copy, so that the folder can be moved
-  samples/         step_N.txt
-"""
+"""Before ranks start: everything of a run is checked, its data made ready, and its folder written."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.errors import CheckpointError, ConfigError, PlanError, Problem
+from weft.errors import ConfigError, PlanError, Problem
 from weft.spec import Layout, RunConfig
-from weft.spec.files import as_toml, format_config, load_config, parse_config
+from weft.spec.files import as_toml, format_config
 from weft.spec.plan import Plan
 from weft.spec.rules import check
+from weft.train.folder import RunFolder, free_name, run_folder
 from weft.train.run.epochs import with_steps
-from weft.train.run.run_lock import run_lock
+from weft.train.run.folder_lock import run_lock
 from weft.train.task import Report, Task
 from weft.train.tasks import find_task
 from weft.train.tasks.task_choice import changed_keys, value_at
 
 #: Settings that decide what the weights of a step are, beside those of the task: another value is another run.
 _BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.name")
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """Paths and contents of one run's folder.
-
-    texts: contents of config.toml, plan.txt and the task's files as `prepare_run` settled them. A rank gets them by
-    value: what happens to the files afterwards does not reach a run under way. Empty: the files are read.
-    """
-
-    path: Path
-    texts: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    def checkpoint(self, step: int) -> Path:
-        """The checkpoint of one step; CheckpointError names the steps that were saved."""
-        from weft.checkpoint import list_checkpoints
-
-        saved = {
-            int(path.name.split(".")[0].removeprefix("step_")): path for path in list_checkpoints(self.checkpoints)
-        }
-        if step not in saved:
-            known = ", ".join(map(str, saved)) or "none"
-            raise CheckpointError(f"step={step}: {str(self.path)!r} has no such checkpoint. Saved steps: {known}.")
-        return saved[step]
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def loss_plot(self) -> Path:
-        return self.path / "loss.png"
-
-    def config(self) -> RunConfig:
-        """The resolved config."""
-        if "config.toml" in self.texts:
-            return parse_config(self.texts["config.toml"], str(self.path / "config.toml")).config
-        return load_config(self._needed("config.toml")).config
-
-    def plan(self) -> Plan:
-        """The resolved plan."""
-        return Plan.parse(self.text("plan.txt").strip())
-
-    def text(self, name: str) -> str:
-        """Contents of one of the files that `prepare_run` wrote. ConfigError where it is missing."""
-        return self.texts[name] if name in self.texts else self._needed(name).read_text(errors="replace")
-
-    def _needed(self, name: str) -> Path:
-        file = self.path / name
-        if not file.is_file():
-            raise ConfigError(
-                f"run folder {str(self.path)!r}: it has no {name}, so it is not a run folder of Weft. "
-                f"Give a folder that `weft train` made, such as runs/quickstart."
-            )
-        return file
 
 
 def prepare_run(config: RunConfig, world_size: int, report: Report | None = None, *, locked: bool = False) -> RunFolder:
@@ -112,11 +35,6 @@ def prepare_run(config: RunConfig, world_size: int, report: Report | None = None
     folder = run_folder(config)
     with contextlib.nullcontext() if locked else run_lock(folder.path):
         return _prepare(folder, config, world_size, report)
-
-
-def run_folder(config: RunConfig) -> RunFolder:
-    """The folder of the config's run, which need not exist."""
-    return RunFolder(Path(config.run.dir) / config.run.name)
 
 
 def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Report | None) -> RunFolder:
@@ -164,14 +82,6 @@ def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def free_name(folder: RunFolder) -> str:
-    """A setting that makes a new run, to be pasted on a command line."""
-    base, number = folder.path.name, 2
-    while (folder.path.parent / f"{base}-{number}").exists():
-        number += 1
-    return f"run.name={base}-{number}"
 
 
 def _as_typed(name: str, value: Any) -> str:

@@ -6,68 +6,22 @@ The torch engine (weft/engines/torch_engine.py) is the first.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.checkpoint import Checkpoint, SavedPiece
-from weft.env import RankEnv
 from weft.monitor import Meter
 from weft.monitor.time_book import TimeBook
 from weft.pulse import Pulse
-from weft.spec import RunConfig
 from weft.spec.plan import Plan
-from weft.train.run import RunFolder
-from weft.train.task import Batches, Task
+from weft.train.engine.results import Evaluation, StepResult
+from weft.train.task import Batches
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    pass
 
 #: Arrays of a checkpoint have names that begin with one of these and a slash.
 GROUPS = ("model", "optimizer")
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step did, equal on all ranks.
-
-    loss: mean over the `count` that the task counts, before the update. grad_norm: before clipping. skipped: why the
-    weights were left as they were, or None. wants_stop: some rank asked to stop.
-    """
-
-    loss: float
-    grad_norm: float
-    count: int
-    loss_scale: float | None = None
-    skipped: str | None = None
-    wants_stop: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """loss: mean over the `count` that the task counts. metrics: the task's own by name; None: unknown."""
-
-    loss: float
-    count: int
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What an engine is made for.
-
-    place: this process among the ranks; None is a single rank. store: where the ranks have met already. tell: shows
-    people a line, of a rank that waits for another one.
-    """
-
-    folder: RunFolder
-    config: RunConfig
-    task: Task
-    plan: Plan
-    place: RankEnv | None
-    tell: Callable[[str], None]
-    store: Store | None = None
 
 
 class Engine(Protocol):
@@ -162,9 +116,3 @@ class Engine(Protocol):
     def report(self, book: TimeBook, start_step: int) -> Sequence[str]:
         """Lines that say where the time went, for the end of a run."""
         ...
-
-
-def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from whole numbers, the same on every machine."""
-    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,33 @@
+"""The seam for what computes: what an engine does, what it is made for, and what it gives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "Engine",
+    "Evaluation",
+    "GROUPS",
+    "Job",
+    "StepResult",
+    "derive_seed",
+]
+
+if TYPE_CHECKING:
+    from weft.train.engine.engine import GROUPS, Engine
+    from weft.train.engine.job import Job, derive_seed
+    from weft.train.engine.results import Evaluation, StepResult
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Engine": ".engine",
+        "Evaluation": ".results",
+        "GROUPS": ".engine",
+        "Job": ".job",
+        "StepResult": ".results",
+        "derive_seed": ".job",
+    },
+)

@@ -1,0 +1,40 @@
+"""What an engine is made for, and the seeds that it draws from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weft.env import RankEnv
+from weft.spec import RunConfig
+from weft.spec.plan import Plan
+from weft.train.folder import RunFolder
+from weft.train.task import Task
+
+if TYPE_CHECKING:
+    from weft.private_torch import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What an engine is made for.
+
+    place: this process among the ranks; None is a single rank. store: where the ranks have met already. tell: shows
+    people a line, of a rank that waits for another one.
+    """
+
+    folder: RunFolder
+    config: RunConfig
+    task: Task
+    plan: Plan
+    place: RankEnv | None
+    tell: Callable[[str], None]
+    store: Store | None = None
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from whole numbers, the same on every machine."""
+    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

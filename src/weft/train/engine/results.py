@@ -1,0 +1,35 @@
+"""What an engine gives of a step and of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did, equal on all ranks.
+
+    loss: mean over the `count` that the task counts, before the update. grad_norm: before clipping. skipped: why the
+    weights were left as they were, or None. wants_stop: some rank asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    count: int
+    loss_scale: float | None = None
+    skipped: str | None = None
+    wants_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """loss: mean over the `count` that the task counts. metrics: the task's own by name; None: unknown."""
+
+    loss: float
+    count: int
+    metrics: Mapping[str, float | None] = field(default_factory=dict)

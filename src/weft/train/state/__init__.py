@@ -1,0 +1,50 @@
+"""Model and optimizer as a checkpoint holds them, and what ranks do together to write and read it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "GroupSource",
+    "capture_model",
+    "expected_bytes",
+    "gather",
+    "on_each",
+    "on_first",
+    "pieces",
+    "restore_model",
+    "resume",
+    "together",
+    "written",
+]
+
+if TYPE_CHECKING:
+    from weft.train.state.on_ranks import gather, on_each, on_first, together
+    from weft.train.state.state import (
+        GroupSource,
+        capture_model,
+        expected_bytes,
+        pieces,
+        restore_model,
+        resume,
+        written,
+    )
+
+__getattr__ = loads(
+    __name__,
+    {
+        "GroupSource": ".state",
+        "capture_model": ".state",
+        "expected_bytes": ".state",
+        "gather": ".on_ranks",
+        "on_each": ".on_ranks",
+        "on_first": ".on_ranks",
+        "pieces": ".state",
+        "restore_model": ".state",
+        "resume": ".state",
+        "together": ".on_ranks",
+        "written": ".state",
+    },
+)

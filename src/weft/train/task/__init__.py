@@ -1,0 +1,32 @@
+"""The seam for kinds of training: what a task is, and what it has where it says nothing itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "Batches",
+    "MapDataset",
+    "Metric",
+    "Report",
+    "Share",
+    "Task",
+]
+
+if TYPE_CHECKING:
+    from weft.train.task.share import Batches, MapDataset, Share
+    from weft.train.task.task import Metric, Report, Task
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Batches": ".share",
+        "MapDataset": ".share",
+        "Metric": ".task",
+        "Report": ".task",
+        "Share": ".share",
+        "Task": ".task",
+    },
+)
