@@ -37,7 +37,7 @@ from weft.planner import estimate
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search import Question
 from weft.planner.space import Columns
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.testing.between_steps import live_bytes

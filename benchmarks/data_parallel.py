@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.model import ModelSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool

@@ -24,7 +24,7 @@ from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models.moe import Experts
 from weft.parallel.expert.spread import spread_experts
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 

@@ -28,7 +28,7 @@ from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.train import TrainStep

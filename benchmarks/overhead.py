@@ -30,7 +30,8 @@ from weft.data import prepare_data
 from weft.engines.torch_engine import TorchEngine
 from weft.models import build_decoder
 from weft.monitor import make_display
-from weft.spec.config import DataSection, LaunchSection, ModelSection, RunConfig, TrainSection
+from weft.spec.config import DataSection, ModelSection, RunConfig
+from weft.spec.config.run_config import LaunchSection, TrainSection
 from weft.spec.model import resolve_decoder
 from weft.spec.plan import Plan
 from weft.testing import RankPool
@@ -38,7 +39,7 @@ from weft.train import RunFolder, Trainer
 from weft.train.engine import Job
 from weft.train.run.recorder import Recorder
 from weft.train.task import Share
-from weft.train.tasks.decoder import DecoderTask
+from weft.train.tasks import DecoderTask
 
 
 class _Prepared(DecoderTask):

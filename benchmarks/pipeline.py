@@ -30,7 +30,7 @@ from weft.monitor import Meter
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.pipeline.runtime import Pipeline, Work, pipeline_of
 from weft.planner.cost.pipeline import Durations, simulate
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import SCHEDULES, Plan
 from weft.spec.schedule import build_schedule
 from weft.testing import RankPool

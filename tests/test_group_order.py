@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import covering, legal
 from weft.testing.matrix import row_of

@@ -11,7 +11,7 @@ from weft.parallel import parallelize
 from weft.planner.measured.host.live_bytes import host_memory
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing.step_bytes import peak_of_step
 from weft.train import TrainStep

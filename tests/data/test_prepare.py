@@ -16,7 +16,8 @@ from weft.data.prepared import cached
 from weft.data.prepared.prepare import prepare_data
 from weft.data.prepared.prepared_data import PreparedData, verify_data
 from weft.errors import DataError
-from weft.spec.config import EarlyStopSection, RunConfig
+from weft.spec.config import RunConfig
+from weft.spec.config.run_config import EarlyStopSection
 
 
 def config(tmp_path: Path, *paths: str | dict[str, Any], kind: str = "bytes", **data: Any) -> RunConfig:
@@ -265,7 +266,7 @@ WORKER = """
 import sys
 from weft.data.prepared import cached
 from weft.data.prepared.prepare import prepare_data
-from weft.spec.config import RunConfig
+from weft.spec.config.run_config import RunConfig
 work = []
 prepared = prepare_data(RunConfig.model_validate_json(sys.argv[1]), lambda stage, *_: work.append(stage))
 print(prepared.digest, any(stage.startswith("tokenise") for stage in work))
@@ -313,7 +314,7 @@ import gzip, json, resource, sys
 from pathlib import Path
 from weft.data.prepared import cached
 from weft.data.prepared.prepare import prepare_data
-from weft.spec.config import RunConfig
+from weft.spec.config.run_config import RunConfig
 folder = Path(sys.argv[1])
 line = "some words that fill a line, number {0}, and a few more of them to make it long enough\\n"
 def peak():
@@ -343,7 +344,7 @@ import json, resource, sys
 from pathlib import Path
 from weft.data.prepared import cached
 from weft.data.prepared.prepare import prepare_data
-from weft.spec.config import RunConfig
+from weft.spec.config.run_config import RunConfig
 def prepare(name, size):
     path = Path(sys.argv[1]) / name
     path.write_text(json.dumps({"text": "some words that fill a line and more " * (size // 37)}) + "\\n")

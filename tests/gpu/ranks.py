@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.gpu.cases import Case, Figures, Setting, require
 from weft import Plan, build_mesh
 from weft.parallel import parallelize
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import plan_fields
 from weft.testing import DecoderCase, RankPool, covering, legal, train_plain
 from weft.testing.matrix import row_of, sample

@@ -14,7 +14,7 @@ from tests.gpu.cases import Setting, Skipped
 from weft import Plan, build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.train import TrainStep
 
 SMALL = DecoderSpec(

@@ -75,4 +75,4 @@ def test_one_room_says_how_transformers_calls_the_numbers_of_a_config():
         for path in SOURCE.rglob("*.py")
         if any(f'"{name}"' in path.read_text() for name in names)
     }
-    assert knowing == {"spec/hugging_face_config.py", "structure/heads.py"}
+    assert knowing == {"spec/model/hugging_face_config.py", "structure/heads.py"}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.models import Decoder, build_decoder
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 
 _LLAMA_PARTS = {
     "input_layernorm": "norm1",

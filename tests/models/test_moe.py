@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.models.reference import llama_weights
 from weft.models import MoE, build_decoder
 from weft.models.moe import routers
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 
 SPEC = DecoderSpec(
     vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32,

@@ -20,7 +20,7 @@ from weft.models import build_decoder
 from weft.parallel.placement.placement import WHOLE
 from weft.parallel.tensor.cut_tensors import cut_tensors
 from weft.parallel.tensor.head import expect_labels
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.layout import Layout
 from weft.spec.plan import Plan
 from weft.train.tasks.decoder_loss import token_cross_entropy

@@ -27,7 +27,7 @@ from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.traced_shape import TracedShape
 from weft.planner.tell.explained import search
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check

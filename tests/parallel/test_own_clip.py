@@ -13,7 +13,7 @@ from weft.errors import CommError
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.script import Run
 

@@ -15,7 +15,7 @@ from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero.sharded.fsdp_units import find_units
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.state.state import capture, restore
 

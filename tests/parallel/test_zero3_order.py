@@ -11,7 +11,7 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement.gradients import DataParallel
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 
 SPEC = DecoderSpec(vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=32)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.testing import Case, DecoderCase
 
 LLAMA = DecoderSpec(

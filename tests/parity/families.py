@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.testing.float64 import Float64Throughout
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.models.moe import routers
 from weft.parallel.expert.foreign_router import balance_routers
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.testing import Case, DecoderCase
 from weft.testing.float64 import Float64Throughout
 

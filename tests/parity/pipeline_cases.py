@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.parity.moe_cases import MoECase, moe_cases
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.testing import Case, DecoderCase
 from weft.testing.float64 import Float64Throughout
 

@@ -21,7 +21,7 @@ from tests.parity.families import FAMILIES, FamilyCase, shape_of
 from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase, hugging_face_moe_cases, moe_cases
 from weft.memory import activations, offload
 from weft.memory.pool import HostPool
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan, plan_fields
 from weft.testing import Case, DecoderCase, ParityResult, RankPool, covering, legal, train_case, train_plain
 from weft.testing.matrix import layout_of, pairs, row_of

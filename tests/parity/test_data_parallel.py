@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.testing import DecoderCase, train_decoder
 
 RTOL = 1e-10

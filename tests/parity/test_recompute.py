@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.testing import DecoderCase, train_decoder
 
 RTOL = 1e-10

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.parity.cases import cases
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.testing import DecoderCase, train_case, train_cases
 
 RTOL = 1e-10

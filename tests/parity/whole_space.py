@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.parity.moe_cases import MoECase
 from tests.parity.pipeline_cases import TIED, FamilyCase
 from tests.parity.plans import Cell, Subject
-from weft.spec.context import CP_MODES
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import AXES, PLAN_FIELDS, RECOMPUTES, RESHARDS, SCHEDULES, Plan
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts
+from weft.spec.shares.sequence_chunks import CP_MODES
 from weft.testing import DecoderCase, covering
 from weft.testing.matrix import row_of
 

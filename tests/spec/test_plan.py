@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.spec.plans import plans
 from weft.errors import PlanError
-from weft.spec.plan import AXES, OFFLOADS, Plan, plan_fields
+from weft.spec.plan import AXES, Plan, plan_fields
+from weft.spec.plan.plan import OFFLOADS
 
 
 @settings(max_examples=150, deadline=None)

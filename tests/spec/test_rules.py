@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.spec.plans import plans
 from weft.errors import PlanError
+from weft.spec import DecoderSpec, common_divisors
 from weft.spec.cluster import device
-from weft.spec.context import CP_MODES
-from weft.spec.decoder import DecoderSpec
-from weft.spec.divisors import common_divisors, nearest
+from weft.spec.divisors import nearest
 from weft.spec.plan import Plan, plan_fields
 from weft.spec.rules.plan_rules import LASTING, NOT_BUILT, RULES, Facts, check, check_plan
 from weft.spec.rules.rule import alternatives
+from weft.spec.shares.sequence_chunks import CP_MODES
 from weft.spec.traced import Limit
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=6, num_heads=32, num_kv_heads=8, ffn_dim=768, max_seq_len=1024)

@@ -17,7 +17,7 @@ from weft.planner.measured.profile import load_profile
 from weft.spec.config import RunConfig
 from weft.spec.plan import Plan
 from weft.train.planned.expectation import expectation_lines
-from weft.train.tasks.decoder import DecoderTask
+from weft.train.tasks import DecoderTask
 
 MODEL = {"vocab_size": 256, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
 RANK = {"typical": {"compute": 0.5, "optimizer": 0.1, "data": 0.01}, "memory": 2**28, "steps": 7}

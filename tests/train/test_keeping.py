@@ -13,7 +13,7 @@ from weft.train import RunFolder
 from weft.train.run import keeping
 from weft.train.run import rank_run as run_module
 from weft.train.run.keeping import saved_steps
-from weft.train.tasks.decoder import DecoderTask
+from weft.train.tasks import DecoderTask
 from weft.train.tasks.decoder_loss import token_cross_entropy
 
 #: Saves at every step, evaluates at the end only, and keeps the newest checkpoint alone.

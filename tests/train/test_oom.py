@@ -24,7 +24,7 @@ from weft.errors import OutOfMemory
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.spec.decoder import DecoderSpec
+from weft.spec.model.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.train.step import TrainStep

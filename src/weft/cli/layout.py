@@ -50,7 +50,7 @@ def build_model(name: str) -> tuple[Any, Any]:
     """
     import torch
 
-    from weft.spec import model_names
+    from weft.spec.model import model_names
     from weft.structure import hugging_face
 
     with torch.device("meta"):
@@ -66,7 +66,8 @@ def build_model(name: str) -> tuple[Any, Any]:
 
 def _from_size(name: str) -> Any:
     from weft.models import build_decoder
-    from weft.spec import decoder_spec, model_names
+    from weft.spec import decoder_spec
+    from weft.spec.model import model_names
 
     if name not in model_names():
         hint = did_you_mean(name, model_names()) or " `weft models` lists the sizes."

@@ -19,7 +19,8 @@ from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.placement.batches import move_batch
-from weft.spec import Layout, device_by_torch_name
+from weft.spec import Layout
+from weft.spec.cluster import device_by_torch_name
 from weft.train import Microbatches, TrainStep
 from weft.train.engine import Evaluation, Job, StepResult, derive_seed
 from weft.train.planned import report_times

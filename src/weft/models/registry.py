@@ -8,7 +8,7 @@ from weft.errors import ModelError
 from weft.models.initialise import initialise
 from weft.models.transformer import Decoder
 from weft.spec import DecoderSpec
-from weft.spec.shape_rules import shape_problems
+from weft.spec.model import shape_problems
 
 
 def build_decoder(

@@ -16,8 +16,9 @@ from weft.errors import LayoutError, ModelError
 from weft.parallel.placement import Precision
 from weft.parallel.placement.precision import cast_inputs, formats
 from weft.parallel.tensor import check_layout
-from weft.spec import Layout, Limit, TracedModel
+from weft.spec import Layout, TracedModel
 from weft.spec.plan import Plan
+from weft.spec.traced import Limit
 from weft.structure import call_function, dry_run, explain_layout, find_chain, hugging_face, layers, repeated_blocks
 from weft.structure.cost import Outline, trace_model
 

@@ -11,29 +11,26 @@ __all__ = [
     "DecoderSpec",
     "DeviceSpec",
     "Layout",
-    "Limit",
     "ModelSpec",
     "RunConfig",
     "Style",
     "TracedModel",
+    "WIRES",
+    "WireSpec",
     "common_divisors",
     "decoder_spec",
-    "device_by_torch_name",
-    "devices",
-    "divide_layers",
-    "model_names",
     "resolve_decoder",
+    "wire_spec",
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name, devices
+    from weft.spec.cluster import ClusterSpec, DeviceSpec
     from weft.spec.config import RunConfig
-    from weft.spec.decoder import DecoderSpec
     from weft.spec.divisors import common_divisors
     from weft.spec.layout import Layout, Style
-    from weft.spec.model import ModelSpec, decoder_spec, model_names, resolve_decoder
-    from weft.spec.shares import divide_layers
-    from weft.spec.traced import Limit, TracedModel
+    from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec, resolve_decoder
+    from weft.spec.traced import TracedModel
+    from weft.spec.wires import WIRES, WireSpec, wire_spec
 
 __getattr__ = loads(
     __name__,
@@ -42,17 +39,15 @@ __getattr__ = loads(
         "DecoderSpec": ".model",
         "DeviceSpec": ".cluster",
         "Layout": ".layout",
-        "Limit": ".traced",
         "ModelSpec": ".model",
         "RunConfig": ".config",
         "Style": ".layout",
         "TracedModel": ".traced",
+        "WIRES": ".wires",
+        "WireSpec": ".wires",
         "common_divisors": ".divisors",
         "decoder_spec": ".model",
-        "device_by_torch_name": ".cluster",
-        "devices": ".cluster",
-        "divide_layers": ".shares",
-        "model_names": ".model",
         "resolve_decoder": ".model",
+        "wire_spec": ".wires",
     },
 )

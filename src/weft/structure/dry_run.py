@@ -13,7 +13,7 @@ from torch import nn
 
 from weft.errors import LayoutError, ModelError
 from weft.private_torch import tree_leaves, tree_map
-from weft.spec.hugging_face_config import image_shape
+from weft.spec.model import image_shape
 from weft.structure.layers import is_linear, weight_of
 
 #: Tokens of the shortest sequence that `Inputs` are made for.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from weft.spec import Style
-from weft.spec.hugging_face_config import number
+from weft.spec.model import number
 
 #: The names under which modules keep them.
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")

@@ -1,6 +1,6 @@
 """What only models of transformers are asked: their config, attention, documents; transformers is imported late.
 
-The numbers of a config have their names in `weft.spec.hugging_face_config`.
+The numbers of a config have their names in `weft.spec.model.hugging_face_config`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from weft import env
 from weft.errors import MissingExtra, ModelError
-from weft.spec.hugging_face_config import number
+from weft.spec.model import number
 
 #: Numbers by which models change their logits after the head.
 _SCALES = (

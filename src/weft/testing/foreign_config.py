@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.spec.hugging_face_config import image_shape, number
+from weft.spec.model import image_shape, number
 from weft.structure import hugging_face
 from weft.train.tasks import IGNORE
 

@@ -27,12 +27,11 @@ from weft.models import build_decoder
 from weft.models.initialise import BATCH_NORMS
 from weft.optim import build_optimizer
 from weft.parallel.placement.batches import map_tensors
-from weft.spec import DecoderSpec, Layout, RunConfig, decoder_spec, model_names, resolve_decoder
+from weft.spec import DecoderSpec, Layout, RunConfig, decoder_spec, resolve_decoder
 from weft.spec.config import OptimizerSection
 from weft.spec.files import load_config
-from weft.spec.hugging_face_config import decoder_shape
+from weft.spec.model import decoder_shape, model_names, shape_problems
 from weft.spec.plan import Plan
-from weft.spec.shape_rules import shape_problems
 from weft.structure import call_function, hugging_face
 from weft.testing.foreign_config import has_inputs, inputs_of, read_config, token_labels
 from weft.train.step import call_model

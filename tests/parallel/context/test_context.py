@@ -19,11 +19,12 @@ from weft.parallel import parallelize
 from weft.parallel.context import apply_context, context_of, cut_sequence, sequence_in_use
 from weft.parallel.context.attention_functions import PREFIX, refuse_chunks, replace_attention
 from weft.parallel.context.context import Context
-from weft.spec.context import choose_cp_mode, sent_bytes
 from weft.spec.plan import Plan
+from weft.spec.shares import choose_cp_mode
+from weft.spec.shares.sequence_chunks import sent_bytes
 from weft.testing import DecoderCase, train_case
 from weft.train.step import evaluate
-from weft.train.tasks.decoder import DecoderTask
+from weft.train.tasks import DecoderTask
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 

@@ -11,8 +11,8 @@ from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.order import SequenceOrder
 from weft.parallel.context.pieces import BOTH_WAYS, Sight
 from weft.parallel.context.ways import View, attend_cut
-from weft.spec.context import sent_bytes
 from weft.spec.plan import Plan
+from weft.spec.shares.sequence_chunks import sent_bytes
 
 BATCH, WIDTH = 2, 8
 MODES = ("gather", "ring", "ulysses")

@@ -15,8 +15,8 @@ from weft.models import as_shapes, build_decoder
 from weft.optim import build_optimizer
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.pipeline.runtime import pipeline_of
+from weft.spec import DecoderSpec
 from weft.spec.config import OptimizerSection
-from weft.spec.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches

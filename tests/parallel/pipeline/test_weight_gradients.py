@@ -14,7 +14,7 @@ from weft.models import build_decoder
 from weft.parallel.parallelize import cut
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
 from weft.parallel.placement.held import HeldGradients
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing.live import LiveBytes
 

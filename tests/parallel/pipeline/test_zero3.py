@@ -10,7 +10,7 @@ import torch
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.pipeline.runtime import pipeline_of
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches

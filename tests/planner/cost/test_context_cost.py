@@ -18,8 +18,8 @@ from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
 from weft.planner.tell.explained import search
 from weft.spec.cluster import ClusterSpec
-from weft.spec.context import sent_bytes
 from weft.spec.model import decoder_spec
+from weft.spec.shares.sequence_chunks import sent_bytes
 
 SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
 JOB = Job(shape=SHAPE, seq_len=8192, global_batch=64)

@@ -11,7 +11,7 @@ import transformers
 from weft.errors import ConfigError, WeftError
 from weft.planner.search.model_source import _FAMILIES, default_batch, default_seq_len, read_model
 from weft.planner.search.question import Question
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.model import ModelSpec, decoder_spec
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,

@@ -8,7 +8,7 @@ import torch
 from weft.memory import apply_recompute
 from weft.models import build_decoder
 from weft.planner.tell.footprint import Usage, activation_bytes, remedies
-from weft.spec.decoder import DecoderSpec
+from weft.spec import DecoderSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import NOT_BUILT, check

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weft.spec.wires import WireSpec, wire_spec
+from weft.spec import WireSpec, wire_spec
 
 #: Tensors by name that one `encode` leaves to that of the next step.
 State = Mapping[str, torch.Tensor]

@@ -20,8 +20,8 @@ from weft.parallel.context.documents import find_borders
 from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.order import SequenceOrder, cut_batch, sequence_length
 from weft.parallel.context.ways import View, attend_cut
-from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
 from weft.spec.plan import Plan
+from weft.spec.shares import choose_cp_mode, num_chunks, ulysses_fits
 
 
 class Context:

@@ -13,7 +13,7 @@ import torch
 
 from weft.errors import ModelError
 from weft.parallel.placement.batches import map_tensors, parts_of
-from weft.spec.context import chunks_of, num_chunks
+from weft.spec.shares import chunks_of, num_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from weft.mesh import ENDS, Mesh
 from weft.parallel.pipeline.absent import Absent, Flow, put, without_tensors
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.placement import Placement
-from weft.spec import divide_layers
 from weft.spec.plan import Plan
 from weft.spec.schedule import stage_owner, stages_of
+from weft.spec.shares import divide_layers
 from weft.structure import Chain, Site, find_chain, layers
 
 

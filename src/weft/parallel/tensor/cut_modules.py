@@ -19,7 +19,7 @@ from weft.errors import ModelError
 from weft.parallel.placement.cut_part import CutPart
 from weft.parallel.placement.held import HoldingLayer, linear
 from weft.parallel.tensor.cut_linear import TOKENS, Column, Line, columns, row_sum, token_share
-from weft.spec.hugging_face_config import number
+from weft.spec.model import number
 from weft.structure import Heads, layers
 
 

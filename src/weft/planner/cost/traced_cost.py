@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Tables, bytes_s, flash_s, gemm_s
 from weft.planner.space import TracedShape
-from weft.spec.traced import Parts, TracedLayer
+from weft.spec.traced import DividedBytes, TracedLayer
 
 Array = NDArray[np.float64]
 
@@ -133,5 +133,5 @@ def _weighted(shape: TracedShape, layer: TracedLayer | None) -> Iterable[tuple[T
     return [(each, each.count / shape.traced.num_layers) for each in shape.traced.layers]
 
 
-def _at(parts: Parts, cut: Cut) -> Array:
+def _at(parts: DividedBytes, cut: Cut) -> Array:
     return parts.at(cut.batch, cut.seq, cut.t, cut.between)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space import Columns
-from weft.spec.wires import WIRES, WireSpec, wire_spec
+from weft.spec import WIRES, WireSpec, wire_spec
 
 Array = NDArray[np.float64]
 

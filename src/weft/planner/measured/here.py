@@ -11,7 +11,8 @@ from pathlib import Path
 
 from weft.errors import ConfigError, Problem
 from weft.planner.measured.profile import Machine, Profile, default_path, load_profile
-from weft.spec import ClusterSpec, DeviceSpec, device_by_torch_name
+from weft.spec import ClusterSpec, DeviceSpec
+from weft.spec.cluster import device_by_torch_name
 
 #: "here", "local", "4xhere": this machine, with so many ranks.
 _HERE = re.compile(r"(?:([0-9]{1,4})x)?(?:here|local)")

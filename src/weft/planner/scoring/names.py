@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from weft.errors import ConfigError
 from weft.planner.scoring.stacks import known_network
-from weft.spec import ClusterSpec, DeviceSpec, devices
-from weft.spec.cluster import device
+from weft.spec import ClusterSpec, DeviceSpec
+from weft.spec.cluster import device, devices
 
 _MEMORY = re.compile(r"(\d+)gb")
 _WATTS = re.compile(r"(\d+)w\b")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weft.errors import ModelError, did_you_mean
 from weft.planner.space import Shape, TracedShape, as_rules_see_it
-from weft.spec import DecoderSpec, Limit, ModelSpec, TracedModel, decoder_spec, model_names
-from weft.spec.hugging_face_config import read_numbers
-from weft.spec.traced import FORMAT
+from weft.spec import DecoderSpec, ModelSpec, TracedModel, decoder_spec
+from weft.spec.model import model_names, read_numbers
+from weft.spec.traced import FORMAT, Limit
 
 if TYPE_CHECKING:
     from weft.spec import RunConfig

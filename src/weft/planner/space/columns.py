@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
-from weft.spec.context import CP_WAYS, choose_cp_mode
 from weft.spec.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan, orders
-from weft.spec.shares import samples_per_microbatch
+from weft.spec.shares import CP_WAYS, choose_cp_mode, samples_per_microbatch
 
 #: What a code in `Columns.precision` stands for, the formats that the runtime does not have included.
 PRECISIONS = PLANNED_PRECISIONS

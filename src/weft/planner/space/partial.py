@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.spec.plan import PLAN_FIELDS, Plan
+from weft.spec.plan import MISSING, PLAN_FIELDS, OpenPlan, Plan, Undecided
 from weft.spec.rules import Facts, Rule, UnknownFact
-from weft.spec.rules.open_plan import MISSING, OpenPlan, Undecided
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.spec import DecoderSpec, divide_layers
+from weft.spec import DecoderSpec
+from weft.spec.shares import divide_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

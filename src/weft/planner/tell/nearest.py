@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weft.planner.search import Question, answer
 from weft.planner.tell.scenario import Scenario, change
-from weft.spec import devices
+from weft.spec.cluster import devices
 
 #: A look at a few plans is enough to say whether anything fits.
 _FEW_PLANS = 60_000

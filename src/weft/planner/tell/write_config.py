@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from weft.errors import ConfigError, ModelError
 from weft.planner.search import Candidate
-from weft.spec import DecoderSpec, decoder_spec, model_names
+from weft.spec import DecoderSpec, decoder_spec
+from weft.spec.model import model_names
 
 #: Fields of the model's section that say its shape.
 _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len",

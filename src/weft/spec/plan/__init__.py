@@ -1,13 +1,13 @@
 """The plan: one frozen value that says how a model is laid over the machines. Its fields describe themselves."""
 
+from __future__ import annotations
+
+from weft.spec.plan.open_plan import MISSING, OpenPlan, Undecided
 from weft.spec.plan.plan import (
     AXES,
-    OFFLOADS,
     PLAN_FIELDS,
     PLANNED_PRECISIONS,
-    PRECISIONS,
     RECOMPUTES,
-    REDUCES,
     RESHARDS,
     SCHEDULES,
     Plan,
@@ -20,16 +20,16 @@ from weft.spec.plan.plan_text import is_auto, split_plan
 
 __all__ = [
     "AXES",
-    "OFFLOADS",
+    "MISSING",
+    "OpenPlan",
     "PLANNED_PRECISIONS",
     "PLAN_FIELDS",
-    "PRECISIONS",
     "Plan",
     "RECOMPUTES",
-    "REDUCES",
     "RESHARDS",
     "SCHEDULES",
     "SearchFacts",
+    "Undecided",
     "auto_fields",
     "is_auto",
     "orders",

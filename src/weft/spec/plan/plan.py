@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import PlanError, Problem
-from weft.spec.context import CP_MODES, CP_WAYS
 from weft.spec.plan.plan_choices import (
     microbatches_tried,
     offloads_near,
@@ -29,6 +28,7 @@ from weft.spec.plan.plan_field import described, descriptions
 from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
 from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
 from weft.spec.plan.plan_values import OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
+from weft.spec.shares import CP_MODES, CP_WAYS
 from weft.spec.wires import WIRES
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from weft.spec.plan import AXES, Plan, plan_fields
-from weft.spec.rules.open_plan import MISSING, OpenPlan, Undecided
+from weft.spec.plan import AXES, MISSING, OpenPlan, Plan, Undecided, plan_fields
 from weft.spec.rules.plan_rules import RULES
 from weft.spec.rules.rule import Facts, Rule, UnknownFact
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.errors import PlanError, Problem
-from weft.spec.context import choose_cp_mode, num_chunks, ulysses_fits
 from weft.spec.divisors import common_divisors, nearest
 from weft.spec.plan import Plan
 from weft.spec.rules.expert_rules import EXPERT_RULES
@@ -18,7 +17,7 @@ from weft.spec.rules.limit_rules import LIMIT_RULES
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.rules.rule import Facts, Rule, Violation, alternatives, asks
-from weft.spec.shares import batch_unit
+from weft.spec.shares import batch_unit, choose_cp_mode, num_chunks, ulysses_fits
 
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT

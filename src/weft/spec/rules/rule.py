@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from weft.errors import PlanError
 from weft.spec.cluster import DeviceSpec
-from weft.spec.decoder import DecoderSpec
+from weft.spec.model import DecoderSpec
 from weft.spec.plan import PLAN_FIELDS, Plan
 from weft.spec.traced import Limit
 

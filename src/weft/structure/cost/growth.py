@@ -1,7 +1,7 @@
 """The description of any module, by running it without numbers: a few batches and sequences say how its work grows.
 
 Layers that are alike are traced once. Every number is then a polynomial in the batch and the sequence
-(`weft.spec.traced.Growth`), solved from as many runs as it has coefficients, and tried on one run more.
+(`weft.spec.traced.growth.Growth`), solved from as many runs as it has coefficients, and tried on one run more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.private_torch import named_modules, storage_key, tree_leaves
 from weft.spec import TracedModel
-from weft.spec.traced import Attention, Growth, Matmul, Parts, TracedLayer
+from weft.spec.traced import DividedBytes, Growth, Matmul, TracedAttention, TracedLayer
 from weft.structure.cost.layer_runs import Layers
 from weft.structure.cost.part_bytes import Measured, PartOfRun, PartReader
 from weft.structure.cost.record import Recorder, Row
@@ -212,9 +212,9 @@ class _Fit:
             )
         return Growth(**{name: float(f"{value:.10g}") for name, value in zip(self._names, found, strict=True)})
 
-    def parts(self, values: Sequence[tuple[float, float, float]]) -> Parts:
+    def parts(self, values: Sequence[tuple[float, float, float]]) -> DividedBytes:
         """The same for bytes by what divides them."""
-        return Parts(*(self.growth([each[place] for each in values]) for place in range(3)))
+        return DividedBytes(*(self.growth([each[place] for each in values]) for place in range(3)))
 
 
 def _layer(fit: _Fit, runs: Sequence[tuple[PartOfRun, Measured]]) -> TracedLayer:
@@ -243,7 +243,7 @@ def _matmul(fit: _Fit, rows: Sequence[Row]) -> Matmul:
     return Matmul(m, n, k, batch, rows[0].cut, left, right)
 
 
-def _attention(fit: _Fit, rows: Sequence[Row]) -> Attention:
+def _attention(fit: _Fit, rows: Sequence[Row]) -> TracedAttention:
     queries, keys = (fit.growth([row.dims[place] for row in rows]) for place in range(2))
     heads, kv_heads, width, causal = rows[0].fixed
-    return Attention(heads, kv_heads, width, queries, keys, causal, rows[0].cut == "inside")
+    return TracedAttention(heads, kv_heads, width, queries, keys, causal, rows[0].cut == "inside")

@@ -16,7 +16,8 @@ from weft.errors import PlanError, Problem
 from weft.planner.measured import Profile, default_path, here, load_profile
 from weft.planner.search import Candidate, PlannedModel, Question, answer
 from weft.planner.tell import report
-from weft.spec import ClusterSpec, DeviceSpec, RunConfig, device_by_torch_name
+from weft.spec import ClusterSpec, DeviceSpec, RunConfig
+from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.train.tasks import find_task
 from weft.units import format_bytes, format_seconds

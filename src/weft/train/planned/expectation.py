@@ -25,7 +25,8 @@ from weft.planner.measured import RUN_FILE, Profile, default_path, here, measure
 from weft.planner.search import Question
 from weft.planner.space import Columns
 from weft.planner.tell import time_by_rung
-from weft.spec import ClusterSpec, device_by_torch_name
+from weft.spec import ClusterSpec
+from weft.spec.cluster import device_by_torch_name
 from weft.train.task import Task
 from weft.units import format_bytes, format_seconds
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.errors import ConfigError, PlanError, Problem
 from weft.spec import Layout, RunConfig
+from weft.spec.config import changed_keys, value_at
 from weft.spec.files import as_toml, format_config
 from weft.spec.plan import Plan
 from weft.spec.rules import check
@@ -18,7 +19,6 @@ from weft.train.run.epochs import with_steps
 from weft.train.run.folder_lock import run_lock
 from weft.train.task import Report, Task
 from weft.train.tasks import find_task
-from weft.train.tasks.task_choice import changed_keys, value_at
 
 #: Settings that decide what the weights of a step are, beside those of the task: another value is another run.
 _BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.name")

@@ -16,15 +16,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.tasks.decoder import DecoderTask
     from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
     from weft.train.tasks.decoder_sample import generate_text
+    from weft.train.tasks.decoder_task import DecoderTask
     from weft.train.tasks.task_choice import find_task
 
 __getattr__ = loads(
     __name__,
     {
-        "DecoderTask": ".decoder",
+        "DecoderTask": ".decoder_task",
         "IGNORE": ".decoder_loss",
         "find_task": ".task_choice",
         "generate_text": ".decoder_sample",

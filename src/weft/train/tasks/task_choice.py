@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from weft.errors import ConfigError, Problem, WeftError, did_you_mean
 from weft.lazy import named_object
 from weft.spec import RunConfig
+from weft.spec.config import changed_keys, value_at
 from weft.train.task import Task
 
 #: Sections and settings that mean something to the decoder on text, and to tasks that say so.
@@ -18,7 +19,7 @@ _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 def find_task(config: RunConfig) -> Task:
     """The config's task. Raises ConfigError where its class cannot be had, or refuses its options."""
     if config.task.name is None:
-        from weft.train.tasks.decoder import DecoderTask
+        from weft.train.tasks.decoder_task import DecoderTask
 
         task: Task = DecoderTask()
     else:
@@ -98,23 +99,6 @@ def _refuse_unread(task: Task, config: RunConfig) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def value_at(tables: Any, key: str) -> Any:
-    """The value under a dotted key."""
-    for part in key.split("."):
-        tables = tables[part]
-    return tables
-
-
-def changed_keys(key: str, old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """(old, new) by dotted key, of all values below `key` that differ."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return {} if old == new else {key: (old, new)}
-    found: dict[str, tuple[Any, Any]] = {}
-    for name in dict.fromkeys([*old, *new]):
-        found |= changed_keys(f"{key}.{name}", old.get(name), new.get(name))
-    return found
 
 
 def _problem(key: str, rule: str) -> Problem:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError, ModelError, Problem, did_you_mean
-from weft.spec.decoder import EXPERT_FIELDS, DecoderSpec
-from weft.spec.shape_rules import shape_problem, shape_problems
+from weft.spec.model.decoder import EXPERT_FIELDS, DecoderSpec
+from weft.spec.model.shape_rules import shape_problem, shape_problems
 
 if TYPE_CHECKING:
     from weft.spec.config import ModelSection

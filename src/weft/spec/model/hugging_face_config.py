@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import ModelError
-from weft.spec.decoder import DecoderSpec
+from weft.spec.model.decoder import DecoderSpec
 
 #: Numbers of a model's shape, under the names that configs have for them. The first name that is there counts.
 _NAMES = {

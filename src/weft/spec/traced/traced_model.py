@@ -9,110 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
 from weft.errors import ModelError
+from weft.spec.traced.growth import DividedBytes, Growth, Matmul, TracedAttention
 
 #: What a saved description begins with, and its version.
 FORMAT, VERSION = "weft-traced-model", 1
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """A number that grows with B and S: one + batch B + seq S + tokens B S + seq_square S^2 + square B S^2."""
-
-    one: float = 0.0
-    batch: float = 0.0
-    seq: float = 0.0
-    tokens: float = 0.0
-    seq_square: float = 0.0
-    square: float = 0.0
-
-    def at(self, batch: Any, seq: Any) -> Any:
-        """Its value; numbers or numpy arrays."""
-        linear, square = self.seq + self.tokens * batch, self.seq_square + self.square * batch
-        return self.one + self.batch * batch + (linear + square * seq) * seq
-
-    def __add__(self, other: Growth) -> Growth:
-        return Growth(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Growth)))
-
-    def __mul__(self, factor: float) -> Growth:
-        return Growth(*(getattr(self, each.name) * factor for each in fields(Growth)))
-
-
-@dataclass(frozen=True, slots=True)
-class Matmul:
-    """`batch` products of an m x k with a k x n matrix; a convolution is one too.
-
-    cut: what tensor parallelism divides: "columns" n, "rows" k, "inside" the batch, "none" nothing.
-    input_grad, weight_grad: whether backward makes the product for the left side, for the right side.
-    """
-
-    m: Growth
-    n: Growth
-    k: Growth
-    batch: Growth
-    cut: str = "none"
-    input_grad: bool = True
-    weight_grad: bool = True
-
-    def sizes(self, batch: Any, seq: Any, t: Any) -> tuple[Any, Any, Any, Any]:
-        """m, n, k and the number of products on one rank."""
-        found = [each.at(batch, seq) for each in (self.m, self.n, self.k, self.batch)]
-        place = {"columns": 1, "rows": 2, "inside": 3}.get(self.cut)
-        if place is not None:
-            found[place] = found[place] / t
-        return found[0], found[1], found[2], found[3]
-
-    def flops(self, batch: Any, seq: Any, t: Any) -> Any:
-        """Of forward, on one rank."""
-        m, n, k, count = self.sizes(batch, seq, t)
-        return 2.0 * m * n * k * count
-
-    @property
-    def num_backward(self) -> int:
-        """Products of the same size that backward makes."""
-        return self.input_grad + self.weight_grad
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """One fused attention. queries: in all, B S of them; keys: that each may see. cut: heads are divided by t."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    queries: Growth
-    keys: Growth
-    causal: bool = True
-    cut: bool = False
-
-    def flops(self, batch: Any, seq: Any, t: Any, c: Any) -> Any:
-        """Of forward, on one rank: a causal mask leaves half of the square."""
-        heads = self.heads / t if self.cut else self.heads
-        rows = self.queries.at(batch, seq)
-        return 4.0 * rows * self.keys.at(batch, seq * c) * heads * self.head_dim * (0.5 if self.causal else 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Bytes by what divides them. cut: t does. gathered: t never does, also not under sp. whole: t does under sp."""
-
-    cut: Growth = Growth()
-    gathered: Growth = Growth()
-    whole: Growth = Growth()
-
-    def at(self, batch: Any, seq: Any, t: Any, between: Any) -> Any:
-        """Bytes on one rank. between: what divides activations outside of cut regions: t under sp, else 1."""
-        return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
-
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Parts)))
-
-    def __mul__(self, factor: float) -> Parts:
-        return Parts(*(getattr(self, each.name) * factor for each in fields(Parts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +37,13 @@ class TracedLayer:
     params_cut: int = 0
     params_whole: int = 0
     matmuls: tuple[Matmul, ...] = ()
-    attentions: tuple[Attention, ...] = ()
-    moved_forward: Parts = Parts()
-    moved_backward: Parts = Parts()
-    fused_forward: Parts = Parts()
-    fused_backward: Parts = Parts()
-    saved: tuple[tuple[str, Parts], ...] = ()
-    reduced: Growth = Growth()
+    attentions: tuple[TracedAttention, ...] = ()
+    moved_forward: DividedBytes = field(default_factory=DividedBytes)
+    moved_backward: DividedBytes = field(default_factory=DividedBytes)
+    fused_forward: DividedBytes = field(default_factory=DividedBytes)
+    fused_backward: DividedBytes = field(default_factory=DividedBytes)
+    saved: tuple[tuple[str, DividedBytes], ...] = ()
+    reduced: Growth = field(default_factory=Growth)
     kernels_forward: int = 0
     fused_kernels: int = 0
 
@@ -205,7 +110,7 @@ class TracedModel:
         return sum(layer.count for layer in self.layers)
 
     @property
-    def attention(self) -> Attention | None:
+    def attention(self) -> TracedAttention | None:
         """The first attention of its layers; None where there is none."""
         return next((each for layer in self.layers for each in layer.attentions), None)
 
@@ -251,10 +156,10 @@ class TracedModel:
 def _layer(table: Mapping[str, Any]) -> TracedLayer:
     values = dict(table)
     values["matmuls"] = tuple(_with_growths(Matmul, each) for each in values["matmuls"])
-    values["attentions"] = tuple(_with_growths(Attention, each) for each in values["attentions"])
-    values["saved"] = tuple((name, _with_growths(Parts, each)) for name, each in values["saved"])
+    values["attentions"] = tuple(_with_growths(TracedAttention, each) for each in values["attentions"])
+    values["saved"] = tuple((name, _with_growths(DividedBytes, each)) for name, each in values["saved"])
     for name in ("moved_forward", "moved_backward", "fused_forward", "fused_backward"):
-        values[name] = _with_growths(Parts, values[name])
+        values[name] = _with_growths(DividedBytes, values[name])
     values["reduced"] = Growth(**values["reduced"])
     return TracedLayer(**values)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from weft.errors import Problem
-from weft.spec.decoder import BALANCES, FAMILIES, ROUTERS, DecoderSpec
+from weft.spec.model.decoder import BALANCES, FAMILIES, ROUTERS, DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import functools
 from types import FunctionType
 from typing import Any
 
-from weft.spec.plan import Plan
+from weft.spec.plan.plan import Plan
 
 #: What `OpenPlan.decided` gives for a field that is not decided yet.
 MISSING = object()

@@ -143,7 +143,7 @@ class ClusterSpec:
 @functools.cache
 def devices() -> Mapping[str, DeviceSpec]:
     """The devices that Weft knows, by name."""
-    text = resources.files("weft.spec").joinpath("devices.toml").read_text(encoding="utf-8")
+    text = resources.files("weft.spec.cluster").joinpath("devices.toml").read_text(encoding="utf-8")
     tables = cast(dict[str, dict[str, object]], tomllib.loads(text))
     return {name: _changed(DeviceSpec(name=name), table) for name, table in tables.items()}
 

@@ -1,0 +1,55 @@
+"""RunConfig, section by section: one training run as typed data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "DataSection",
+    "ModelSection",
+    "OptimizerGroup",
+    "OptimizerSection",
+    "RunConfig",
+    "STDLIB_SOURCE",
+    "SampleSection",
+    "ScheduleSection",
+    "SourceSection",
+    "TokenizerSection",
+    "changed_keys",
+    "value_at",
+]
+
+if TYPE_CHECKING:
+    from weft.spec.config.changes import changed_keys, value_at
+    from weft.spec.config.run_config import (
+        STDLIB_SOURCE,
+        DataSection,
+        ModelSection,
+        OptimizerGroup,
+        OptimizerSection,
+        RunConfig,
+        SampleSection,
+        ScheduleSection,
+        SourceSection,
+        TokenizerSection,
+    )
+
+__getattr__ = loads(
+    __name__,
+    {
+        "DataSection": ".run_config",
+        "ModelSection": ".run_config",
+        "OptimizerGroup": ".run_config",
+        "OptimizerSection": ".run_config",
+        "RunConfig": ".run_config",
+        "STDLIB_SOURCE": ".run_config",
+        "SampleSection": ".run_config",
+        "ScheduleSection": ".run_config",
+        "SourceSection": ".run_config",
+        "TokenizerSection": ".run_config",
+        "changed_keys": ".changes",
+        "value_at": ".changes",
+    },
+)

@@ -1,0 +1,54 @@
+"""How much travels, or is computed, at a time: gradients in buckets, logits in chunks of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+#: Bytes of fp32 masters whose gradients and parameters travel together under ZeRO 0 to 2: large enough to amortise a
+#: collective's latency, small enough that several are under way at once.
+BUCKET_BYTES = 16 * 2**20
+
+
+#: The same as a number of parameters.
+BUCKET_PARAMS = BUCKET_BYTES // 4
+
+
+#: Buckets whose gradients are on their way at once.
+BUCKETS_UNDER_WAY = 3
+
+
+#: Logits, in the format of the sum, that the loss of a head holds at a time: on a CPU, and at most on a GPU.
+_LOSS_CHUNK, _MOST_LOSS_CHUNK = 2**26, 2**30
+#: A GPU gives logits this share of its memory at most.
+_LOSS_SHARE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LossChunk:
+    """How many tokens the loss of a head takes at a time: num_bytes of logits, in the format of the sum."""
+
+    num_bytes: int = _LOSS_CHUNK
+
+    @classmethod
+    def of_device(cls, device_bytes: int = 0) -> LossChunk:
+        """device_bytes: memory of the GPU; 0 for a CPU, which wants logits in its caches.
+
+        A GPU wants large products: each chunk reads and writes the gradient of the weight. A power of two, so that what
+        vendors and drivers say is one size.
+        """
+        if not device_bytes:
+            return cls(_LOSS_CHUNK)
+        share = 1 << (device_bytes // _LOSS_SHARE).bit_length() - 1
+        return cls(min(_MOST_LOSS_CHUNK, max(_LOSS_CHUNK, share)))
+
+    def rows(self, tokens: Any, vocab: Any, sum_bytes: Any) -> Any:
+        """Tokens at a time: in equal chunks, as few as there can be; the last may be smaller. Arrays give an array.
+
+        vocab: entries on a rank. sum_bytes: of one logit in the format of the sum.
+        """
+        most = self.num_bytes // (vocab * sum_bytes)
+        most = most + (most < 1)
+        num_chunks = -(-tokens // most)
+        num_chunks = num_chunks + (num_chunks < 1)
+        return -(-tokens // num_chunks)
