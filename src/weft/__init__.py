@@ -33,12 +33,12 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.errors import WeftError, WeftWarning
     from weft.mesh import Mesh, build_mesh
-    from weft.parallel.description import trace
     from weft.planner.tell import search
     from weft.spec import ClusterSpec, Layout, ModelSpec, RunConfig
     from weft.spec.plan import Plan
     from weft.structure.cost import describe
     from weft.train import Microbatches, TrainStep
+    from weft.train.planned import trace
     from weft.train.script import Run, init
 
 __getattr__ = loads(
@@ -53,7 +53,7 @@ __getattr__ = loads(
         "WeftWarning": ".errors",
         "describe": ".structure.cost",
         "search": ".planner.tell",
-        "trace": ".parallel.description",
+        "trace": ".train.planned",
         "build_mesh": ".mesh",
         "Mesh": ".mesh",
         "Microbatches": ".train",

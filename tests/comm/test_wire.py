@@ -17,7 +17,7 @@ from weft.comm.meet import join
 from weft.comm.wire import Coder, Coders, find_wire
 from weft.errors import CommError, PlanError
 from weft.mesh import build_mesh
-from weft.parallel.placement.precision import Precision
+from weft.parallel import Precision
 from weft.spec.plan import Plan
 from weft.spec.wires import WIRES, WireSpec, register, wire_spec
 from weft.testing.wire_oracle import WireOracle

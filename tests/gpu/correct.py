@@ -189,7 +189,7 @@ def attention_kernels(setting: Setting) -> Figures:
 
 def loss_of_the_head(setting: Setting) -> Figures:
     """The loss that is taken some tokens at a time, beside the one of all logits at once; and what each holds."""
-    from weft.parallel.tensor.cut_linear import Line
+    from weft.parallel.tensor.cut_linear import SharedLayer
     from weft.parallel.tensor.head_loss import token_loss
 
     tokens, dim, vocab = (64, 16, 101) if setting.small else (8192, 2048, 128_256)
@@ -202,7 +202,7 @@ def loss_of_the_head(setting: Setting) -> Figures:
     expected.backward()
     grads = [tensor.grad for tensor in (x, weight)]
     x.grad = weight.grad = None
-    line = Line(build_mesh(Plan.parse(""), setting.device)["tp"])
+    line = SharedLayer(build_mesh(Plan.parse(""), setting.device)["tp"])
     if setting.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -17,7 +17,6 @@ from weft.cli.app import run
 from weft.errors import ModelError
 from weft.memory.trace import trace_block
 from weft.models import build_decoder
-from weft.parallel.description import describe_by_tracing, trace
 from weft.planner import estimate
 from weft.planner.cost.memory_cost import layer_bytes
 from weft.planner.search.figures import flops_per_token
@@ -33,6 +32,7 @@ from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
 from weft.spec.traced import TracedModel
 from weft.structure import repeated_blocks
+from weft.train.planned import describe_by_tracing, trace
 
 HERE = "tests.parallel.traced_models:"
 SEQ = 512

@@ -14,7 +14,7 @@ import torch
 from tests.parity.compiled import DroppingCase, compiled_cells, compiled_plan, deep_subjects, train_compiled
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
-from weft.parallel.placement.position_noise import kept_at, key_of
+from weft.parallel.randomness import kept_at, key_of
 from weft.spec.plan import Plan
 from weft.testing import train_case
 

@@ -10,7 +10,7 @@ from tests.parity.dropout_cases import DroppingFamily, PlainModel, cases, train_
 from tests.parity.families import FamilyCase
 from weft.mesh import build_mesh
 from weft.parallel.dropout import follow_positions
-from weft.parallel.placement.position_noise import keeps, key_of, lines_of
+from weft.parallel.randomness import keeps, key_of, lines_of
 from weft.spec.plan import Plan
 
 RTOL = 1e-10

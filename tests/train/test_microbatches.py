@@ -13,11 +13,11 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 import weft
+from weft.data.batch import map_tensors, move_batch, tensors_in
 from weft.errors import ModelError
 from weft.mesh import Axis, build_mesh
 from weft.parallel import parallelize
-from weft.parallel.placement.batches import map_tensors, move_batch, tensors_in
-from weft.parallel.placement.samples import Samples
+from weft.parallel.randomness import SampleNumbers
 from weft.spec.plan import Plan
 from weft.train.step import TrainStep
 from weft.train.step.microbatches import from_loader, microbatches_of, samples_of, split_batch
@@ -183,13 +183,13 @@ def test_a_loop_of_ones_own_is_told_of_what_stands_in_for_no_sample():
 
 def test_rows_follow_their_samples_however_they_are_cut():
     device = torch.device("cpu")
-    whole = Samples(range(3), rows=((2, 0, 4),))
-    rest = Samples(range(2, 3), rows=((4,),))
+    whole = SampleNumbers(range(3), rows=((2, 0, 4),))
+    rest = SampleNumbers(range(2, 3), rows=((4,),))
     assert whole.places(6, device).tolist() == [0, 2**32, *rest.places(4, device).tolist()]
     assert whole.places(3, device).tolist() == [0, 1, 2]
     # As many rows of each sample, such as tokens; and patches that a layer joined in pairs.
     assert whole.places(12, device).tolist() == [n + 2**32 * row for n in range(3) for row in range(4)]
-    joined = Samples((5, 7), rows=((4, 8),))
+    joined = SampleNumbers((5, 7), rows=((4, 8),))
     assert joined.places(6, device).tolist() == [5 + 2**32 * row for row in range(2)] + [
         7 + 2**32 * row for row in range(4)
     ]

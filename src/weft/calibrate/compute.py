@@ -19,8 +19,7 @@ from weft.mesh import Axis
 from weft.models import Block
 from weft.models.attention import see_causally
 from weft.models.rotary import rotate, rotation
-from weft.parallel.tensor.cut_linear import Line
-from weft.parallel.tensor.head_loss import token_loss
+from weft.parallel.tensor import SharedLayer, token_loss
 from weft.planner.measured import TINY
 from weft.spec import DecoderSpec
 
@@ -172,7 +171,7 @@ def loss_b(place: Place, t: int, v: int) -> Call:
 def cut_loss(place: Place, t: int, v: int) -> Call:
     """The loss of a cut head without its products: hidden states of width 1 stand for those."""
     x, weight = place.normal(1, t, 1, trained=True), place.normal(v, 1, trained=True)
-    labels, line = place.labels(t, v).view(1, t), Line(Axis("tp", 1, 0, (0,)))
+    labels, line = place.labels(t, v).view(1, t), SharedLayer(Axis("tp", 1, 0, (0,)))
     return lambda: token_loss(x, weight, None, labels, line, v, -100)
 
 

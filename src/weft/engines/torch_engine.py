@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.checkpoint import Checkpoint, SavedPiece
 from weft.comm import Ledger, Watch, barrier
+from weft.data.batch import move_batch
 from weft.memory import offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.monitor import Meter
@@ -18,7 +19,6 @@ from weft.monitor.time_book import TimeBook
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
-from weft.parallel.placement.batches import move_batch
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
 from weft.train import Microbatches, TrainStep

@@ -22,9 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context, context_of, dropped_attention
-from weft.parallel.placement.cut_part import CutPart, cut_part_of
-from weft.parallel.placement.position_noise import kept_at, key_of
-from weft.parallel.placement.samples import Samples, rows_of_samples
+from weft.parallel.randomness import CutPart, SampleNumbers, cut_part_of, kept_at, key_of, rows_of_samples
 from weft.structure import become, repeated_blocks
 
 _ATTRIBUTE = "_weft_drops"
@@ -39,7 +37,7 @@ class Drops:
 
     def __init__(self, mesh: Mesh, seed: int, part: CutPart | None, context: Context | None):
         self.part = part or CutPart(mesh["tp"])
-        self.sites: list[Site] = []
+        self.sites: list[DropSite] = []
         #: Numbers of the samples, as a tensor that compiled blocks read; None where they follow from the rank, or where
         #: rows are no samples: then dropout runs outside of compiled blocks.
         self.told_samples: Tensor | None = None
@@ -52,7 +50,7 @@ class Drops:
         self.num_keys = 0  #: how many were asked for here
         self._is_driven = False
         self._key = 0
-        self._samples: Samples | None = None  # None: a rank's samples follow those of the rank before
+        self._samples: SampleNumbers | None = None  # None: a rank's samples follow those of the rank before
         self._told: int | None = None  # the key that compiled blocks have
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
@@ -72,7 +70,7 @@ class Drops:
         return key_of(self._seed, self.num_keys)
 
     @contextlib.contextmanager
-    def microbatch(self, key: int, samples: Samples | None) -> Iterator[None]:
+    def microbatch(self, key: int, samples: SampleNumbers | None) -> Iterator[None]:
         """While inside, the model is given these samples of the global batch."""
         before = self._is_driven, self._key, self._samples
         self._is_driven, self._key, self._samples = True, key, samples
@@ -148,7 +146,7 @@ class _Begin:
             self._drops.before_forward(model)
 
 
-class Site:
+class DropSite:
     """Where one module drops. path: its name. cuts_tokens: there each rank of tp has a part of the tokens."""
 
     def __init__(self, drops: Drops, path: str, cuts_tokens: bool):
@@ -211,7 +209,7 @@ class Site:
 class PositionDropout(nn.Module):
     """nn.Dropout by position."""
 
-    _weft_site: Site
+    _weft_site: DropSite
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape."""
@@ -224,7 +222,7 @@ class PositionDropout(nn.Module):
 class FunctionalDropout(nn.Module):
     """A module whose forward drops by functions: in training they go by position."""
 
-    _weft_site: Site
+    _weft_site: DropSite
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +236,7 @@ class FunctionalDropout(nn.Module):
 class DroppingBlock(nn.Module):
     """A block with dropout in it: its calls are counted anew in each forward, so that a replay counts alike."""
 
-    _weft_sites: list[Site]
+    _weft_sites: list[DropSite]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What its own class computes."""
@@ -250,7 +248,7 @@ class DroppingBlock(nn.Module):
 class _ByPosition(TorchFunctionMode):
     """While active, torch's functions that drop do so by position."""
 
-    def __init__(self, site: Site):
+    def __init__(self, site: DropSite):
         super().__init__()
         self._site = site
 
@@ -296,10 +294,10 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | Non
         return None
     part, context = cut_part_of(model), context_of(model)
     drops = Drops(mesh, seed, part, context)
-    by_module: dict[nn.Module, Site] = {}
+    by_module: dict[nn.Module, DropSite] = {}
     for path, module in found.items():
         kind = PositionDropout if _is_dropout(module) else FunctionalDropout
-        site = Site(drops, path, part is not None and part.sees_cut_tokens(path))
+        site = DropSite(drops, path, part is not None and part.sees_cut_tokens(path))
         become(module, kind, site=site)
         by_module[module] = site
         drops.sites.append(site)

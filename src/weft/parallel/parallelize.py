@@ -15,12 +15,9 @@ from weft.parallel.context import apply_context, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
 from weft.parallel.local_means import watch_local_means
+from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
-from weft.parallel.placement import Placement, Precision, is_attached, merge_placements
-from weft.parallel.placement.gradients import attach
-from weft.parallel.placement.materialise import move
-from weft.parallel.placement.original import grown, originals_of
-from weft.parallel.placement.state_guard import guard_model
+from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero import build_engine
 from weft.spec import Layout

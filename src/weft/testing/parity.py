@@ -14,7 +14,7 @@ from weft.comm import Ledger
 from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.flat import flat_model
+from weft.parallel.zero.flat import FlatModel
 from weft.private_torch import tree_leaves, tree_map
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
@@ -194,12 +194,12 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
 @contextmanager
 def several_buckets(model: nn.Module) -> Iterator[None]:
     """Buckets that a small model fills some of, as large models do: with one alone much that can go wrong cannot."""
-    known = flat_model.BUCKET_BYTES
-    flat_model.BUCKET_BYTES = min(known, max(256, sum(param.nbytes for param in model.parameters()) // 8))
+    known = FlatModel.usual_bucket_bytes
+    FlatModel.usual_bucket_bytes = min(known, max(256, sum(param.nbytes for param in model.parameters()) // 8))
     try:
         yield
     finally:
-        flat_model.BUCKET_BYTES = known
+        FlatModel.usual_bucket_bytes = known
 
 
 def train_plain(case: Case) -> ParityResult:

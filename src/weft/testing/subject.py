@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from weft.data.batch import map_tensors
 from weft.errors import ConfigError, ModelError
 from weft.models import build_decoder
 from weft.models.initialise import BATCH_NORMS
 from weft.optim import build_optimizer
-from weft.parallel.placement.batches import map_tensors
 from weft.spec import DecoderSpec, Layout, RunConfig, decoder_spec, resolve_decoder
 from weft.spec.config import OptimizerSection
 from weft.spec.files import load_config

@@ -16,9 +16,8 @@ from weft.errors import CommError, ModelError
 from weft.mesh import build_mesh
 from weft.models import build_decoder, generate
 from weft.parallel import parallelize
-from weft.parallel.context import apply_context, context_of, cut_sequence, sequence_in_use
+from weft.parallel.context import Context, apply_context, context_of, cut_sequence, sequence_in_use
 from weft.parallel.context.attention_functions import PREFIX, refuse_chunks, replace_attention
-from weft.parallel.context.context import Context
 from weft.spec.plan import Plan
 from weft.spec.shares import choose_cp_mode
 from weft.spec.shares.sequence_chunks import sent_bytes

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.mesh import build_mesh
 from weft.models import build_decoder
+from weft.parallel.layers import HeldGradients
 from weft.parallel.parallelize import cut
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
-from weft.parallel.placement.held import HeldGradients
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing.live import LiveBytes

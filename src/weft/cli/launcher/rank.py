@@ -158,7 +158,7 @@ def main() -> None:
     def body(terminal: TextIO | None) -> object:
         # torch loads here, behind the redirection, so that its warnings land in the log.
         with busy(terminal, "loading torch"):
-            from weft.engines import torch_engine  # noqa: F401 - the slow part, told by `busy`
+            from weft.engines import TorchEngine  # noqa: F401 - the slow part, told by `busy`
             from weft.train import RunFolder, Start, run_rank
 
         given = json.loads(line.settings)

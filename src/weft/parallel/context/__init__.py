@@ -5,8 +5,10 @@
 in attention, cut or not.
 """
 
+from __future__ import annotations
+
 from weft.parallel.context.apply import apply_context, context_of, cut_sequence, sequence_in_use
-from weft.parallel.context.context import Context
+from weft.parallel.context.context_mode import Context
 from weft.parallel.context.dropped import AttentionDrop, dropped_attention
 
 __all__ = [

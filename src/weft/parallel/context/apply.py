@@ -12,8 +12,8 @@ from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.models import Decoder
 from weft.parallel.context.attention_functions import replace_attention
-from weft.parallel.context.context import Context
-from weft.parallel.context.decoder import replace_cores
+from weft.parallel.context.context_mode import Context
+from weft.parallel.context.decoder_attention import replace_cores
 from weft.parallel.placement import Placement
 from weft.structure import hugging_face
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.parallel.context.context import Context
-from weft.parallel.context.documents import PADDING
+from weft.parallel.context.context_mode import Context
+from weft.parallel.context.document_borders import PADDING
 from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.pieces import Sight
 from weft.parallel.context.positions import positions_of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.parallel.context.pieces import BOTH_WAYS, CAUSAL, Sight
-from weft.parallel.placement.position_noise import keeps, lines_of
 from weft.parallel.private_torch import CPU_FLASH, CPU_FLASH_BACKWARD, CUDA_FLASH, CUDA_FLASH_BACKWARD
+from weft.parallel.randomness import keeps, lines_of
 
 #: Scores that plain arithmetic holds at a time, where no fused kernel gives the log-sum-exp.
 _SCORES = 2**24

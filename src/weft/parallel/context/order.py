@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from weft.data.batch import map_tensors, parts_of
 from weft.errors import ModelError
-from weft.parallel.placement.batches import map_tensors, parts_of
 from weft.spec.shares import chunks_of, num_chunks
 
 

@@ -29,8 +29,8 @@ from weft.mesh import Axis
 from weft.models.attention import repeat_heads, takes_groups
 from weft.parallel.context.kernel import Scoring, sum_dtype
 from weft.parallel.context.order import SequenceOrder
-from weft.parallel.context.parts import Gradients, Seen
 from weft.parallel.context.pieces import CAUSAL, Borders, Piece, Sight, pieces
+from weft.parallel.context.seen import Gradients, Seen
 from weft.private_torch import without_modes
 
 

@@ -28,8 +28,8 @@ from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
 from weft.models import Experts
 from weft.models.grouped import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
+from weft.parallel.layers import StandIn
 from weft.parallel.placement import Placement
-from weft.parallel.placement.stand_in import StandIn
 from weft.private_torch import without_modes
 from weft.spec import Layout
 from weft.structure import become, hugging_face, layers

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.parallel.placement.stand_in import StandIn
+from weft.parallel.layers import StandIn
 from weft.private_torch import tree_leaves
 from weft.structure import Site
 
@@ -96,7 +96,7 @@ class Absent(_OfStage):
         return given if flow.mark is None else given + flow.mark
 
 
-class Entry(_OfStage):
+class StageEntry(_OfStage):
     """The first block of a stage: takes what was received in place of its first input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

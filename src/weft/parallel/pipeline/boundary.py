@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from weft.comm.peer import Message, start_receive, start_send
+from weft.data.batch import parts_of
 from weft.errors import CommError, ModelError
 from weft.mesh import Axis
-from weft.parallel.placement.batches import parts_of
 from weft.spec.schedule import Key, Transfer
 
 #: Shape and format of an activation.

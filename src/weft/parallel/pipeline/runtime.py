@@ -18,12 +18,12 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.mesh import Mesh
+from weft.parallel.layers import HeldGradients
 from weft.parallel.pipeline.boundary import Boundary
 from weft.parallel.pipeline.split import Split, split_model
 from weft.parallel.pipeline.stage import ForwardFn, Stage
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
 from weft.parallel.placement import Placement
-from weft.parallel.placement.held import HeldGradients
 from weft.spec.schedule import Action, Key, Transfer, arrived_by, parts, receiving_early, schedule_of, with_transfers
 from weft.structure import repeated_blocks
 

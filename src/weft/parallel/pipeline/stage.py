@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.data.batch import map_tensors
 from weft.errors import ModelError
-from weft.parallel.pipeline.absent import Absent, Entry, Exit, Flow, Left, put
-from weft.parallel.placement.batches import map_tensors
+from weft.parallel.pipeline.absent import Absent, Exit, Flow, Left, StageEntry, put
 from weft.structure import Chain, Site
 
 #: (model, batch) -> output.
@@ -109,7 +109,7 @@ class Stage:
         leaving = None if self.is_last else blocks[self.stop]
         found: list[tuple[Site, nn.Module]] = []
         for site in self._chain.sites:
-            kind = Entry if site is entry else Exit if site is leaving else None if id(site) in own else Absent
+            kind = StageEntry if site is entry else Exit if site is leaving else None if id(site) in own else Absent
             if kind is not None:
                 real = site.module
                 found.append((site, kind(real.stands_for if isinstance(real, Absent) else real, site.path, self._flow)))

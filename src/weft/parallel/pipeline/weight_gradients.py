@@ -1,6 +1,6 @@
 """Lets the layers of a stage hold back their weights' gradients, and delivers these when the schedule says so.
 
-Linear layers get a subclass whose product may wait (parallel/placement/held.py); layers that ask by themselves, such as
+Linear layers get a subclass whose product may wait (parallel/layers/held.py); layers that ask by themselves, such as
 those that tensor parallelism cut, are told whom. Layers of other kinds give all their gradients at once, which is right
 and only less even.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from weft.parallel.placement.held import HeldGradients, HeldProduct, HoldingLayer, linear
+from weft.parallel.layers import HeldGradients, HeldProduct, HoldingLayer, linear
 from weft.structure import become
 
 

@@ -22,8 +22,8 @@ from weft.checkpoint.part import Deal, Part, deal_out
 from weft.comm import all_gather
 from weft.errors import ModelError
 from weft.mesh import ENDS, Axis, Mesh
+from weft.parallel.local_tensors import Stretch
 from weft.parallel.placement.placement import WHOLE, Placement
-from weft.parallel.placement.stretches import Stretch
 
 _DATA = ("dp_replicate", "dp_shard")
 

@@ -29,9 +29,8 @@ from torch import nn
 
 from weft.comm.wire import Coders
 from weft.errors import ModelError
+from weft.parallel.local_tensors import Original, StateSource, Stretch
 from weft.parallel.placement.axes import AxisMap
-from weft.parallel.placement.original import Original
-from weft.parallel.placement.stretches import StateSource, Stretch
 
 _ATTRIBUTE = "_weft_data_parallel"
 

@@ -16,7 +16,7 @@ from weft.parallel.placement.axes import AxisMap
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class CutJoin:
     """One cut parameter. device: where collectives work."""
 
     name: str
@@ -49,4 +49,4 @@ def join_cut(
         return
     axes.refuse_cut((name for name in cut if axes.placement(name).cut != ("tp",)), optimizer)
     joins.clear()
-    joins.update((param, Join(name, axes, device)) for name, param in cut.items())
+    joins.update((param, CutJoin(name, axes, device)) for name, param in cut.items())

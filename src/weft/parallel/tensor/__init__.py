@@ -1,6 +1,20 @@
 """Tensor and sequence parallelism: each rank keeps its part of large matrices, and of the tokens between them."""
 
-from weft.parallel.tensor.cut_tensors import check_layout, check_whole_model, cut_tensors, fuse_whole_head
-from weft.parallel.tensor.head import HeadLoss, expect_labels
+from __future__ import annotations
 
-__all__ = ["HeadLoss", "check_layout", "check_whole_model", "cut_tensors", "expect_labels", "fuse_whole_head"]
+from weft.parallel.tensor.cut_linear import SharedLayer
+from weft.parallel.tensor.cut_tensors import check_layout, check_whole_model, cut_tensors, expect_used, fuse_whole_head
+from weft.parallel.tensor.head import HeadLoss, expect_labels
+from weft.parallel.tensor.head_loss import token_loss
+
+__all__ = [
+    "HeadLoss",
+    "SharedLayer",
+    "check_layout",
+    "check_whole_model",
+    "cut_tensors",
+    "expect_labels",
+    "expect_used",
+    "fuse_whole_head",
+    "token_loss",
+]

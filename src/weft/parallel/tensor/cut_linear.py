@@ -25,7 +25,7 @@ from weft.comm import Pending, all_reduce, start_all_gather, start_all_reduce, s
 from weft.comm.autograd import scatter_sum, sum_over
 from weft.errors import PlanError
 from weft.mesh import Axis
-from weft.parallel.placement.held import HeldGradients, HeldProduct
+from weft.parallel.layers import HeldGradients, HeldProduct
 from weft.private_torch import Function, current_mode
 
 #: Where the tokens are in activations: (batch, tokens, features).
@@ -33,13 +33,13 @@ TOKENS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SharedLayer:
     """The ranks that share a layer's matrices. cuts_tokens: between such layers each has 1/size of the tokens."""
 
     axis: Axis
     cuts_tokens: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Line:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedLayer:
         return self  # a copy of the module runs on the same ranks
 
     def start_gather(self, x_BSD: torch.Tensor) -> Gathering:
@@ -97,7 +97,7 @@ def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
 
 
 def columns(
-    x: torch.Tensor, whole: torch.Tensor, line: Line, members: list[Column], held: HeldGradients | None
+    x: torch.Tensor, whole: torch.Tensor, line: SharedLayer, members: list[Column], held: HeldGradients | None
 ) -> tuple[torch.Tensor, ...]:
     """Each member's product with the same input, whose gradient is added up over the line.
 
@@ -115,7 +115,7 @@ class _Columns(Function):
         ctx: Any,
         x_BSD: torch.Tensor,
         whole_BTD: torch.Tensor,
-        line: Line,
+        line: SharedLayer,
         waiting: tuple[HeldGradients | None, list[Column]],
         *params: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
@@ -129,7 +129,7 @@ class _Columns(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x_BSD, *weights = ctx.saved_tensors
-        line: Line = ctx.line
+        line: SharedLayer = ctx.line
         held, members = ctx.waiting
         needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         gathering = line.start_gather(x_BSD) if line.cuts_tokens and any(needs_params) else None
@@ -152,7 +152,7 @@ class _Columns(Function):
 
 
 def _input_gradient(
-    x_BSD: torch.Tensor, line: Line, flat: dict[int, torch.Tensor], weights: list[torch.Tensor]
+    x_BSD: torch.Tensor, line: SharedLayer, flat: dict[int, torch.Tensor], weights: list[torch.Tensor]
 ) -> torch.Tensor:
     """Gradient of all tokens from this rank's features."""
     shape = list(x_BSD.shape)
@@ -164,7 +164,7 @@ def _input_gradient(
     return x_BSD.new_zeros(shape) if total is None else total.view(shape)
 
 
-def row_sum(product_BTD: torch.Tensor, line: Line, *, is_compiled: bool = False) -> torch.Tensor:
+def row_sum(product_BTD: torch.Tensor, line: SharedLayer, *, is_compiled: bool = False) -> torch.Tensor:
     """The sum over the line of each rank's product; this rank's tokens of it where tokens are cut.
 
     The product is used up: the sum may be made in its place. is_compiled: by steps that the compiler can follow.
@@ -178,7 +178,7 @@ def row_sum(product_BTD: torch.Tensor, line: Line, *, is_compiled: bool = False)
 
 class _RowSum(Function):
     @staticmethod
-    def forward(ctx: Any, product_BTD: torch.Tensor, line: Line) -> torch.Tensor:
+    def forward(ctx: Any, product_BTD: torch.Tensor, line: SharedLayer) -> torch.Tensor:
         ctx.line = line
         if line.cuts_tokens:
             return line.start_sum(product_BTD).wait()

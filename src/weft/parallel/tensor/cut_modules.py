@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
-from weft.parallel.placement.cut_part import CutPart
-from weft.parallel.placement.held import HoldingLayer, linear
-from weft.parallel.tensor.cut_linear import TOKENS, Column, Line, columns, row_sum, token_share
+from weft.parallel.layers import HoldingLayer, linear
+from weft.parallel.randomness import CutPart
+from weft.parallel.tensor.cut_linear import TOKENS, Column, SharedLayer, columns, row_sum, token_share
 from weft.spec.model import number
 from weft.structure import Heads, layers
 
@@ -30,7 +30,7 @@ class Entry:
     product of its own behind one collective, which the compiler can follow.
     """
 
-    def __init__(self, line: Line, width: int, part: CutPart | None, *, is_compiled: bool = False):
+    def __init__(self, line: SharedLayer, width: int, part: CutPart | None, *, is_compiled: bool = False):
         self.line = line
         self.is_compiled = is_compiled
         self.width = width
@@ -134,7 +134,7 @@ class ColumnLinear(HoldingLayer):
 class RowLinear(HoldingLayer):
     """Reads this rank's share of the input features; its output is the sum over the ranks."""
 
-    _weft_line: Line
+    _weft_line: SharedLayer
     _weft_part: CutPart
     _weft_is_compiled: bool = False
 
@@ -154,7 +154,7 @@ class VocabEmbedding(nn.Module):
     """Holds a share of the rows; ids of other ranks' rows come from there. The class's own forward looks them up."""
 
     weight: nn.Parameter
-    _weft_line: Line
+    _weft_line: SharedLayer
     _weft_vocab: int
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:

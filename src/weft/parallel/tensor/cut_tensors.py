@@ -16,10 +16,10 @@ from weft.comm import broadcast
 from weft.comm.operators import prepare_operators
 from weft.errors import LayoutError, PlanError
 from weft.mesh import Axis, Mesh
+from weft.parallel.layers import StandIn
 from weft.parallel.placement import Placement
-from weft.parallel.placement.cut_part import CutPart, keep_part
-from weft.parallel.placement.stand_in import StandIn
-from weft.parallel.tensor.cut_linear import Line
+from weft.parallel.randomness import CutPart, keep_part
+from weft.parallel.tensor.cut_linear import SharedLayer
 from weft.parallel.tensor.cut_modules import (
     ColumnLinear,
     Enter,
@@ -110,9 +110,9 @@ class _Cutter:
         self.names = {id(module): path for path, module in self.modules.items()}
         self.styles = _read_styles(layout, self.modules, mesh.plan.tp)
         self.sequence: TokenCut | None = plan_sequence(model, layout, self.styles, runs) if mesh.plan.sp else None
-        self.line = Line(self.axis, cuts_tokens=mesh.plan.sp)
+        self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp)
         ends_cut = self.sequence is not None and self.sequence.with_ends
-        self.ends = Line(self.axis, cuts_tokens=ends_cut)
+        self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)
         self.placed: dict[int, Placement] = {}
         self.locals: dict[int, nn.Parameter] = {}  # by id of the whole: a tied weight is cut once
         self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs

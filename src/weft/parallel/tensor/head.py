@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from weft.comm.autograd import gather_slice
 from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.tensor.cut_linear import TOKENS, Line
+from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer
 from weft.parallel.tensor.cut_modules import Entry
 from weft.parallel.tensor.head_loss import LossWay, token_loss
 from weft.private_torch import register_pytree_node
@@ -82,7 +82,7 @@ class Head:
     way: how it goes through its tokens; None: as on a CPU.
     """
 
-    def __init__(self, line: Line, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None):
+    def __init__(self, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None):
         self.line = line
         self.vocab = vocab
         self.entry = entry
@@ -123,7 +123,7 @@ class LossHead(nn.Module):
 
 
 def make_head(
-    module: nn.Module, line: Line, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None = None
+    module: nn.Module, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None = None
 ) -> None:
     """Let the module give the loss where it is told the labels. vocab: entries of the whole, without padding."""
     become(module, LossHead, head=Head(line, vocab, entry, scales, way))
@@ -131,7 +131,7 @@ def make_head(
 
 def fuse_head(module: nn.Module, scales: bool, way: LossWay | None = None) -> None:
     """`make_head` of a model whose vocabulary is not cut."""
-    uncut = Line(Axis("tp", 1, 0, (0,)))
+    uncut = SharedLayer(Axis("tp", 1, 0, (0,)))
     make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)
 
 

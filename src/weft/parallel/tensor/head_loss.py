@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from weft.comm import all_reduce
 from weft.mesh import Axis
-from weft.parallel.tensor.cut_linear import Line
+from weft.parallel.tensor.cut_linear import SharedLayer
 from weft.parallel.tensor.head_passes import Labels, passes_for
 from weft.spec.shares import LossChunk
 
@@ -52,7 +52,7 @@ def token_loss(
     weight_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
     labels_BT: torch.Tensor,
-    line: Line,
+    line: SharedLayer,
     vocab: int,
     ignore: int,
     way: LossWay | None = None,
@@ -74,7 +74,7 @@ class _TokenLoss(torch.autograd.Function):
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
         labels_BT: torch.Tensor,
-        line: Line,
+        line: SharedLayer,
         vocab: int,
         ignore: int,
         way: LossWay,
@@ -112,7 +112,7 @@ class _Chunks:
         self,
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
-        line: Line,
+        line: SharedLayer,
         vocab: int,
         ignore: int,
         way: LossWay,

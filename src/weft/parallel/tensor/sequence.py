@@ -21,7 +21,7 @@ from torch import nn
 from weft.comm.autograd import gather_slice, slice_to
 from weft.errors import LayoutError
 from weft.models import Decoder
-from weft.parallel.tensor.cut_linear import TOKENS, Line, token_share
+from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer, token_share
 from weft.private_torch import tree_flatten, tree_unflatten
 from weft.spec import Layout, Style
 from weft.structure import layers, repeated_blocks, token_flow
@@ -93,7 +93,7 @@ def _check_block(path: str, block: nn.Module, styles: Mapping[str, Style]) -> No
             )
 
 
-def cut_tokens(model: nn.Module, sequence: TokenCut, line: Line) -> None:
+def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
     if sequence.with_ends:
@@ -109,7 +109,7 @@ def cut_tokens(model: nn.Module, sequence: TokenCut, line: Line) -> None:
 class _Edge:
     """Hooks of a stage's first and last block. Objects, since copies of a module copy its hooks."""
 
-    def __init__(self, line: Line, width: int):
+    def __init__(self, line: SharedLayer, width: int):
         self._line = line
         self._width = width
 
@@ -141,7 +141,7 @@ class _Edge:
 class _TakePositions:
     """Hook of a table of positions: those of this rank's tokens."""
 
-    def __init__(self, line: Line):
+    def __init__(self, line: SharedLayer):
         self._line = line
 
     def before(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,13 @@
 `flat` is zero=0, 1 and 2 over flat buckets, `sharded` is zero=3 on fully_shard. What both need lies beside them.
 """
 
-from weft.parallel.zero.engine import build_engine
+from __future__ import annotations
 
-__all__ = ["build_engine"]
+from weft.parallel.zero.choose_engine import build_engine
+from weft.parallel.zero.wire_states import carried_here, load_carried
+
+__all__ = [
+    "build_engine",
+    "carried_here",
+    "load_carried",
+]

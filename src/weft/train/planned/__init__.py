@@ -9,14 +9,17 @@ from weft.lazy import loads
 __all__ = [
     "choose_plan",
     "chosen_line",
+    "describe_by_tracing",
     "record_choice",
     "report_times",
     "settle_plan",
     "this_cluster",
+    "trace",
 ]
 
 if TYPE_CHECKING:
     from weft.train.planned.auto_plan import choose_plan, chosen_line, record_choice, settle_plan, this_cluster
+    from weft.train.planned.description import describe_by_tracing, trace
     from weft.train.planned.time_report import report_times
 
 __getattr__ = loads(
@@ -24,9 +27,11 @@ __getattr__ = loads(
     {
         "choose_plan": ".auto_plan",
         "chosen_line": ".auto_plan",
+        "describe_by_tracing": ".description",
         "record_choice": ".auto_plan",
         "report_times": ".time_report",
         "settle_plan": ".auto_plan",
         "this_cluster": ".auto_plan",
+        "trace": ".description",
     },
 )

@@ -104,8 +104,7 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
     """
     if not config.layout:
         return config
-    from weft.parallel.tensor import check_layout
-    from weft.parallel.tensor.cut_tensors import expect_used
+    from weft.parallel.tensor import check_layout, expect_used
 
     layout = Layout.read(config.layout)
     model = task.shapes()

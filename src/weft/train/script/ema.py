@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.parallel import data_parallel
-from weft.parallel.placement import StateSource, Stretch, flat_of
+from weft.parallel.local_tensors import StateSource, Stretch, flat_of
 
 
 class Ema:

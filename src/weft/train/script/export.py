@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.parallel.placement.original import Original
+from weft.parallel.local_tensors import Original
 
 
 def write_pretrained(

@@ -29,9 +29,8 @@ from weft.errors import PlanError, did_you_mean
 from weft.memory import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.optim import options_of
-from weft.parallel import data_parallel, parallelize
+from weft.parallel import data_parallel, global_mean, parallelize, trust_loss
 from weft.parallel.expert import balance_routers
-from weft.parallel.local_means import global_mean, trust_loss
 from weft.spec import DecoderSpec, Layout, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
@@ -240,9 +239,8 @@ def _chosen(
     place: env.RankEnv | None,
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
-    from weft.parallel.description import trace
     from weft.planner.search import CODE, read_model
-    from weft.train.planned import choose_plan, chosen_line, this_cluster
+    from weft.train.planned import choose_plan, chosen_line, this_cluster, trace
 
     if model is None or seq_len is None or global_batch is None:
         call = "weft.init('auto', model='llama3-8b', seq_len=4096, global_batch=64)"

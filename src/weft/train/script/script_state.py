@@ -29,10 +29,8 @@ from weft.checkpoint import (
 from weft.checkpoint.load import Found
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
-from weft.parallel import data_parallel
-from weft.parallel.dropout import drops_of
-from weft.parallel.placement import is_attached
-from weft.parallel.placement.gradients import originals
+from weft.parallel import data_parallel, drops_of
+from weft.parallel.placement import is_attached, originals
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state

@@ -20,9 +20,9 @@ from weft.checkpoint.part import Part
 from weft.errors import CheckpointError
 from weft.optim import build_optimizer, freeze
 from weft.parallel import DataParallel, data_parallel
-from weft.parallel.placement import SavedTensor, StateSource, Stretch, WholeTensors
-from weft.parallel.placement.state_guard import pieces_allowed
-from weft.parallel.zero.wire_states import carried_here, load_carried
+from weft.parallel.local_tensors import SavedTensor, StateSource, Stretch, WholeTensors
+from weft.parallel.placement import pieces_allowed
+from weft.parallel.zero import carried_here, load_carried
 from weft.spec.config import OptimizerSection
 
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from weft.errors import ModelError, WeftWarning
-from weft.parallel.local_means import is_hugging_face_output, sum_of_hugging_face
+from weft.parallel import is_hugging_face_output, sum_of_hugging_face
 from weft.train.step.forward import LABELS
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from weft.data.batch import move_batch, parts_of, tensors_in, with_parts
 from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.placement.batches import move_batch, parts_of, tensors_in, with_parts
-from weft.parallel.placement.samples import Samples, even_samples
+from weft.parallel.randomness import SampleNumbers, even_samples
 from weft.spec.plan import Plan
 
 #: What `mark` leaves at tensors of a batch.
@@ -37,7 +37,7 @@ class Microbatches:
         rows: Iterable[Sequence[Sequence[int]]] | None = None,
     ):
         self._batches = tuple(batches)
-        self._samples: tuple[Samples, ...] | None = None
+        self._samples: tuple[SampleNumbers, ...] | None = None
         if samples is not None:
             numbers = [one if isinstance(one, range) else tuple(map(int, one)) for one in samples]
             counts = [()] * len(numbers) if rows is None else list(rows)
@@ -46,10 +46,10 @@ class Microbatches:
                     f"samples: numbers of {len(numbers)} microbatches were given for {len(self._batches)}. "
                     f"Give a list of numbers for each; an empty one where there are no samples."
                 )
-            self._samples = tuple(map(Samples, numbers, counts))
+            self._samples = tuple(map(SampleNumbers, numbers, counts))
 
     @property
-    def samples(self) -> tuple[Samples, ...] | None:
+    def samples(self) -> tuple[SampleNumbers, ...] | None:
         """Of each microbatch; None where nobody said."""
         return self._samples
 
@@ -92,7 +92,7 @@ def from_loader(
     if not is_plain:
         return Microbatches(batches, numbers, rows)
     for tensor in tensors_in(batches[0]):
-        setattr(tensor, _MARK, Samples(numbers[0], rows[0]))
+        setattr(tensor, _MARK, SampleNumbers(numbers[0], rows[0]))
     return batches[0]
 
 
@@ -107,7 +107,7 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     return [one for one, _ in batch.counted()]
 
 
-def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[Samples]:
+def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[SampleNumbers]:
     """Which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
 
     A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to come one after another, each

@@ -17,16 +17,14 @@ import torch
 from torch import nn
 
 from weft.comm import all_reduce
+from weft.data.batch import move_batch
 from weft.mesh import Mesh
 from weft.monitor import Meter
 from weft.optim import LossScale, clip_factor
-from weft.parallel import ExpertBalance, Precision, data_parallel
+from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, trust_loss
 from weft.parallel.context import cut_sequence, sequence_in_use
-from weft.parallel.dropout import drops_of
-from weft.parallel.local_means import TrainMode, trust_loss
 from weft.parallel.pipeline import CountedLoss, Inside, Work, pipeline_of
-from weft.parallel.placement.batches import move_batch
-from weft.parallel.placement.samples import Samples
+from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
 from weft.train.step.forward import call_model
 from weft.train.step.loss_check import CheckedLoss, LossFn
@@ -146,7 +144,7 @@ class TrainStep:
         """The tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
-    def _inside(self, samples: list[Samples], key: int | None) -> Inside:
+    def _inside(self, samples: list[SampleNumbers], key: int | None) -> Inside:
         """For the number of a microbatch, what its forward runs inside of: where it draws dropout from, who counts."""
         drops = drops_of(self.model)
         chosen = key if key is not None or drops is None else drops.next_key()
@@ -162,7 +160,7 @@ class TrainStep:
 
         return inside
 
-    def _counted_loss(self, samples: list[Samples]) -> CountedLoss:
+    def _counted_loss(self, samples: list[SampleNumbers]) -> CountedLoss:
         """The loss of a microbatch by its number; zero, with gradients of zero, for one that stands in for none."""
 
         def loss(output: Any, microbatch: Any, index: int) -> tuple[torch.Tensor, torch.Tensor | int]:

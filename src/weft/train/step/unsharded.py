@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from weft.data.batch import tensors_in
 from weft.errors import WeftWarning
-from weft.parallel.placement.batches import tensors_in
 
 #: Fingerprints are below this: the squares of 2**17 ranks' add up in float64 without rounding.
 _BOUND = 2**18

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import default_collate
 
 from weft.errors import ModelError
-from weft.parallel.description import describe_by_tracing
 from weft.planner.search import PlannedModel, read_model
+from weft.train.planned import describe_by_tracing
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,7 @@ from weft.comm.links import Parts
 from weft.errors import ModelError
 from weft.memory import HostPart
 from weft.mesh import Axis
-from weft.parallel.placement.axes import Axes
+from weft.parallel.placement import Axes
 from weft.private_torch import version_of
 from weft.spec.shares import BUCKET_BYTES
 from weft.units import format_bytes

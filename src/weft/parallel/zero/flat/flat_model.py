@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,13 +26,8 @@ from weft.comm import all_gather, broadcast, start_all_gather
 from weft.errors import ModelError
 from weft.memory import Host, HostPart, choose, step_on_host
 from weft.mesh import Axis, Mesh
-from weft.parallel.placement import Placement, Precision, StateSource, Stretch
-from weft.parallel.placement.agree import check_same_model
-from weft.parallel.placement.axes import AxisMap
-from weft.parallel.placement.joined import join_cut
-from weft.parallel.placement.materialise import Materialise
-from weft.parallel.placement.precision import cast_inputs, formats
-from weft.parallel.placement.state_guard import guard_optimizer
+from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats
+from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
 from weft.parallel.zero.adopt import refuse_closures
 from weft.parallel.zero.flat.buckets import Bucket, Slot, fill, lay_out, put_in_order
@@ -54,6 +49,9 @@ class FlatModel:
     ModelError for parameters it cannot hold, CommError where ranks built different models.
     """
 
+    #: Bytes of masters in a bucket, where nothing else is said.
+    usual_bucket_bytes: ClassVar[int] = BUCKET_BYTES
+
     def __init__(
         self,
         model: nn.Module,
@@ -71,7 +69,7 @@ class FlatModel:
         self.precision = Precision.of(mesh.plan)
         self.in_step = False  # between begin_step and publish: TrainStep drives
         self.adoptions: list[SlotAdoption] = []
-        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
+        self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes
         materialise = Materialise(model, self.axes, seed, mesh.device)
         check_same_model(model, self.axes, mesh.device)
         materialise.make(model.parameters())

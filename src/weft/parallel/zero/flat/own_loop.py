@@ -19,13 +19,13 @@ import torch
 from weft.comm import all_reduce, start_all_reduce
 from weft.errors import ModelError
 from weft.optim import clip_factor, global_norm
-from weft.parallel.placement import Precision
-from weft.parallel.placement.axes import Axes, AxisMap
+from weft.parallel.local_tensors import Precision
+from weft.parallel.placement import Axes, AxisMap
 from weft.parallel.private_torch import at_end_of_backward
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.reducer import Reducer
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
-from weft.parallel.zero.watch import WatchedEngine, find_optimizers, watch_steps
+from weft.parallel.zero.watched_optimizers import WatchedEngine, find_optimizers, watch_steps
 from weft.private_torch import graph_task
 
 #: By how much, of itself, the factor that one number scaled gradients by may differ between ranks: rounding, no more.

@@ -19,7 +19,7 @@ from weft.comm import all_gather, all_reduce, start_all_reduce, start_reduce_par
 from weft.comm.wire import Coder, Coders, Wire
 from weft.errors import CommError
 from weft.memory import Waitable
-from weft.parallel.placement.axes import AxisMap
+from weft.parallel.placement import AxisMap
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 
 #: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at

@@ -8,8 +8,8 @@ import torch
 
 from weft.checkpoint.part import deal_out
 from weft.errors import CheckpointError
-from weft.parallel.placement import StateSource, Stretch, alone, filled, flat_of, read_whole
-from weft.parallel.placement.axes import AxisMap
+from weft.parallel.local_tensors import StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.parallel.placement import AxisMap
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.states import not_joinable, untrained

@@ -13,8 +13,8 @@ from weft.comm.wire import Coders
 from weft.errors import ModelError
 from weft.mesh import Axis, join_group
 from weft.optim import global_norm
-from weft.parallel.placement import Precision
-from weft.parallel.placement.axes import Axes, AxisMap
+from weft.parallel.local_tensors import Precision
+from weft.parallel.placement import Axes, AxisMap
 from weft.parallel.zero.sharded.fsdp_units import Unit
 
 _MIXED = (

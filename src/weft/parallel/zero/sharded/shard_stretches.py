@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from weft.checkpoint.part import deal_out
-from weft.parallel.placement import StateSource, Stretch, alone, filled, flat_of, read_whole
-from weft.parallel.placement.axes import Axes, AxisMap
+from weft.parallel.local_tensors import StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.parallel.placement import Axes, AxisMap
 from weft.parallel.zero.sharded.param_shards import Shard
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
 from weft.parallel.zero.states import not_joinable, untrained

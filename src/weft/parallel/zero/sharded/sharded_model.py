@@ -33,13 +33,8 @@ from weft.errors import ModelError
 from weft.memory import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import clip_factor
-from weft.parallel.placement import Placement, Precision, StateSource, Stretch
-from weft.parallel.placement.agree import check_same_model
-from weft.parallel.placement.axes import AxisMap
-from weft.parallel.placement.joined import join_cut
-from weft.parallel.placement.materialise import Materialise
-from weft.parallel.placement.precision import cast_inputs, formats
-from weft.parallel.placement.state_guard import guard_optimizer
+from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats
+from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
 from weft.parallel.zero.adopt import refuse_closures
 from weft.parallel.zero.sharded.fsdp_hooks import Calls, ReplicaSum, StagePasses, drop_partial_gradients, hide_hooks
@@ -52,7 +47,7 @@ from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
 from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
 from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
-from weft.parallel.zero.watch import find_optimizers, watch_steps
+from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
 from weft.private_torch import graph_task
 from weft.structure import repeated_blocks
 

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from weft.errors import LaunchError, PlanError
 from weft.memory import choose, shard_offload
 from weft.mesh import Axis, Mesh
-from weft.parallel.placement import Precision
-from weft.parallel.placement.materialise import Materialise
+from weft.parallel.local_tensors import Precision
+from weft.parallel.placement import Materialise
 from weft.parallel.zero.sharded.fsdp_units import Unit
 from weft.parallel.zero.sharded.placed_units import group_of, own_params
 

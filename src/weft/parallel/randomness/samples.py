@@ -14,7 +14,7 @@ _ROW = 2**32
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SampleNumbers:
     """numbers: of the samples in the global batch, in their order; empty where the microbatch stands in
     for one without samples.
 
@@ -61,14 +61,14 @@ class Samples:
         return [many * count // sum(scaled[0]) for many in scaled[0]] if scaled else None
 
 
-def even_samples(index: int, size: int, rank: int, num_ranks: int) -> Samples:
+def even_samples(index: int, size: int, rank: int, num_ranks: int) -> SampleNumbers:
     """Of microbatch `index` on a rank, where all have as many samples and microbatches come one after another."""
     first = (index * num_ranks + rank) * size
-    return Samples(range(first, first + size))
+    return SampleNumbers(range(first, first + size))
 
 
 def rows_of_samples(numbers: Tensor, count: int) -> Tensor:
-    """`Samples.places` of samples without rows of their own, from a tensor of their numbers; for compiled code."""
+    """`SampleNumbers.places` of samples without rows of their own, from a tensor of numbers; for compiled code."""
     size, rest = divmod(count, len(numbers))
     if rest:
         return numbers[0] + torch.arange(count, device=numbers.device)

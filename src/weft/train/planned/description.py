@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from weft.errors import LayoutError, ModelError
-from weft.parallel.placement import Precision
-from weft.parallel.placement.precision import cast_inputs, formats
+from weft.parallel import Precision
+from weft.parallel.local_tensors import cast_inputs, formats
 from weft.parallel.tensor import check_layout
 from weft.spec import Layout, TracedModel
 from weft.spec.plan import Plan

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.context.documents import find_borders
+from weft.parallel.context.document_borders import find_borders
 from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.order import SequenceOrder, cut_batch, sequence_length
 from weft.parallel.context.ways import View, attend_cut

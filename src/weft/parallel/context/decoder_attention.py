@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.models import Decoder
 from weft.models.attention import Attention, SdpaCore, Visible
-from weft.parallel.context.context import Context
+from weft.parallel.context.context_mode import Context
 from weft.parallel.context.kernel import Scoring
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.parallel.placement.precision import Precision
+from weft.parallel.local_tensors.precision import Precision
 from weft.units import format_bytes
 
 

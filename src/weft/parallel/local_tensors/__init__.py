@@ -1,0 +1,58 @@
+"""A model's tensors: as one process holds them, in which formats, and which stretch of each a rank holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "Original",
+    "Precision",
+    "SavedTensor",
+    "StateSource",
+    "Stretch",
+    "WholeTensors",
+    "alone",
+    "cast_inputs",
+    "filled",
+    "flat_of",
+    "formats",
+    "grown",
+    "originals_of",
+    "read_whole",
+]
+
+if TYPE_CHECKING:
+    from weft.parallel.local_tensors.original import Original, grown, originals_of
+    from weft.parallel.local_tensors.precision import Precision, cast_inputs, formats
+    from weft.parallel.local_tensors.stretches import (
+        SavedTensor,
+        StateSource,
+        Stretch,
+        WholeTensors,
+        alone,
+        filled,
+        flat_of,
+        read_whole,
+    )
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Original": ".original",
+        "Precision": ".precision",
+        "SavedTensor": ".stretches",
+        "StateSource": ".stretches",
+        "Stretch": ".stretches",
+        "WholeTensors": ".stretches",
+        "alone": ".stretches",
+        "cast_inputs": ".precision",
+        "filled": ".stretches",
+        "flat_of": ".stretches",
+        "formats": ".precision",
+        "grown": ".original",
+        "originals_of": ".original",
+        "read_whole": ".stretches",
+    },
+)

@@ -1,0 +1,41 @@
+"""Random numbers that follow samples and positions, whichever rank draws them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "CutPart",
+    "SampleNumbers",
+    "cut_part_of",
+    "even_samples",
+    "keep_part",
+    "keeps",
+    "kept_at",
+    "key_of",
+    "lines_of",
+    "rows_of_samples",
+]
+
+if TYPE_CHECKING:
+    from weft.parallel.randomness.cut_part import CutPart, cut_part_of, keep_part
+    from weft.parallel.randomness.position_noise import keeps, kept_at, key_of, lines_of
+    from weft.parallel.randomness.samples import SampleNumbers, even_samples, rows_of_samples
+
+__getattr__ = loads(
+    __name__,
+    {
+        "CutPart": ".cut_part",
+        "SampleNumbers": ".samples",
+        "cut_part_of": ".cut_part",
+        "even_samples": ".samples",
+        "keep_part": ".cut_part",
+        "keeps": ".position_noise",
+        "kept_at": ".position_noise",
+        "key_of": ".position_noise",
+        "lines_of": ".position_noise",
+        "rows_of_samples": ".samples",
+    },
+)
