@@ -31,7 +31,7 @@ from weft.calibrate.compute import Place, calls_of
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models import build_decoder
-from weft.monitor import Meter
+from weft.monitor.times import Meter
 from weft.parallel import parallelize
 from weft.planner import estimate
 from weft.planner.measured import Profile, here, load_profile
@@ -40,8 +40,7 @@ from weft.planner.space import Columns
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
-from weft.testing.between_steps import live_bytes
-from weft.testing.step_bytes import peak_of_step
+from weft.testing.memory import live_bytes, peak_of_step
 from weft.train import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from weft.comm import Ledger
 from weft.mesh import build_mesh
-from weft.models.moe import Experts
+from weft.models.experts import Experts
 from weft.parallel.expert.spread import spread_experts
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan

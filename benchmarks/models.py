@@ -26,8 +26,7 @@ import torch
 from weft.spec.plan import Plan
 from weft.structure.hugging_face import model_of_config
 from weft.testing.spawn import RankPool
-from weft.testing.subject import Settings, find_subject
-from weft.testing.verify import Verifier
+from weft.testing.verify import Settings, Verifier, find_subject
 
 PLANS = {
     "zero=2": "dp_shard=2 zero=2",

@@ -29,15 +29,15 @@ from torch.nn import functional as F
 from weft.data import prepare_data
 from weft.engines.torch_engine import TorchEngine
 from weft.models import build_decoder
-from weft.monitor import make_display
+from weft.monitor.screen import make_display
 from weft.spec.config import DataSection, ModelSection, RunConfig
 from weft.spec.config.run_config import LaunchSection, TrainSection
 from weft.spec.model import resolve_decoder
 from weft.spec.plan import Plan
 from weft.testing import RankPool
 from weft.train import RunFolder, Trainer
-from weft.train.engine import Job
-from weft.train.run.recorder import Recorder
+from weft.train.engine import EngineJob
+from weft.train.run.recorder import RunRecorder
 from weft.train.task import Share
 from weft.train.tasks import DecoderTask
 
@@ -58,10 +58,10 @@ class _Prepared(DecoderTask):
 def weft_steps(config: RunConfig, data: Any, folder: Path) -> Any:
     """A generator that does one step of Weft's loop at each `next`."""
     task, run = _Prepared(config, data), RunFolder(folder)
-    engine = TorchEngine(Job(run, config, task, Plan.parse(config.plan), None, print))
+    engine = TorchEngine(EngineJob(run, config, task, Plan.parse(config.plan), None, print))
     engine.build()
     display = make_display(io.StringIO(), total_steps=config.train.steps, every=config.log.every, is_tty=False)
-    hooks = [Recorder(run, task, display, {})] if engine.rank == 0 else []
+    hooks = [RunRecorder(run, task, display, {})] if engine.rank == 0 else []
     trainer = Trainer(task=task, engine=engine, save=lambda progress, is_good: None, hooks=hooks)
     with engine.batches.iterate(0, config.train.steps) as steps:
         for index, batches in enumerate(steps):

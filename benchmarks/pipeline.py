@@ -26,9 +26,9 @@ from torch import nn
 
 from weft.mesh import build_mesh
 from weft.models import build_decoder
-from weft.monitor import Meter
+from weft.monitor.times import Meter
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.pipeline.runtime import Pipeline, Work, pipeline_of
+from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
 from weft.planner.cost.pipeline import Durations, simulate
 from weft.spec import DecoderSpec
 from weft.spec.plan import SCHEDULES, Plan
@@ -180,7 +180,7 @@ def one_step(model: nn.Module, pipeline: Pipeline, batches: list[Any], forward: 
     engine.begin_step()
     totals = torch.zeros(3, dtype=torch.float64)
     with engine.microbatch(last=True):
-        pipeline.step(Work(batches, forward, forward, loss, 1.0, totals), Meter())
+        pipeline.step(StepWork(batches, forward, forward, loss, 1.0, totals), Meter())
 
 
 def timed(step: Callable[[], None], repeats: int) -> list[float]:
@@ -244,8 +244,7 @@ class _Part(nn.Module):
         self.spec = model.spec
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from weft.models.attention import see_causally
-        from weft.models.rotary import rotation
+        from weft.models.attention import rotation, see_causally
 
         positions = torch.arange(x.shape[1])[None]
         x = self.embed(x) if self.embed is not None else x

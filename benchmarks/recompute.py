@@ -24,7 +24,7 @@ from weft.models import build_decoder
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.structure import repeated_blocks
-from weft.testing.live import LiveBytes
+from weft.testing.memory import LiveTensors
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
 
@@ -67,7 +67,7 @@ class Candidate:
         kept = []
         known: list[nn.Parameter | torch.Tensor] = [*self.model.parameters()]
         known += [param.grad for param in self.model.parameters() if param.grad is not None]
-        with LiveBytes(known) as live:
+        with LiveTensors(known) as live:
             self.run(lambda: kept.append(live.now))
         return kept[0], live.peak
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from weft.spec.plan import Plan
 from weft.spec.shares import BUCKET_BYTES
 from weft.testing import RankPool
-from weft.testing.memory import (
+from weft.testing.memory.per_parameter import (
     FULLEST,
     LAYOUTS,
     PRECISIONS,

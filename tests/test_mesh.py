@@ -15,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from weft import env
 from weft.comm import all_reduce
 from weft.errors import CommError, PlanError
-from weft.mesh import Mesh, _members, build_mesh, join_group, join_ranks, leave_ranks, loopback_store
+from weft.mesh import Mesh, build_mesh, join_group, join_ranks, leave_ranks, loopback_store
+from weft.mesh.mesh import _members
 from weft.spec.plan import AXES, Plan
 from weft.testing import RankPool
 

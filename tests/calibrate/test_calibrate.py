@@ -14,7 +14,7 @@ from weft.cli.app import run
 from weft.errors import ConfigError
 from weft.planner.measured.here import this_host
 from weft.planner.measured.laws import Laws
-from weft.planner.measured.profile import Sample, load_profile
+from weft.planner.measured.profile import Measurement, load_profile
 from weft.planner.search.question import Question
 
 
@@ -90,8 +90,9 @@ def test_here_without_a_profile_names_the_command(
 
 def test_of_what_is_measured_twice_the_faster_counts() -> None:
     slow, fast, other = (
-        Sample(op="add", size=size, seconds=seconds) for size, seconds in (((1, 2), 3.0), ((1, 2), 2.0), ((4, 4), 9.0))
+        Measurement(op="add", size=size, seconds=seconds)
+        for size, seconds in (((1, 2), 3.0), ((1, 2), 2.0), ((4, 4), 9.0))
     )
     assert fastest([slow, other, fast]) == (fast, other)
-    met = [Sample(op="meeting", size=(8,), seconds=seconds, group=2, ranks=2) for seconds in (1.0, 3.0)]
+    met = [Measurement(op="meeting", size=(8,), seconds=seconds, group=2, ranks=2) for seconds in (1.0, 3.0)]
     assert [each.seconds for each in fastest(met)] == [2.0]  # who waits for whom is chance

@@ -13,7 +13,7 @@ from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
-from weft.testing.step_bytes import peak_of_step
+from weft.testing.memory import peak_of_step
 from weft.train import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 

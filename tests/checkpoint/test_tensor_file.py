@@ -4,7 +4,8 @@ import hashlib
 import os
 import time
 
-from weft.checkpoint.tensor_file import DigestingFile, sha256_of
+from weft.checkpoint.arrays import sha256_of
+from weft.checkpoint.arrays.tensor_file import DigestingFile
 
 
 class SlowDigest:

@@ -14,7 +14,7 @@ import pytest
 from weft import env
 from weft.cli.doctor import gpus, machine, network, software
 from weft.cli.doctor import verb as doctor_verb
-from weft.cli.doctor.line import Line, examine
+from weft.cli.doctor.line import CheckLine, examine
 from weft.cli.doctor.verb import text
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_left_behind(report):
 
 
 def test_a_check_that_breaks_is_a_line_and_not_the_end():
-    def broken() -> list[Line]:
+    def broken() -> list[CheckLine]:
         raise PermissionError("no /proc here")
 
     [line] = examine("machine", broken)
@@ -72,7 +72,7 @@ def test_a_check_that_breaks_is_a_line_and_not_the_end():
 
 
 def test_the_text_is_plain_and_has_the_remedy():
-    lines = [Line("machine", "memory", "1 GiB", "fail", "Buy some."), Line("gpus", "driver", "none")]
+    lines = [CheckLine("machine", "memory", "1 GiB", "fail", "Buy some."), CheckLine("gpus", "driver", "none")]
     assert text(lines).splitlines() == [
         "machine",
         "  fail  memory         1 GiB",
@@ -86,7 +86,7 @@ def test_the_text_is_plain_and_has_the_remedy():
 def test_only_a_fail_is_an_exit_code(monkeypatch, capsys, status, code):
     from weft.cli.app import run
 
-    monkeypatch.setattr(doctor_verb, "report", lambda: [Line("a", "b", "c", status)])
+    monkeypatch.setattr(doctor_verb, "report", lambda: [CheckLine("a", "b", "c", status)])
     assert run(["doctor"]) == code
     assert run(["doctor", "--markdown"]) == code
     assert capsys.readouterr().out.endswith("```\n")

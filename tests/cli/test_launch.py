@@ -468,7 +468,7 @@ def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(launch):
     launched = launch("""
         import torch
         from weft.comm import all_reduce
-        from weft.mesh import build_mesh, join_ranks, leave_ranks
+        from weft.mesh.mesh import build_mesh, join_ranks, leave_ranks
         from weft.spec.plan import Plan
         join_ranks(place, torch.device("cpu"))
         all_reduce(torch.ones(1), build_mesh(Plan(dp_replicate=2)).data)

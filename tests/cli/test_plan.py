@@ -12,7 +12,7 @@ import pytest
 
 from weft.cli.app import run
 from weft.cli.launcher.world import count_ranks
-from weft.cli.planning.plan import NOTHING_FITS
+from weft.cli.planning.plan_verb import NOTHING_FITS
 from weft.spec.cluster import device
 from weft.spec.files.config_file import load_config
 from weft.spec.plan import Plan

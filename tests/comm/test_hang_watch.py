@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from weft.comm import all_reduce, barrier
-from weft.comm.hang_watch import Watch
 from weft.comm.meet import TRANSPORTS, join
+from weft.comm.watch import Watch
 from weft.mesh import Mesh, build_mesh
 from weft.spec.plan import Plan
 

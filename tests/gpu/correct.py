@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tests.gpu.cases import Case, Figures, Setting, Skipped, relative, require
 from tests.gpu.training import LARGE, SMALL, Model, batch_of, decoder, foreign, shape_of, step_of, train
 from weft.mesh import build_mesh
-from weft.monitor import Meter
+from weft.monitor.times import Meter
 from weft.parallel.context.kernel import Scoring, attend, attend_backward
 from weft.parallel.context.pieces import BOTH_WAYS, CAUSAL
 from weft.spec.plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.memory.link import Waitable
+from weft.memory import Waitable
 
 
 class LateCopy:

@@ -15,7 +15,7 @@ from tests.memory.residency import TwoMemories
 from weft.errors import ModelError
 from weft.memory import apply_recompute
 from weft.memory.activations import Activations, offload_activations
-from weft.memory.link import PlainLink
+from weft.memory.host_link import PlainLink
 from weft.memory.offload import Host
 from weft.memory.pool import HostPool
 from weft.spec.plan import Plan

@@ -14,7 +14,7 @@ from torch import nn
 from tests.memory.links import LateLink
 from tests.memory.residency import TwoMemories
 from weft.errors import LaunchError
-from weft.memory.link import PlainLink
+from weft.memory.host_link import PlainLink
 from weft.memory.offload import Host, HostPart, choose, offload_lines, open_host, shard_offload, step_on_host
 from weft.memory.pool import HostPool
 from weft.mesh import build_mesh

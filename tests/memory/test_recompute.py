@@ -15,7 +15,7 @@ from weft.memory import apply_recompute, recompute_of
 from weft.models import build_decoder
 from weft.spec.plan import Plan
 from weft.structure import repeated_blocks
-from weft.testing.live import LiveBytes
+from weft.testing.memory import LiveTensors
 
 POLICIES = ["full", "selective", "attention", "70%"]
 
@@ -89,7 +89,7 @@ def kept_bytes(setting: str, model: nn.Module, call) -> tuple[int, int]:
     apply_recompute(model, Plan(recompute=setting))
     for _ in range(2):
         model.zero_grad()
-        with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        with LiveTensors([*model.parameters(), *model.buffers()]) as live:
             output = call(model)
             kept = live.now - output.untyped_storage().nbytes()
             live.peak = 0
@@ -248,8 +248,7 @@ def test_a_copy_has_its_own_weights_and_the_same_policies(setting):
 def test_blocks_that_are_run_by_hand_choose_at_the_second_microbatch():
     model, _ = MODELS["llama"]()
     recompute = apply_recompute(model, Plan(recompute="50%"))
-    from weft.models.attention import see_causally
-    from weft.models.rotary import rotation
+    from weft.models.attention import rotation, see_causally
 
     positions = torch.arange(24)[None]
     turn = rotation(positions, 8, 1e4, 1.0, torch.float64)

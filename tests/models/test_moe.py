@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.models.reference import llama_weights
 from weft.models import MoE, build_decoder
-from weft.models.moe import routers
+from weft.models.experts import routers
 from weft.spec import DecoderSpec
 
 SPEC = DecoderSpec(

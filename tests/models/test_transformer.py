@@ -239,7 +239,7 @@ def test_repeated_heads_give_what_the_grouped_kernel_gives(make_spec, monkeypatc
     ids_BT = random_ids(model.spec, 2, 8)
     documents_BT = torch.tensor([[0] * 3 + [1] * 5] * 2) if documents else None
     grouped_BTV = model(ids_BT, None, documents_BT)
-    monkeypatch.setattr("weft.models.attention.takes_groups", lambda *_: False)
+    monkeypatch.setattr("weft.models.attention.causal.takes_groups", lambda *_: False)
     assert_same(model(ids_BT, None, documents_BT), grouped_BTV)
 
 

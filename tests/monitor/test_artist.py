@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.monitor import artist
-from weft.monitor.artist import Artist
+from weft.monitor.screen import Artist, artist
 
 
 class Drawing:

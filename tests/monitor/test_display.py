@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from weft.monitor import StepRecord, make_display
-from weft.monitor.display import PlainDisplay
-from weft.monitor.live import LiveDisplay
-from weft.monitor.step_text import Eta, format_clock, format_loss
+from weft.monitor import StepRecord
+from weft.monitor.screen import make_display
+from weft.monitor.screen.display import PlainDisplay
+from weft.monitor.screen.live import LiveDisplay
+from weft.monitor.screen.step_text import Eta, format_clock, format_loss
 
 
 def record(step: int, **more) -> StepRecord:

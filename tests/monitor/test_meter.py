@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from weft.monitor import Meter, memory_bytes
+from weft.monitor.times import Meter, memory_bytes
 
 
 class Ticks:

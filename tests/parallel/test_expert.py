@@ -17,7 +17,7 @@ from weft.comm import Ledger
 from weft.errors import CommError, ModelError
 from weft.mesh import build_mesh
 from weft.models import build_decoder
-from weft.models.moe import routers
+from weft.models.experts import routers
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.expert.spread import _by_expert, spread_experts
 from weft.spec.layout import Layout

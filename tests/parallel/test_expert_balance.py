@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from tests.parity.moe_cases import MOE, MoECase
 from weft.mesh import build_mesh
-from weft.models.moe import Routing, routers
+from weft.models.experts import routers
+from weft.models.experts.moe import Routing
 from weft.parallel import ExpertBalance, parallelize
 from weft.spec.plan import Plan
 from weft.testing import train_case

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.spec.plan import Plan
-from weft.testing.memory import FULLEST, formula, planned_peak, planned_saving
+from weft.testing.memory.per_parameter import FULLEST, formula, planned_peak, planned_saving
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from weft.parallel.tensor.head import HeadLoss, expect_labels
 from weft.parallel.tensor.head_loss import LossWay, token_loss
 from weft.spec.plan import Plan
 from weft.spec.shares import LossChunk
-from weft.testing.live import LiveBytes
+from weft.testing.memory import LiveTensors
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 ROWS, TOKENS, LAYERS = 2, 32, 3
@@ -82,7 +82,7 @@ def peak_of_a_step(fused: bool) -> int:
     ids = torch.arange(64)[None] * 2000
     loss_fn = token_cross_entropy if fused else functools.partial(token_cross_entropy)  # which says nothing of heads
     batch = {"input_ids": ids, "labels": ids}
-    with LiveBytes(model.parameters()) as live, expect_labels(model, loss_fn, batch):
+    with LiveTensors(model.parameters()) as live, expect_labels(model, loss_fn, batch):
         loss_fn(model(ids % 97), batch)[0].backward()
     return live.peak
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.spec import DecoderSpec
-from weft.testing.float64 import Float64Throughout
+from weft.testing.verify.float64 import Float64Throughout
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 
 VOCAB, DIM, LAYERS, HEADS, KV_HEADS, FFN, LENGTH = 61, 16, 2, 4, 2, 24, 32

@@ -14,7 +14,7 @@ from torch import nn
 from tests.parity.moe_cases import MoECase, moe_cases
 from weft.spec import DecoderSpec
 from weft.testing import Case, DecoderCase
-from weft.testing.float64 import Float64Throughout
+from weft.testing.verify.float64 import Float64Throughout
 
 ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 TWO_STAGES = ("interleaved", "zb_interleaved", "zb_v", "dualpipe_v")

@@ -19,7 +19,7 @@ from weft.mesh import build_mesh
 from weft.parallel import data_parallel
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
-from weft.testing.float64 import Float64Throughout
+from weft.testing.verify.float64 import Float64Throughout
 from weft.train.script import Run
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 

@@ -35,7 +35,7 @@ from weft.planner.space.columns import Columns
 from weft.spec.files.config_text import config_schema
 from weft.spec.plan import PLAN_FIELDS, Plan
 from weft.testing.matrix import LAYOUT_FIELDS, legal, row_of, values_tried
-from weft.testing.sweep import techniques_of
+from weft.testing.verify.sweep import techniques_of
 
 plan = Plan.parse("tp=2 prefetch=yes lanes=3")
 found = search("tiny", "2xa100", seq_len=256, global_batch=8)

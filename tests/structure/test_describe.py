@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.models import build_decoder
-from weft.models.moe import Experts
+from weft.models.experts import Experts
 from weft.spec import DecoderSpec
 from weft.spec.model import LayerSpec, ModelSpec
 from weft.structure.cost import describe

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from weft.spec.plan import Plan
 from weft.testing.matrix import layout_of, legal
-from weft.testing.sweep import Sweep, techniques_of
+from weft.testing.verify import Sweep
+from weft.testing.verify.sweep import techniques_of
 
 
 def run(sweep: Sweep, refuses: set[str]) -> tuple[list[Plan], list[Plan]]:

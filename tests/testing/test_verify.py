@@ -15,9 +15,10 @@ from weft.cli.verify import describe
 from weft.errors import WeftError
 from weft.spec.model import decoder_spec, size_hides
 from weft.spec.plan import Plan
-from weft.testing import legal, verify
-from weft.testing.subject import Settings, find_subject, reduced
-from weft.testing.verify import Verdict, Verifier
+from weft.testing import legal
+from weft.testing.verify import Settings, Verdict, Verifier, find_subject
+from weft.testing.verify import verifier as verify
+from weft.testing.verify.subject import reduced
 
 HERE = "tests.testing.subjects"
 SMALL = Settings(num_steps=2, num_layers=2, dim=16, vocab_size=61, seq_len=8)

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from weft.checkpoint import Block, SavedPiece
-from weft.monitor import Meter
-from weft.pulse import Pulse
+from weft.checkpoint import SavedPiece
+from weft.checkpoint.arrays import RawArray
+from weft.mesh import Pulse
+from weft.monitor.times import Meter
 from weft.train import Metric, Task
-from weft.train.engine import Evaluation, Job, StepResult
+from weft.train.engine import EngineJob, Evaluation, StepResult
 
 
 class Points:
@@ -59,7 +60,7 @@ class FakeEngine:
 
     rank, device, wants_stop, evaluates = 0, "cpu", False, True
 
-    def __init__(self, job: Job):
+    def __init__(self, job: EngineJob):
         self.plan, self.config, self.pulse, self.meter = job.plan, job.config, Pulse(), Meter()
         self.task, self.batches = job.task, job.task.batches(None)
 
@@ -80,8 +81,8 @@ class FakeEngine:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
 
     def save(self):
-        yield SavedPiece.whole("model/line", Block.of(self.weights))
-        yield SavedPiece.whole("optimizer/line/momentum", Block.of(self.momentum))
+        yield SavedPiece.whole("model/line", RawArray.of(self.weights))
+        yield SavedPiece.whole("optimizer/line/momentum", RawArray.of(self.momentum))
 
     def state(self):
         return {"fake": True}

@@ -61,7 +61,7 @@ def test_what_is_said_of_a_tensor_does_not_grow_with_the_ranks(plan):
 def test_the_manifest_of_8192_ranks_is_small_and_read_at_once():
     """70B: 723 tensors with two states each, zero=3 over all ranks: most of the manifest is one digest a file."""
     from weft.checkpoint.manifest import STATE_NAME, FileEntry
-    from weft.checkpoint.part import Part, deal_out
+    from weft.checkpoint.parts import Part, deal_out
 
     world, ranks = 8192, tuple(range(8192))
     files = {STATE_NAME: FileEntry(9, "0" * 64)}

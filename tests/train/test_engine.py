@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weft.checkpoint import load_checkpoint
-from weft.checkpoint.tensor_file import block_of, tensor_of
+from weft.checkpoint.arrays import block_of, tensor_of
 from weft.monitor import read_events
 
 _SCRIPT = """

@@ -21,7 +21,7 @@ IN_A_SMALL_PLACE = """
 import resource, torch
 torch.set_num_threads(1)
 from weft.errors import OutOfMemory
-from weft.mesh import build_mesh
+from weft.mesh.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
 from weft.spec.model.decoder import DecoderSpec

@@ -19,8 +19,7 @@ from weft.errors import ConfigError
 from weft.monitor import read_events
 from weft.spec.files.config_file import load_config
 from weft.spec.plan import Plan
-from weft.testing.subject import Settings, find_subject
-from weft.testing.verify import Verifier
+from weft.testing.verify import Settings, Verifier, find_subject
 from weft.train import RunFolder, prepare_run, run_rank
 from weft.train.planned.auto_plan import settle_plan
 from weft.train.tasks.task_choice import find_task

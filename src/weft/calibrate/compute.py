@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from weft.mesh import Axis
 from weft.models import Block
-from weft.models.attention import see_causally
-from weft.models.rotary import rotate, rotation
+from weft.models.attention import rotate, rotation, see_causally
 from weft.parallel.tensor import SharedLayer, token_loss
 from weft.planner.measured import TINY
 from weft.spec import DecoderSpec

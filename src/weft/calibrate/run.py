@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.calibrate import sizes
-from weft.calibrate.clock import WINDOWS
-from weft.calibrate.machine import this_machine
 from weft.calibrate.session import DTYPES, Chapter, joined, measure
+from weft.calibrate.stopwatch import WINDOWS
+from weft.calibrate.this_machine import this_machine
 from weft.calibrate.traffic import COLLECTIVES
 from weft.errors import ConfigError
-from weft.planner.measured import TINY, Machine, Profile, Sample
+from weft.planner.measured import TINY, Machine, Measurement, Profile
 from weft.testing import RankPool
 
 #: report(what, done, total).
@@ -49,7 +49,7 @@ def calibrate(
     counts = _counts(machine, ranks)
     chapters = [chapter for chapter in _chapters(machine, counts) if chapter.dtype in ("fp32", *_dtypes(dtypes))]
     most = max(counts)
-    samples: list[Sample] = []
+    samples: list[Measurement] = []
     report("starting ranks", 0, len(chapters))
     with RankPool(
         most, timeout_s=MOST_BUDGET_S, backend="cpu:gloo,cuda:nccl" if machine.kind == "cuda" else "gloo"
@@ -76,20 +76,20 @@ def _nothing() -> None:
     """What ranks do first: be there."""
 
 
-def fastest(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+def fastest(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
     """The fastest of those that measure the same, in the order of the first ones; of meetings the mean."""
-    alike: dict[tuple[object, ...], list[Sample]] = {}
+    alike: dict[tuple[object, ...], list[Measurement]] = {}
     for sample in samples:
         key = (sample.op, sample.size, sample.dtype, sample.ranks, sample.group, sample.stride)
         alike.setdefault(key, []).append(sample)
     return tuple(_mean(each) if each[0].op == "meeting" else min(each, key=_seconds) for each in alike.values())
 
 
-def _seconds(sample: Sample) -> float:
+def _seconds(sample: Measurement) -> float:
     return sample.seconds
 
 
-def _mean(alike: Sequence[Sample]) -> Sample:
+def _mean(alike: Sequence[Measurement]) -> Measurement:
     """Who waits for whom is chance: the usual counts, not the least."""
     return replace(alike[0], seconds=float(f"{statistics.fmean(map(_seconds, alike)):.4g}"))
 

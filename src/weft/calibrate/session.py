@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.calibrate.clock import Stopwatch, Timing
 from weft.calibrate.compute import Place, calls_of
+from weft.calibrate.stopwatch import Stopwatch, Timing
 from weft.calibrate.traffic import extra_s
 from weft.mesh import Axis, build_mesh
-from weft.planner.measured import Sample
+from weft.planner.measured import Measurement
 from weft.spec.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,7 +32,7 @@ class Chapter:
     stride: int = 1
 
 
-def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "cpu") -> list[Sample]:
+def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "cpu") -> list[Measurement]:
     """This rank's measurements; none where it is idle. A collective: all ranks call it."""
     here = torch.device(device, torch.distributed.get_rank() if device == "cuda" and world_size > 1 else 0)
     if here.type == "cuda":
@@ -41,7 +41,7 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
     if 0 not in crowd.ranks:
         return []
     watch = Stopwatch(crowd, here, window_s)
-    found: list[Sample] = []
+    found: list[Measurement] = []
     for op, size in chapter.points:
         if chapter.group > 1:
             timing = extra_s(watch, meeting, op, *size)
@@ -51,17 +51,17 @@ def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "c
     return found
 
 
-def joined(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
+def joined(ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """One sample of what the ranks measured at the same time: their mean."""
     at_work = [each for each in ranks if each]
-    samples: list[Sample] = []
+    samples: list[Measurement] = []
     for alike in zip(*at_work, strict=True):
         first = alike[0]
         seconds = sum(each.seconds for each in alike) / len(alike)
         spread = max(each.spread for each in alike)
         samples.append(
-            Sample(op=first.op, size=first.size, seconds=float(f"{seconds:.4g}"), dtype=first.dtype, ranks=first.ranks,
-                   group=first.group, stride=first.stride, spread=round(spread, 3))
+            Measurement(op=first.op, size=first.size, seconds=float(f"{seconds:.4g}"), dtype=first.dtype,
+                        ranks=first.ranks, group=first.group, stride=first.stride, spread=round(spread, 3))
         )  # fmt: skip
     return samples
 
@@ -73,8 +73,8 @@ def _axis(world_size: int, group: int, stride: int, device: torch.device) -> Axi
     return build_mesh(Plan(dp_replicate=group, tp=world_size // group), device)["dp_replicate"]
 
 
-def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) -> Sample:
-    return Sample(
+def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) -> Measurement:
+    return Measurement(
         op=op,
         size=size,
         seconds=timing.seconds,

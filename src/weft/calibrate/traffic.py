@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from weft.calibrate.clock import Stopwatch, Timing
 from weft.calibrate.compute import Place, linear_f
+from weft.calibrate.stopwatch import Stopwatch, Timing
 from weft.comm import all_gather, all_reduce, reduce_scatter
 from weft.comm.peer import all_to_all, shift, start_receive, start_send
 from weft.mesh import Axis

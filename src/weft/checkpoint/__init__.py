@@ -3,12 +3,14 @@
 The format is described in docs/reference/checkpoint_format.md.
 """
 
+from __future__ import annotations
+
 from weft.checkpoint.all_ranks import Together
 from weft.checkpoint.aside import set_aside, set_unfinished_aside
-from weft.checkpoint.block import Block
 from weft.checkpoint.folders import folder_name, step_in_name
 from weft.checkpoint.load import (
     Checkpoint,
+    Found,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
@@ -19,15 +21,15 @@ from weft.checkpoint.rank_files import SavedPiece, save_pieces
 from weft.checkpoint.save import require_space, save_checkpoint
 
 __all__ = [
-    "Block",
     "Checkpoint",
+    "Found",
     "SavedPiece",
+    "Together",
     "folder_name",
     "list_checkpoints",
     "load_checkpoint",
     "newest_checkpoint",
     "prune_checkpoints",
-    "Together",
     "require_space",
     "save_checkpoint",
     "save_pieces",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, strict_json
 from weft.checkpoint.all_ranks import ALONE, Together
-from weft.checkpoint.block import Block
+from weft.checkpoint.arrays import RawArray, header_problems, missing_slices, open_tensors, sha256_of, tensor_of
 from weft.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -24,10 +24,9 @@ from weft.checkpoint.manifest import (
     commit_text,
     parse_manifest,
 )
-from weft.checkpoint.part import Part
+from weft.checkpoint.parts import Part
 from weft.checkpoint.read import StretchReader, whole
 from weft.checkpoint.slices import shard_name
-from weft.checkpoint.tensor_file import header_problems, missing_slices, open_tensors, sha256_of, tensor_of
 from weft.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class TensorGroup(Mapping[str, "Tensor"]):
         entry = self._entries[name]
         if entry.slices:
             data = whole(entry, lambda part, out: self._reader.read(self._group, name, entry, part, 0, out))
-            return tensor_of(Block(entry.dtype, entry.shape, data))
+            return tensor_of(RawArray(entry.dtype, entry.shape, data))
         if entry.file not in self._handles:
             self._handles[entry.file] = open_tensors(self._folder / entry.file)
         return self._handles[entry.file].get_tensor(entry.same_as or name)
@@ -127,12 +126,12 @@ class Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}. Use another checkpoint.") from error
 
-    def block(self, path: str) -> Block:
+    def block(self, path: str) -> RawArray:
         """All of the array "group/name", without torch."""
         group, _, name = path.partition("/")
         entry = self.entries(group)[name]
         data = whole(entry, lambda part, out: self.read(group, name, part, 0, out))
-        return Block(entry.dtype, entry.shape, data)
+        return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
         """What one rank kept to itself, by name."""

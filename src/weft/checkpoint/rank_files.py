@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, save, strict_json
 from weft.checkpoint.all_ranks import Together
-from weft.checkpoint.block import Block
+from weft.checkpoint.arrays import RawArray, dtype_name, write_file, write_tensors
 from weft.checkpoint.manifest import DTYPE_BYTES, STATE_NAME, FileEntry, TensorEntry, parse_manifest
-from weft.checkpoint.part import Deal, Part
+from weft.checkpoint.parts import Deal, Part
 from weft.checkpoint.slices import RankLists, Slice, read_slices, shard_name
-from weft.checkpoint.tensor_file import dtype_name, write_file, write_tensors
 from weft.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,10 +46,10 @@ class SavedPiece:
     part: Part
     deal: Deal
     start: int
-    data: Tensor | Block
+    data: Tensor | RawArray
 
     @classmethod
-    def whole(cls, path: str, data: Tensor | Block, rank: int = 0) -> SavedPiece:
+    def whole(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedPiece:
         """A tensor that lies on this rank alone."""
         part = Part(tuple(data.shape))
         return cls(path, part, Deal.to_one(rank, part.numel), 0, data)

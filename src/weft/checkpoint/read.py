@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
-from weft.checkpoint.part import Box, BoxView, Deal, Part, meet
+from weft.checkpoint.parts import Box, BoxView, Deal, Part, meet
 from weft.checkpoint.slices import Slice, shard_name
 from weft.errors import CheckpointError
 

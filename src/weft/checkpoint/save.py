@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from weft import env
 from weft.checkpoint import folders, strict_json
-from weft.checkpoint.block import Block
+from weft.checkpoint.arrays import RawArray, dtype_name, write_file, write_tensors
 from weft.checkpoint.load import verify_checkpoint
 from weft.checkpoint.manifest import (
     COMMIT_NAME,
@@ -29,7 +29,6 @@ from weft.checkpoint.manifest import (
     TensorEntry,
     commit_text,
 )
-from weft.checkpoint.tensor_file import dtype_name, write_file, write_tensors
 from weft.errors import CheckpointError
 from weft.units import format_bytes
 
@@ -43,7 +42,7 @@ MAX_FILE_BYTES = 4 * 2**30
 def save_checkpoint(
     root: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, Tensor | Block]],
+    tensors: Mapping[str, Mapping[str, Tensor | RawArray]],
     state: Mapping[str, object],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -101,7 +100,7 @@ def prepare(root: Path, held: contextlib.ExitStack) -> None:
     _finish_replacements(root)
 
 
-def _place(group: str, members: Mapping[str, Tensor | Block], max_file_bytes: int) -> dict[str, TensorEntry]:
+def _place(group: str, members: Mapping[str, Tensor | RawArray], max_file_bytes: int) -> dict[str, TensorEntry]:
     """Decide for each tensor of a group the file it goes to, and which names share one tensor."""
     if not GROUP_NAME.fullmatch(group):
         raise CheckpointError(f"tensors: {group!r} cannot name a group. Use lower-case letters, digits and '_'.")
@@ -117,13 +116,13 @@ def _place(group: str, members: Mapping[str, Tensor | Block], max_file_bytes: in
         if first != name:
             shared[name] = first
             continue
-        num_bytes = tensor.data.nbytes if isinstance(tensor, Block) else tensor.numel() * tensor.element_size()
+        num_bytes = tensor.data.nbytes if isinstance(tensor, RawArray) else tensor.numel() * tensor.element_size()
         if filled and filled + num_bytes > max_file_bytes:
             number, filled = number + 1, 0
         numbers[name] = number
         filled += num_bytes
 
-    def entry(name: str, tensor: Tensor | Block) -> TensorEntry:
+    def entry(name: str, tensor: Tensor | RawArray) -> TensorEntry:
         position = numbers[shared.get(name, name)]
         file = f"{group}.safetensors" if number == 1 else f"{group}-{position:05d}-of-{number:05d}.safetensors"
         return TensorEntry(file, dtype_name(name, tensor), tuple(tensor.shape), shared.get(name))
@@ -131,9 +130,9 @@ def _place(group: str, members: Mapping[str, Tensor | Block], max_file_bytes: in
     return {name: entry(name, tensor) for name, tensor in members.items()}
 
 
-def _memory(name: str, tensor: Tensor | Block) -> tuple[object, ...]:
+def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
     """Equal for two names of one tensor; empty tensors own no memory and are never shared."""
-    if isinstance(tensor, Block):
+    if isinstance(tensor, RawArray):
         return (id(tensor),)
     if tensor.numel() == 0:
         return (name,)
@@ -161,7 +160,7 @@ def require_space(root: Path, needed: int) -> None:
 def _write(
     root: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, Tensor | Block]],
+    tensors: Mapping[str, Mapping[str, Tensor | RawArray]],
     entries: Mapping[str, Mapping[str, TensorEntry]],
     state_text: bytes,
 ) -> Path:
@@ -199,7 +198,7 @@ def publish(root: Path, step: int, place: Path, manifest: bytes) -> Path:
 def _write_files(
     place: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, Tensor | Block]],
+    tensors: Mapping[str, Mapping[str, Tensor | RawArray]],
     entries: Mapping[str, Mapping[str, TensorEntry]],
     state_text: bytes,
 ) -> bytes:

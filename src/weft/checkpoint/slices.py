@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.checkpoint.part import Deal, Part
+from weft.checkpoint.parts import Deal, Part
 
 _NUMBERS = ("length", "start", "times", "each", "turn")
 _MOST = 2**48

@@ -27,14 +27,14 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("Train a model; the same command again resumes.", "weft.cli.train", "train"),
-    "plan": Verb("Find the best plans for a model on a cluster, and say why.", "weft.cli.planning.plan", "plan"),
+    "plan": Verb("Find the best plans for a model on a cluster, and say why.", "weft.cli.planning.plan_verb", "plan"),
     "calibrate": Verb("Measure this machine, so that the planner knows it.", "weft.cli.calibrate", "calibrate"),
     "verify": Verb("Check that a plan gives the same numbers as one process.", "weft.cli.verify", "verify"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
-    "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
+    "config": Verb("Show, check and explain configs.", "weft.cli.config.config_verb", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
-    "layout": Verb("Print how tensor parallelism cuts a model, and why.", "weft.cli.layout", "layout"),
+    "layout": Verb("Print how tensor parallelism cuts a model, and why.", "weft.cli.layout_verb", "layout"),
     "doctor": Verb("Check this machine, and report it for a bug report.", "weft.cli.doctor.verb", "doctor"),
     "version": Verb("Print Weft's version.", "weft.cli.version", "version"),
 }

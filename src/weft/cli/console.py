@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from weft import env
-from weft.monitor.terminal import columns_of, wrapped
+from weft.monitor.screen import columns_of, wrapped
 
 #: report(stage, done, total), as the preparation of data calls it.
 Report = Callable[[str, int, int], None]

@@ -11,7 +11,7 @@ import typer
 
 from weft import units
 from weft.cli.console import progress_report
-from weft.monitor import tell
+from weft.monitor.screen import tell
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -26,7 +26,7 @@ from weft.cli.launcher import (
     visible_gpus,
 )
 from weft.errors import ConfigError, WeftError
-from weft.monitor import busy
+from weft.monitor.screen import busy
 
 if TYPE_CHECKING:
     from weft.comm import FirstWord

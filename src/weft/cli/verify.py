@@ -15,8 +15,7 @@ from weft.errors import ConfigError, PlanError
 from weft.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from weft.testing import Sweep, Verdict
-    from weft.testing.subject import Subject
+    from weft.testing.verify import Subject, Sweep, Verdict
 
 #: Exit code of a run in which no plan could be tried.
 PROVED_NOTHING = 3
@@ -67,8 +66,7 @@ def verify(
         raise ConfigError(f"{given}=: it selects among all plans. Use it with --all.")
     from weft.spec import Layout
     from weft.spec.model import size_hides
-    from weft.testing import find_subject
-    from weft.testing.subject import Settings
+    from weft.testing.verify import Settings, find_subject
 
     if note := size_hides(model):
         say(note)
@@ -105,7 +103,7 @@ def read_part(text: str | None) -> tuple[int, int]:
 
 
 def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
-    from weft.testing import Verifier, check_subject
+    from weft.testing.verify import Verifier, check_subject
 
     check_subject(subject, plan)
     with Verifier(subject, plan.world_size) as verifier:
@@ -122,8 +120,8 @@ def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
 
 
 def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool) -> int:
-    from weft.testing import Sweep, Verifier, covering_plans, legal
-    from weft.testing.matrix import layout_of
+    from weft.testing import layout_of, legal
+    from weft.testing.verify import Sweep, Verifier, covering_plans
 
     settings = subject.settings
     every = legal(

@@ -1,5 +1,7 @@
 """The one door for communication: every collective names its axis and is counted."""
 
+from __future__ import annotations
+
 from weft.comm.collectives import (
     all_gather,
     all_reduce,
@@ -11,18 +13,15 @@ from weft.comm.collectives import (
     start_reduce_parts,
     start_reduce_scatter,
 )
-from weft.comm.hang_watch import Watch
 from weft.comm.ledger import Ledger
-from weft.comm.meet import Choice, transports
+from weft.comm.meet import transports
 from weft.comm.pending import Pending
 from weft.comm.word import FirstWord
 
 __all__ = [
-    "Choice",
     "FirstWord",
     "Ledger",
     "Pending",
-    "Watch",
     "all_gather",
     "all_reduce",
     "barrier",

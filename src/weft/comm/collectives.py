@@ -15,8 +15,7 @@ import torch
 
 from weft.comm.links import Operation, Parts
 from weft.comm.pending import Pending
-from weft.comm.wire import Coder
-from weft.comm.wire.coded import gather_coded, sum_coded
+from weft.comm.wire import Coder, gather_coded, sum_coded
 from weft.errors import CommError
 from weft.mesh import Axis
 

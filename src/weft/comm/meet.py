@@ -18,8 +18,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from weft.comm.links import BackendLink, ExchangeLink, Link, Segment, SharedLink, host_mark
-from weft.comm.links.staged import StagedLink
+from weft.comm.links import BackendLink, ExchangeLink, Link, Segment, SharedLink, StagedLink, host_mark
 from weft.comm.private_torch import all_gather, all_reduce, as_bytes, backend_of, broadcast, timeout_s
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh

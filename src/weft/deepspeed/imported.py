@@ -9,10 +9,10 @@ from typing import cast
 
 from weft import env
 from weft.deepspeed.batch import read_batch
-from weft.deepspeed.layout import read_axes, read_precision, read_recompute, read_zero
+from weft.deepspeed.json_source import Source, read_source
 from weft.deepspeed.outcome import BECAME, NOT_BUILT, TYPO, Outcome
+from weft.deepspeed.plan_fields import read_axes, read_precision, read_recompute, read_zero
 from weft.deepspeed.reading import MOST, Reading
-from weft.deepspeed.source import Source, read_source
 from weft.deepspeed.training import read_clipping, read_optimizer, read_scheduler
 from weft.errors import ConfigError, PlanError, Problem
 from weft.spec import RunConfig

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from weft.deepspeed.json_source import Source
 from weft.deepspeed.keys import Group, known_keys, meant, sections
 from weft.deepspeed.outcome import BECAME, FOLLOWS, NOT_BUILT, NOTHING, REMOVED, TYPO, Outcome
-from weft.deepspeed.source import Source
 from weft.env import is_secret
 from weft.errors import Problem, did_you_mean
 from weft.spec import RunConfig

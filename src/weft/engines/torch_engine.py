@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from weft.checkpoint import Checkpoint, SavedPiece
-from weft.comm import Ledger, Watch, barrier
+from weft.comm import Ledger, barrier
+from weft.comm.watch import Watch
 from weft.data.batch import move_batch
 from weft.memory import offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
-from weft.monitor import Meter
-from weft.monitor.time_book import TimeBook
+from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
 from weft.train import Microbatches, TrainStep
-from weft.train.engine import Evaluation, Job, StepResult, derive_seed
+from weft.train.engine import EngineJob, Evaluation, StepResult, derive_seed
 from weft.train.planned import report_times
 from weft.train.state import expected_bytes, gather, on_first, pieces, resume
 from weft.train.step import evaluate
@@ -33,7 +33,7 @@ from weft.units import parse_seconds
 class TorchEngine:
     """One rank's part of a model that torch trains. Making one joins the ranks and watches them."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: EngineJob):
         self._job, self._config, self._task = job, job.config, job.task
         launch = job.config.launch
         device = pick_device(launch.device, job.place.local_rank if job.place else 0)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from weft.errors import ModelError
-from weft.memory.link import Copy
+from weft.memory.host_link import Copy
 from weft.memory.offload import Host
 from weft.memory.policy import without_graph
 from weft.memory.private_torch import compiled_call, set_compiled_call

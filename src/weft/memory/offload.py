@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import LaunchError
-from weft.memory.link import Copy, Link, Waitable, link_to
+from weft.memory.host_link import Copy, HostLink, Waitable, link_to
 from weft.memory.pool import MOST_OF_HOST, HostPool, pool_for
 from weft.spec.plan import Plan
 
@@ -31,7 +31,7 @@ FUSED_ON_CPU = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
 class Host:
     """The host as one rank's device sees it: its memory, and the way there."""
 
-    link: Link
+    link: HostLink
     pool: HostPool
 
 

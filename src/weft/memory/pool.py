@@ -15,7 +15,7 @@ import torch
 
 from weft import env
 from weft.errors import LaunchError
-from weft.memory.link import Copy
+from weft.memory.host_link import Copy
 from weft.units import format_bytes, parse_bytes
 
 #: Of the machine's memory, what all ranks on it may pin together; the rest is for states, data and the system.

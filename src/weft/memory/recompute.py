@@ -27,7 +27,7 @@ from weft.comm import all_reduce
 from weft.errors import ModelError, PlanError, Problem
 from weft.memory.budget import cheapest_choice
 from weft.memory.policy import Forward, Policy, run_block, spare_buffers, without_graph
-from weft.memory.trace import BlockTrace, Option, Storages, num_bytes, storages_of, trace_block
+from weft.memory.trace import BlockTrace, PolicyCost, Storages, num_bytes, storages_of, trace_block
 from weft.mesh import Axis
 from weft.private_torch import tree_leaves
 from weft.spec.plan import RECOMPUTES, Plan
@@ -231,7 +231,7 @@ class Recompute:
             self.policies[path] = policy
             self._blocks[path]._weft_policy = policy
 
-    def _agree(self, fixed_bytes: int, menus: list[list[Option]]) -> tuple[int, list[list[tuple[int, float]]]]:
+    def _agree(self, fixed_bytes: int, menus: list[list[PolicyCost]]) -> tuple[int, list[list[tuple[int, float]]]]:
         """(bytes, seconds) of all options as all ranks of the axis see them: the most bytes, and seconds added up."""
         flat_bytes = [float(fixed_bytes), *(float(option.num_bytes) for menu in menus for option in menu)]
         flat_s = [0.0, *(option.seconds for menu in menus for option in menu)]
@@ -264,7 +264,7 @@ class _Call:
     trace: BlockTrace
     outputs: Storages = field(default_factory=dict)
 
-    def options(self, kept: Storages) -> list[Option]:
+    def options(self, kept: Storages) -> list[PolicyCost]:
         """The block's policies. kept: storages that are alive whatever is chosen."""
         return self.trace.options(num_bytes({key: out for key, out in self.outputs.items() if key not in kept}))
 

@@ -29,7 +29,7 @@ class HeavyOperation:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class PolicyCost:
     """One policy for a block. num_bytes: kept beside the block's inputs. seconds: of recompute, per call."""
 
     policy: Policy
@@ -62,14 +62,14 @@ class BlockTrace:
         """The policy of that name for this block."""
         return Policy(name, frozenset(self._needed()) if name == "selective" else frozenset(), self.buffers)
 
-    def options(self, output_bytes: int = 0) -> list[Option]:
+    def options(self, output_bytes: int = 0) -> list[PolicyCost]:
         """From keeping all to keeping nothing: none, attention, selective with ever fewer operations kept, full.
 
         output_bytes: of the block's outputs that backward needs and that nobody else keeps.
         """
-        found = [Option(self.named("none"), self.kept_bytes + output_bytes, 0.0)]
+        found = [PolicyCost(self.named("none"), self.kept_bytes + output_bytes, 0.0)]
         if self.num_calls and self.attention_bytes < self.kept_bytes:
-            found.append(Option(self.named("attention"), self.attention_bytes + output_bytes, self.core_s))
+            found.append(PolicyCost(self.named("attention"), self.attention_bytes + output_bytes, self.core_s))
         # The operations that save the most time for their bytes are the last to be given up.
         heavy = {order: operation for order, operation in enumerate(self.heavy) if operation is not None}
         by_worth = sorted(heavy, key=lambda order: -heavy[order].seconds / max(heavy[order].num_bytes, 1))
@@ -77,9 +77,9 @@ class BlockTrace:
             saved, again = by_worth[:count], by_worth[count:]
             seconds = self.light_s + sum(heavy[order].seconds for order in again)
             policy = Policy("selective", frozenset(saved), self.buffers)
-            found.append(Option(policy, sum(heavy[order].num_bytes for order in saved), seconds))
+            found.append(PolicyCost(policy, sum(heavy[order].num_bytes for order in saved), seconds))
         all_s = self.light_s + sum(operation.seconds for operation in heavy.values())
-        return [*found, Option(self.named("full"), 0, all_s)]
+        return [*found, PolicyCost(self.named("full"), 0, all_s)]
 
     def _needed(self) -> list[int]:
         return [order for order, operation in enumerate(self.heavy) if operation is not None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.models.moe import Experts
+from weft.models.experts import Experts
 from weft.models.transformer import INIT_STD
 
 #: Values drawn from one stream. A matrix is a row of such streams, so that a part of it can be made alone

@@ -17,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.models.attention import Attention, Visible, see_causally
-from weft.models.cache import Cache, LayerCache
-from weft.models.moe import MoE
+from weft.models.attention import Attention, Cache, LayerCache, Rotation, Visible, rotation, see_causally
+from weft.models.experts import MoE
 from weft.models.private_torch import KeepsTies
-from weft.models.rotary import Rotation, rotation
 from weft.spec import DecoderSpec, Layout
 
 #: Standard deviation of initial matrices; `initialise` reads a module's own `init_std` where it has one.

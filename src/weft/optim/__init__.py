@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from weft.optim.build import build_optimizer, check_optimizer, freeze, options_of
     from weft.optim.clip import clip_factor, global_norm
     from weft.optim.loss_scale import LossScale
+    from weft.optim.lr_schedule import lr_factor
     from weft.optim.muon import Muon
-    from weft.optim.schedule import lr_factor
 
 __getattr__ = loads(
     __name__,
@@ -35,7 +35,7 @@ __getattr__ = loads(
         "clip_factor": ".clip",
         "freeze": ".build",
         "global_norm": ".clip",
-        "lr_factor": ".schedule",
+        "lr_factor": ".lr_schedule",
         "options_of": ".build",
     },
 )

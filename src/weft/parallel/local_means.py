@@ -15,7 +15,7 @@ from torch import nn
 from weft.comm import all_reduce
 from weft.errors import WeftWarning
 from weft.mesh import Mesh
-from weft.models.initialise import BATCH_NORMS
+from weft.models import BATCH_NORMS
 from weft.parallel.placement import is_attached
 from weft.structure import hugging_face
 

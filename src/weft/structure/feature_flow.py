@@ -86,7 +86,7 @@ class FeatureFlow(TorchFunctionMode):
 
     def _pass_on(self, func: Any, args: Any, kwargs: Any, marked: list[Any], outputs: list[torch.Tensor]) -> None:
         marks = [mark for leaf in marked if (mark := self.of(leaf)) is not None]
-        step = Step(self, plain_name(func), args, kwargs, marks, outputs)
+        step = FlowStep(self, plain_name(func), args, kwargs, marks, outputs)
         made = list(step.marks(marked))
         if len({mark.sources for mark in marks}) > 1:
             self.together.append(frozenset[str]().union(*(mark.sources for mark in marks)))
@@ -106,7 +106,7 @@ def plain_name(func: Any) -> str:
     return name[1:] if name[:1] in "ri" and name[1:] in _POINTWISE else name
 
 
-class Step:
+class FlowStep:
     """One operation on marked tensors."""
 
     def __init__(

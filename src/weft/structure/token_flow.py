@@ -23,7 +23,7 @@ from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Style
 from weft.structure.blocks import has_params, repeated_blocks
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
-from weft.structure.feature_flow import FeatureFlow, Mark, Step, plain_name
+from weft.structure.feature_flow import FeatureFlow, FlowStep, Mark, plain_name
 from weft.structure.layers import KnownModel
 
 _TOKENS = frozenset(("tokens",))
@@ -182,7 +182,7 @@ class _TokenFlow(FeatureFlow):
             self.mark(tensor, mark)
 
 
-class _TokenStep(Step):
+class _TokenStep(FlowStep):
     """One operation on tensors whose tokens are marked. is_unknown: whether nobody knows what it does to them."""
 
     is_unknown = False

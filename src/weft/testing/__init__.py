@@ -14,13 +14,8 @@ __all__ = [
     "DecoderCase",
     "ParityResult",
     "RankPool",
-    "Sweep",
-    "Verdict",
-    "Verifier",
-    "check_subject",
     "covering",
-    "covering_plans",
-    "find_subject",
+    "layout_of",
     "legal",
     "train_case",
     "train_cases",
@@ -29,12 +24,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.testing.matrix import covering, legal
+    from weft.testing.matrix import covering, layout_of, legal
     from weft.testing.parity import Case, DecoderCase, ParityResult, train_case, train_cases, train_decoder, train_plain
     from weft.testing.spawn import RankPool
-    from weft.testing.subject import find_subject
-    from weft.testing.sweep import Sweep, covering_plans
-    from weft.testing.verify import Verdict, Verifier, check_subject
 
 __getattr__ = loads(
     __name__,
@@ -43,13 +35,8 @@ __getattr__ = loads(
         "DecoderCase": ".parity",
         "ParityResult": ".parity",
         "RankPool": ".spawn",
-        "Sweep": ".sweep",
-        "Verdict": ".verify",
-        "Verifier": ".verify",
-        "check_subject": ".verify",
         "covering": ".matrix",
-        "covering_plans": ".sweep",
-        "find_subject": ".subject",
+        "layout_of": ".matrix",
         "legal": ".matrix",
         "train_case": ".parity",
         "train_cases": ".parity",

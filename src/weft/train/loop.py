@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import TrainingHalted
-from weft.monitor import NonFiniteGuard, StepRecord, memory_bytes, mfu
-from weft.monitor.time_book import TimeBook
+from weft.monitor import NonFiniteGuard, StepRecord, mfu
+from weft.monitor.times import TimeBook, memory_bytes
 from weft.optim import lr_factor
 from weft.spec import RunConfig
 from weft.train.engine import Engine, StepResult

@@ -16,7 +16,7 @@ from weft.parallel.parallelize import cut
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
-from weft.testing.live import LiveBytes
+from weft.testing.memory import LiveTensors
 
 
 class Conv1D(nn.Module):
@@ -107,7 +107,7 @@ def test_delivering_never_makes_all_gradients_at_once():
     x = torch.randn(4, 64)
     deliver(held.during(lambda: model(x).sum().backward()))
     waiting = held.during(lambda: model(x).sum().backward())
-    with LiveBytes(layer.weight.grad for layer in model) as live:
+    with LiveTensors(layer.weight.grad for layer in model) as live:
         deliver(waiting)
     assert live.peak < 2 * model[0].weight.nbytes
     assert not waiting

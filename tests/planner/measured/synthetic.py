@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.planner.measured.here import this_host
 from weft.planner.measured.laws import BETWEEN
-from weft.planner.measured.profile import Lesson, Machine, Profile, Sample
+from weft.planner.measured.profile import Lesson, Machine, Measurement, Profile
 
 #: Operations a second of a core, values a second through memory, bytes a second between ranks, seconds of a call.
 FLOPS, VALUES, BYTES, CALL = 5e10, 1e9, 2e9, 1e-5
@@ -52,14 +52,14 @@ def profile(
     nobody measured it.
     """
     samples = [
-        Sample(op=op, size=size, seconds=max(1.0, ranks / CORES) * (CALL + work(*size)), ranks=ranks)
+        Measurement(op=op, size=size, seconds=max(1.0, ranks / CORES) * (CALL + work(*size)), ranks=ranks)
         for ranks in counts
         for ops, sizes, work in COMPUTE
         for op in ops
         for size in sizes
     ]
     samples += [
-        Sample(op=op, size=(size,), seconds=CALL + size / BYTES, ranks=ranks, group=group)
+        Measurement(op=op, size=(size,), seconds=CALL + size / BYTES, ranks=ranks, group=group)
         for ranks in counts
         for group in counts
         if 1 < group <= ranks
@@ -68,7 +68,7 @@ def profile(
     ]
     product = 2 * np.prod(BETWEEN) / FLOPS + CALL
     samples += [
-        Sample(op="meeting", size=(count,), ranks=ranks, group=group,
+        Measurement(op="meeting", size=(count,), ranks=ranks, group=group,
                seconds=CALL + (waiting or 0.0) * (count * max(1.0, ranks / CORES) * product) ** 0.5)
         for ranks in counts
         for group in counts

@@ -137,25 +137,25 @@ def test_several_hosts_were_not_measured() -> None:
 
 
 def test_a_gpu_profile_gives_constants() -> None:
-    from weft.planner.measured.profile import Sample
+    from weft.planner.measured.profile import Measurement
     from weft.spec.cluster import ClusterSpec
 
     cluster = ClusterSpec.parse("2xh100")
     known = profile()
     machine = replace(known.machine, kind="cuda", device="NVIDIA H100 80GB HBM3", count=2)
     samples = (
-        Sample(op="linear_f", size=(8192, 8192, 8192), seconds=2 * 8192**3 / 7e14, dtype="bf16"),
-        Sample(op="copy", size=(8192, 8192), seconds=4 * 8192**2 / 3e12, dtype="bf16"),
+        Measurement(op="linear_f", size=(8192, 8192, 8192), seconds=2 * 8192**3 / 7e14, dtype="bf16"),
+        Measurement(op="copy", size=(8192, 8192), seconds=4 * 8192**2 / 3e12, dtype="bf16"),
         *(
-            Sample(op="all_gather", size=(n,), seconds=1e-5 + n / 2 / 3e11, ranks=2, group=2)
+            Measurement(op="all_gather", size=(n,), seconds=1e-5 + n / 2 / 3e11, ranks=2, group=2)
             for n in (1 << 12, 1 << 18, 1 << 24, 1 << 28)
         ),
         # Alone a device has more of the host than beside another; the slower direction and the larger size count.
-        Sample(op="to_host", size=(1 << 28,), seconds=2**28 / 50e9, ranks=1),
-        Sample(op="to_host", size=(1 << 28,), seconds=2**28 / 24e9, ranks=2),
-        Sample(op="to_device", size=(1 << 28,), seconds=2**28 / 30e9, ranks=2),
-        Sample(op="to_device", size=(1 << 20,), seconds=2**20 / 3e9, ranks=2),
-        Sample(op="host_adamw", size=(1 << 25,), seconds=28 * 2**25 / 40e9, ranks=2),
+        Measurement(op="to_host", size=(1 << 28,), seconds=2**28 / 50e9, ranks=1),
+        Measurement(op="to_host", size=(1 << 28,), seconds=2**28 / 24e9, ranks=2),
+        Measurement(op="to_device", size=(1 << 28,), seconds=2**28 / 30e9, ranks=2),
+        Measurement(op="to_device", size=(1 << 20,), seconds=2**20 / 3e9, ranks=2),
+        Measurement(op="host_adamw", size=(1 << 25,), seconds=28 * 2**25 / 40e9, ranks=2),
     )
     tables = measured_tables(replace(known, machine=machine, samples=samples), cluster, "tables")
     assert tables.gemm_ceiling == pytest.approx(7e14 / 989e12)

@@ -8,7 +8,7 @@ import pytest
 from tests.planner.measured.synthetic import BYTES, CALL, FLOPS, VALUES, profile
 from weft.errors import ConfigError
 from weft.planner.measured.laws import Laws, fit_law
-from weft.planner.measured.profile import Sample
+from weft.planner.measured.profile import Measurement
 
 
 def test_a_law_gives_back_what_made_its_samples() -> None:
@@ -21,7 +21,7 @@ def test_a_law_gives_back_what_made_its_samples() -> None:
 
 
 def test_coefficients_are_never_negative() -> None:
-    falling = [Sample(op="add", size=(size, 8), seconds=1.0 / size) for size in (1, 2, 4, 8)]
+    falling = [Measurement(op="add", size=(size, 8), seconds=1.0 / size) for size in (1, 2, 4, 8)]
     law = fit_law("add", falling)
     assert min(law.coefficients) >= 0
     assert law.error > 0.1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.mesh import _strides
+from weft.mesh.mesh import _strides
 from weft.planner.space.columns import CP_MODES, Columns, Job, settled
 from weft.planner.space.shape import Shape
 from weft.spec.model import ModelSpec, decoder_spec, model_names

@@ -13,7 +13,7 @@ from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import NOT_BUILT, check
 from weft.spec.rules.rule import Facts
-from weft.testing.live import LiveBytes
+from weft.testing.memory import LiveTensors
 from weft.train.tasks.decoder_loss import token_cross_entropy
 
 GIB = 2**30
@@ -32,7 +32,7 @@ def test_activations_are_what_is_alive_within_a_fifth(shape, recompute):
     apply_recompute(model, Plan(recompute=recompute))
     ids = torch.zeros(4, 128, dtype=torch.int64)
     for _ in range(2):
-        with LiveBytes(model.parameters()) as live:
+        with LiveTensors(model.parameters()) as live:
             loss, _count = token_cross_entropy(model(ids), {"labels": ids})
             live.peak = 0
             loss.backward()

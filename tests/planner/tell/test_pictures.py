@@ -11,7 +11,7 @@ from weft.planner.search.best_plans import answer
 from weft.planner.search.moves import estimated
 from weft.planner.search.question import Question
 from weft.planner.tell.explanation import explain, fit_words, memory_bars, waterfall
-from weft.planner.tell.pictures.canvas import Drawing, Line, Rect, Text
+from weft.planner.tell.pictures.canvas import Drawing, Polyline, Rect, Text
 from weft.planner.tell.pictures.charts import memory_by_rank, pareto
 from weft.planner.tell.pictures.charts import waterfall as draw_waterfall
 from weft.planner.tell.verdict import read_plan
@@ -46,7 +46,7 @@ def test_the_border_of_memory_and_speed():
     drawing = pareto(found)
     assert inside(drawing)
     assert "llama3-8b on 8xh100" in words(drawing)
-    border = next(shape for shape in reversed(drawing.shapes) if isinstance(shape, Line) and len(shape.points) > 2)
+    border = next(shape for shape in reversed(drawing.shapes) if isinstance(shape, Polyline) and len(shape.points) > 2)
     assert len(border.points) == len(found.pareto)
     assert [y for _, y in border.points] == sorted((y for _, y in border.points), reverse=True)
 

@@ -6,18 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.spec.schedule.cases import schedules
-from weft.spec.schedule import (
-    Action,
-    Schedule,
-    Transfer,
-    arrived_by,
-    build_schedule,
-    makes,
-    needs,
-    parts,
-    receiving_early,
-    with_transfers,
-)
+from weft.spec.schedule import Action, Schedule, build_schedule, makes, needs, parts
+from weft.spec.schedule.transfers import Transfer, arrived_by, receiving_early, with_transfers
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 

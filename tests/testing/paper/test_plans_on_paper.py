@@ -82,7 +82,7 @@ from unittest.mock import patch
 import torch
 import weft.train.script.script_run
 from weft.comm.links.backend import BackendLink
-from weft.memory.link import _CudaCopy
+from weft.memory.host_link import _CudaCopy
 from weft.parallel.zero.sharded.fsdp_hooks import ReplicaSum
 from weft.testing.paper.plans import Subject, plan_report
 from weft.testing.paper.streams import device_here

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from weft.cli.doctor.line import Line
+from weft.cli.doctor.line import CheckLine
 from weft.units import format_bytes
 
 
-def gpus() -> Iterator[Line]:
+def gpus() -> Iterator[CheckLine]:
     """Driver and, for each GPU: name, memory, power limit, PCIe link, NVLinks that are up."""
     import pynvml
     import torch
@@ -19,22 +19,22 @@ def gpus() -> Iterator[Line]:
     except pynvml.NVMLError as error:
         if torch.version.cuda:
             remedy = "Install the NVIDIA driver, or give the container its GPUs (docker run --gpus all)."
-            yield Line("gpus", "driver", f"none found, though torch is built for CUDA ({error})", "warn", remedy)
+            yield CheckLine("gpus", "driver", f"none found, though torch is built for CUDA ({error})", "warn", remedy)
         else:
-            yield Line("gpus", "driver", "no NVIDIA driver here; training will use the CPU")
+            yield CheckLine("gpus", "driver", "no NVIDIA driver here; training will use the CPU")
         return
     try:
         count = pynvml.nvmlDeviceGetCount()
         driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        yield Line("gpus", "driver", f"{driver}, up to CUDA {cuda // 1000}.{cuda % 1000 // 10}; {count} GPUs")
+        yield CheckLine("gpus", "driver", f"{driver}, up to CUDA {cuda // 1000}.{cuda % 1000 // 10}; {count} GPUs")
         for index in range(count):
-            yield Line("gpus", f"gpu {index}", _describe(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
+            yield CheckLine("gpus", f"gpu {index}", _describe(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
     finally:
         pynvml.nvmlShutdown()
     if count and not torch.cuda.is_available():
         cause = "CUDA_VISIBLE_DEVICES hides them" if torch.version.cuda else "this torch is built for the CPU"
         remedy = "Unset CUDA_VISIBLE_DEVICES." if torch.version.cuda else "Install a CUDA build: https://pytorch.org"
-        yield Line("gpus", "torch", f"sees no GPU: {cause}, or the driver is too old", "fail", remedy)
+        yield CheckLine("gpus", "torch", f"sees no GPU: {cause}, or the driver is too old", "fail", remedy)
 
 
 def _describe(nvml: Any, gpu: Any) -> str:

@@ -11,7 +11,7 @@ Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CheckLine:
     """One fact about the machine. remedy: what to do, where status is not ok."""
 
     section: str
@@ -22,14 +22,14 @@ class Line:
 
 
 #: A part of the examination.
-Check = Callable[[], Iterable[Line]]
+Check = Callable[[], Iterable[CheckLine]]
 
 
-def examine(section: str, check: Check) -> list[Line]:
+def examine(section: str, check: Check) -> list[CheckLine]:
     """The lines of one check; where the machine does not even let itself be read, one line that says so."""
     try:
         return list(check())
     # A report about unknown machines must come to its end; what could not be read is itself a finding, and is shown.
     except Exception as error:
         text = f"could not be read ({type(error).__name__}: {error})"
-        return [Line(section, check.__name__, text, "warn", "Please report this line.")]
+        return [CheckLine(section, check.__name__, text, "warn", "Please report this line.")]

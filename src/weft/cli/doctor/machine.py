@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from weft import env
-from weft.cli.doctor.line import Line, Status
+from weft.cli.doctor.line import CheckLine, Status
 from weft.cli.launcher import usable_cores
 from weft.units import format_bytes
 
@@ -22,25 +22,27 @@ _WRITE_BYTES = 32 * 2**20
 _GIB = 2**30
 
 
-def system() -> Iterator[Line]:
+def system() -> Iterator[CheckLine]:
     """Operating system, and whether this is a container."""
     libc = " ".join(platform.libc_ver()).strip()
     container = ", in a container" if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() else ""
-    yield Line("machine", "system", f"{platform.system()} {platform.release()} {platform.machine()} {libc}{container}")
+    yield CheckLine(
+        "machine", "system", f"{platform.system()} {platform.release()} {platform.machine()} {libc}{container}"
+    )
 
 
-def processor() -> Iterator[Line]:
+def processor() -> Iterator[CheckLine]:
     """Model, cores and the features that matter."""
     model, flags = _cpu()
     physical = psutil.cpu_count(logical=False)
     cores = f"{usable_cores()} usable of {psutil.cpu_count()} logical, {physical or '?'} physical"
-    yield Line("machine", "cpu", f"{model or platform.processor() or 'unknown'}; {cores}")
-    yield Line(
+    yield CheckLine("machine", "cpu", f"{model or platform.processor() or 'unknown'}; {cores}")
+    yield CheckLine(
         "machine", "cpu flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter"
     )
 
 
-def memory() -> Iterator[Line]:
+def memory() -> Iterator[CheckLine]:
     """RAM, the container's limit, and shared memory."""
     ram = psutil.virtual_memory()
     limit = _cgroup_limit()
@@ -49,22 +51,22 @@ def memory() -> Iterator[Line]:
         text += f"; the container may use {format_bytes(limit)}"
     low = ram.available < 2 * _GIB
     remedy = "Close other programs, or train a smaller model." if low else ""
-    yield Line("machine", "memory", text, "warn" if low else "ok", remedy)
+    yield CheckLine("machine", "memory", text, "warn" if low else "ok", remedy)
     if Path("/dev/shm").is_dir():
         shm = psutil.disk_usage("/dev/shm")
         small = shm.free < 256 * 2**20
         remedy = "Start the container with --shm-size=8g (or --ipc=host)." if small else ""
         text = f"{format_bytes(shm.free)} free of {format_bytes(shm.total)}"
-        yield Line("machine", "/dev/shm", text, "warn" if small else "ok", remedy)
+        yield CheckLine("machine", "/dev/shm", text, "warn" if small else "ok", remedy)
 
 
-def disks() -> Iterator[Line]:
+def disks() -> Iterator[CheckLine]:
     """Free space and write speed where runs and tokenised data go."""
     for name, folder in (("disk for runs", Path.cwd()), ("disk for data", env.cache_dir())):
         yield _disk(name, folder)
 
 
-def limits() -> Iterator[Line]:
+def limits() -> Iterator[CheckLine]:
     """Limits of this process that training runs into."""
     if sys.platform == "win32":
         return
@@ -77,7 +79,7 @@ def limits() -> Iterator[Line]:
     for name, label in (("RLIMIT_MEMLOCK", "locked memory"), ("RLIMIT_NPROC", "processes"), ("RLIMIT_CORE", "core")):
         if hasattr(resource, name):
             parts.append(f"{label} {_limit(resource.getrlimit(getattr(resource, name))[0])}")
-    yield Line("machine", "limits", ", ".join(parts), "warn" if low else "ok", remedy)
+    yield CheckLine("machine", "limits", ", ".join(parts), "warn" if low else "ok", remedy)
 
 
 def _limit(value: int) -> str:
@@ -103,18 +105,18 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def _disk(name: str, folder: Path) -> Line:
+def _disk(name: str, folder: Path) -> CheckLine:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
         speed = _write_speed(existing)
     except OSError as error:
         remedy = "Set run.dir (runs) or WEFT_HOME (data) to a folder that you can write to."
-        return Line("machine", name, f"{shown(folder)} cannot be written to ({error.strerror})", "fail", remedy)
+        return CheckLine("machine", name, f"{shown(folder)} cannot be written to ({error.strerror})", "fail", remedy)
     free = psutil.disk_usage(str(existing)).free
     status: Status = "warn" if free < 5 * _GIB else "ok"
     remedy = "Free some space, or set run.dir or WEFT_HOME to another disk." if status == "warn" else ""
     text = f"{format_bytes(free)} free, writes {format_bytes(speed)}/s ({shown(folder)})"
-    return Line("machine", name, text, status, remedy)
+    return CheckLine("machine", name, text, status, remedy)
 
 
 def _write_speed(folder: Path) -> float:

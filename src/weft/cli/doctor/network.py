@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from weft import env
-from weft.cli.doctor.line import Line
+from weft.cli.doctor.line import CheckLine
 
 #: Prefixes of the variables that change how training runs.
 _PREFIXES = ("WEFT_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GOMP_", "SLURM_",
@@ -19,7 +19,7 @@ _PREFIXES = ("WEFT_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "M
 _PRESENCE = ("SLURM_", "MASTER_ADDR", "PYTHON", "XDG_CACHE_HOME", "LD_PRELOAD", "WEFT_HOME", "HF_HOME")
 
 
-def loopback() -> Iterator[Line]:
+def loopback() -> Iterator[CheckLine]:
     """Whether a port can be opened on this machine, and torch's usual one is free."""
     try:
         with socket.socket() as server:
@@ -29,7 +29,7 @@ def loopback() -> Iterator[Line]:
                 pass
     except OSError as error:
         remedy = "Allow programs to listen on 127.0.0.1 (firewall, sandbox)."
-        yield Line("network", "loopback", f"no port can be opened on 127.0.0.1 ({error})", "fail", remedy)
+        yield CheckLine("network", "loopback", f"no port can be opened on 127.0.0.1 ({error})", "fail", remedy)
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -37,39 +37,41 @@ def loopback() -> Iterator[Line]:
     text = f"ports can be opened on 127.0.0.1; {_port_range()}"
     if taken:
         remedy = "Give torchrun another --master-port; `weft train` finds a free one itself."
-        yield Line("network", "loopback", f"{text}; 29500, torchrun's usual port, is in use", "warn", remedy)
+        yield CheckLine("network", "loopback", f"{text}; 29500, torchrun's usual port, is in use", "warn", remedy)
     else:
-        yield Line("network", "loopback", f"{text}; 29500, torchrun's usual port, is free")
+        yield CheckLine("network", "loopback", f"{text}; 29500, torchrun's usual port, is free")
 
 
-def interfaces() -> Iterator[Line]:
+def interfaces() -> Iterator[CheckLine]:
     """Names of the interfaces, their speed, and InfiniBand devices."""
     parts = []
     for name, state in sorted(psutil.net_if_stats().items()):
         speed = f" {state.speed} Mb/s" if state.speed else ""
         parts.append(f"{name} ({'up' if state.isup else 'down'}{speed})")
-    yield Line("network", "interfaces", ", ".join(parts) or "none")
+    yield CheckLine("network", "interfaces", ", ".join(parts) or "none")
     infiniband = Path("/sys/class/infiniband")
     if infiniband.is_dir():
-        yield Line("network", "infiniband", ", ".join(sorted(device.name for device in infiniband.iterdir())) or "none")
+        yield CheckLine(
+            "network", "infiniband", ", ".join(sorted(device.name for device in infiniband.iterdir())) or "none"
+        )
 
 
-def hostname() -> Iterator[Line]:
+def hostname() -> Iterator[CheckLine]:
     """Whether the machine knows itself by name: gloo asks for that address."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
-        yield Line("network", "hostname", "resolves (name not shown)")
+        yield CheckLine("network", "hostname", "resolves (name not shown)")
     except OSError:
         remedy = "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo for one machine."
-        yield Line("network", "hostname", "does not resolve (name not shown)", "warn", remedy)
+        yield CheckLine("network", "hostname", "does not resolve (name not shown)", "warn", remedy)
 
 
-def variables() -> Iterator[Line]:
+def variables() -> Iterator[CheckLine]:
     """Environment variables that change how training runs; secrets are not shown."""
     shown = []
     for name, value in env.report(_PREFIXES).items():
         shown.append(f"{name} is set" if name.startswith(_PRESENCE) else f"{name}={value}")
-    yield Line("environment", "variables", "; ".join(shown) or "none of those that matter")
+    yield CheckLine("environment", "variables", "; ".join(shown) or "none of those that matter")
 
 
 def _port_range() -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from weft import env
-from weft.cli.doctor.line import Line
+from weft.cli.doctor.line import CheckLine
 
 _LIMIT_S = 20.0
 _REMEDY = "The lines about network and limits may say why; GLOO_SOCKET_IFNAME=lo keeps gloo on this machine."
@@ -37,25 +37,27 @@ class TwoRanks:
             text=True,
         )
 
-    def two_ranks(self) -> Iterator[Line]:
+    def two_ranks(self) -> Iterator[CheckLine]:
         """The result, waited for."""
         try:
             ends = [
                 rank.communicate(timeout=max(0.1, self._begin + _LIMIT_S - time.monotonic())) for rank in self._ranks
             ]
         except subprocess.TimeoutExpired:
-            yield Line("network", "two ranks", f"did not meet within {_LIMIT_S:.0f} s", "fail", _REMEDY)
+            yield CheckLine("network", "two ranks", f"did not meet within {_LIMIT_S:.0f} s", "fail", _REMEDY)
             return
         finally:
             self.close()
         for rank, (process, (out, err)) in enumerate(zip(self._ranks, ends, strict=True)):
             if process.returncode or "sum 3.0" not in out:
                 last = (err.strip().splitlines() or ["no word"])[-1]
-                yield Line("network", "two ranks", f"gloo all_reduce failed on rank {rank}: {last}", "fail", _REMEDY)
+                yield CheckLine(
+                    "network", "two ranks", f"gloo all_reduce failed on rank {rank}: {last}", "fail", _REMEDY
+                )
                 return
         met_s, sum_s = (float(ends[0][0].split()[index]) for index in (3, 5))
         text = f"gloo: met in {1e3 * met_s:.0f} ms, all_reduce in {1e3 * sum_s:.1f} ms"
-        yield Line("network", "two ranks", text)
+        yield CheckLine("network", "two ranks", text)
 
     def close(self) -> None:
         """Leave no process behind."""

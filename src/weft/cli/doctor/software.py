@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 
 import weft
-from weft.cli.doctor.line import Line
+from weft.cli.doctor.line import CheckLine
 from weft.errors import install_extra
 
 _NEEDED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "pyarrow", "psutil", "matplotlib",
@@ -20,7 +20,7 @@ _OPTIONAL = ("transformers",)
 _DISTRIBUTION, _STRANGER = "weft-train", "weft"
 
 
-def namesake() -> Iterator[Line]:
+def namesake() -> Iterator[CheckLine]:
     """Whether another distribution claims `import weft` and the `weft` command."""
     try:
         found = metadata.metadata(_STRANGER)
@@ -30,49 +30,51 @@ def namesake() -> Iterator[Line]:
     whose = f"an old install of this project, now {_DISTRIBUTION}" if ours else "another project"
     text = f"{_STRANGER} {found['Version']} is installed too: {whose}, with the same import and command"
     remedy = f"Run: pip uninstall {_STRANGER}, then install Weft again: pip install -e . in its checkout"
-    yield Line("software", "name clash", text, "warn", remedy)
+    yield CheckLine("software", "name clash", text, "warn", remedy)
 
 
-def versions() -> Iterable[Line]:
+def versions() -> Iterable[CheckLine]:
     """Weft, Python and the packages Weft stands on."""
-    yield Line("software", "weft", weft.__version__)
-    yield Line("software", "python", f"{platform.python_version()} ({platform.python_implementation()}, {_home()})")
+    yield CheckLine("software", "weft", weft.__version__)
+    yield CheckLine(
+        "software", "python", f"{platform.python_version()} ({platform.python_implementation()}, {_home()})"
+    )
     found, missing = [], []
     for package in (*_NEEDED, *_OPTIONAL):
         try:
             found.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             missing.append(package)
-    yield Line("software", "packages", ", ".join(found))
+    yield CheckLine("software", "packages", ", ".join(found))
     needed = [package for package in missing if package in _NEEDED]
     if needed:
         remedy = f"Run: pip install {' '.join(needed)}"
-        yield Line("software", "missing", ", ".join(needed), "fail", remedy)
+        yield CheckLine("software", "missing", ", ".join(needed), "fail", remedy)
     optional = [package for package in missing if package in _OPTIONAL]
     if optional:
-        yield Line("software", "not installed", f"{', '.join(optional)} (optional). {install_extra('hf')}.")
+        yield CheckLine("software", "not installed", f"{', '.join(optional)} (optional). {install_extra('hf')}.")
 
 
-def torch_build() -> Iterator[Line]:
+def torch_build() -> Iterator[CheckLine]:
     """torch, its CUDA, the devices it sees, and the backends its ranks can talk through."""
     import torch
     import torch.distributed as dist
 
     cuda = torch.version.cuda or "none (CPU build)"
-    yield Line(
+    yield CheckLine(
         "software", "torch", f"{torch.__version__}, CUDA {cuda}, cuDNN {torch.backends.cudnn.version() or 'none'}"
     )
     if not dist.is_available():
         remedy = "Install a build of torch with distributed support."
-        yield Line("software", "distributed", "torch was built without it", "fail", remedy)
+        yield CheckLine("software", "distributed", "torch was built without it", "fail", remedy)
         return
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
     nccl = f"; NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backends else ""
     status, remedy = ("ok", "") if "gloo" in backends else ("fail", "Install a build of torch with gloo.")
-    yield Line("software", "backends", f"{', '.join(backends)}{nccl}", status, remedy)
+    yield CheckLine("software", "backends", f"{', '.join(backends)}{nccl}", status, remedy)
     count = torch.cuda.device_count()
     devices = f"{count} x cuda" if count else "cpu only"
-    yield Line("software", "torch devices", f"{devices}; {torch.get_num_threads()} threads in one process")
+    yield CheckLine("software", "torch devices", f"{devices}; {torch.get_num_threads()} threads in one process")
 
 
 def _home() -> str:

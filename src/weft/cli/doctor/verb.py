@@ -11,9 +11,9 @@ import typer
 
 from weft.cli.console import paint
 from weft.cli.doctor import gpus, machine, network, software
-from weft.cli.doctor.line import Line, examine
+from weft.cli.doctor.line import CheckLine, examine
 from weft.cli.doctor.smoke import TwoRanks
-from weft.monitor import tell
+from weft.monitor.screen import tell
 
 #: Columns before a line's text.
 _TEXT_COLUMN = 23
@@ -52,7 +52,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def report() -> list[Line]:
+def report() -> list[CheckLine]:
     """All checks, in the order of the report."""
     two_ranks = TwoRanks()
     try:
@@ -64,7 +64,7 @@ def report() -> list[Line]:
     return lines
 
 
-def text(lines: Iterable[Line], plain: bool = False) -> str:
+def text(lines: Iterable[CheckLine], plain: bool = False) -> str:
     """The report as people read it, grouped by section."""
     rows: list[str] = []
     section = ""
@@ -80,9 +80,9 @@ def text(lines: Iterable[Line], plain: bool = False) -> str:
     return "\n".join(rows)
 
 
-def _healthy(lines: Iterable[Line]) -> bool:
+def _healthy(lines: Iterable[CheckLine]) -> bool:
     return all(line.status != "fail" for line in lines)
 
 
-def _as_dict(line: Line) -> dict[str, str]:
+def _as_dict(line: CheckLine) -> dict[str, str]:
     return {name: getattr(line, name) for name in ("section", "name", "status", "text", "remedy")}

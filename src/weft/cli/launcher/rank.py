@@ -25,7 +25,7 @@ from weft import env
 from weft.cli.launcher.failure import Failure, error_path, log_path, write_failure
 from weft.cli.launcher.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
-from weft.monitor import busy
+from weft.monitor.screen import busy
 from weft.train.run import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1

@@ -68,7 +68,7 @@ def _png(drawing: Drawing) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.patches import Circle, Rectangle
 
-    from weft.planner.tell.pictures import Dot, Line, Rect
+    from weft.planner.tell.pictures import Dot, Polyline, Rect
 
     dots_per_inch = 100
     figure = Figure(figsize=(drawing.width / dots_per_inch, drawing.height / dots_per_inch), dpi=2 * dots_per_inch)
@@ -81,7 +81,7 @@ def _png(drawing: Drawing) -> bytes:
             axes.add_patch(Rectangle(place, *size, color=shape.fill, linewidth=0, zorder=order))
         elif isinstance(shape, Dot):
             axes.add_patch(Circle((shape.x, shape.y), shape.radius, color=shape.fill, linewidth=0, zorder=order))
-        elif isinstance(shape, Line):
+        elif isinstance(shape, Polyline):
             xs, ys = zip(*shape.points, strict=True) if shape.points else ((), ())
             axes.plot(xs, ys, color=shape.stroke, linewidth=shape.width * 0.72, zorder=order)
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.planner.scoring import Report
+    from weft.planner.scoring import ScoreReport
 
 #: Skipped rows that are shown one by one; --json gives all.
 _SHOWN = 10
@@ -25,7 +25,7 @@ def score_runs(path: Path | str, as_json: bool = False) -> None:
         _show(report)
 
 
-def _show(report: Report) -> None:
+def _show(report: ScoreReport) -> None:
     from rich.console import Console
 
     summary = report.summary()

@@ -14,6 +14,7 @@ __all__ = [
     "Parts",
     "Segment",
     "SharedLink",
+    "StagedLink",
     "failed",
     "finish",
     "host_mark",
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from weft.comm.links.parts import Parts
     from weft.comm.links.segment import Segment, host_mark
     from weft.comm.links.shared import SharedLink
+    from weft.comm.links.staged import StagedLink
 
 __getattr__ = loads(
     __name__,
@@ -37,6 +39,7 @@ __getattr__ = loads(
         "Parts": ".parts",
         "Segment": ".segment",
         "SharedLink": ".shared",
+        "StagedLink": ".staged",
         "failed": ".link",
         "finish": ".link",
         "host_mark": ".segment",

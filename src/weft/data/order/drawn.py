@@ -21,7 +21,7 @@ from weft.errors import DataError
 _INNER = ("sampler", "batch_sampler", "base_sampler")
 
 
-class Batches(Protocol):
+class BatchIndices(Protocol):
     """Dataset indices of global batches."""
 
     def count(self, epoch: int) -> int:
@@ -37,7 +37,7 @@ class Batches(Protocol):
         ...
 
 
-def batches_of(loader: DataLoader[Any], seed: int) -> Batches:
+def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
     """The loader's global batches. Raises DataError where ranks could not agree on them."""
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from weft.data.order.drawn import Batches, batches_of
+from weft.data.order.drawn import BatchIndices, batches_of
 from weft.data.order.share_out import numbers_of, rows_of, share_out
 from weft.errors import DataError
 
@@ -132,7 +132,7 @@ class _CollateParts:
 class _Slices(Sampler[list[Any]]):
     """Dataset indices of this rank's slice of each global batch; the batch's first one for a rank without any."""
 
-    def __init__(self, batches: Batches, dp_rank: int, dp_size: int, takes_empty: Callable[[], bool]):
+    def __init__(self, batches: BatchIndices, dp_rank: int, dp_size: int, takes_empty: Callable[[], bool]):
         self._batches, self._takes_empty = batches, takes_empty
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.epoch = 0

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from weft.comm import Pending, all_gather, start_all_reduce
 from weft.comm.autograd import sum_over
 from weft.mesh import Axis, Mesh
-from weft.models import Router, routers
-from weft.models.balance import Load, Span, move_bias
+from weft.models.experts import Load, Router, Span, move_bias, routers
 from weft.parallel.expert.foreign_router import ForeignRouter
 
 

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
-from weft.models.balance import Load, Span, attach, count_tokens, sequence_loss
+from weft.models.experts import Load, Span, attach, count_tokens, sequence_loss
 from weft.structure import become, hugging_face, layers
 
 
 class ForeignRouter(nn.Module):
     """A router that gives (logits, weights of the chosen experts, their ids), each of M rows.
 
-    span, aux_scale, load: as of `weft.models.moe.Router`. rows: samples of the layer's input, set before each forward.
+    span, aux_scale, load: as of `weft.models.experts.Router`. rows: samples of the layer's input, set before each
+    forward.
     """
 
     load: Load

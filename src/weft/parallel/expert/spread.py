@@ -26,8 +26,7 @@ from weft.comm import all_gather
 from weft.comm.autograd import exchange, gather_slice, slice_to
 from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
-from weft.models import Experts
-from weft.models.grouped import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
+from weft.models.experts import Experts, combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
 from weft.parallel.layers import StandIn
 from weft.parallel.placement import Placement
 from weft.private_torch import without_modes

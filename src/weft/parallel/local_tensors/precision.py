@@ -18,7 +18,7 @@ from torch import nn
 
 from weft.comm.wire import Wire, find_wire
 from weft.errors import PlanError
-from weft.models.initialise import BATCH_NORMS
+from weft.models import BATCH_NORMS
 from weft.private_torch import tree_map
 from weft.spec.plan import Plan
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from weft.checkpoint.part import Deal, Part
-from weft.checkpoint.tensor_file import format_name, torch_formats
+from weft.checkpoint.arrays import format_name, torch_formats
+from weft.checkpoint.parts import Deal, Part
 from weft.errors import CheckpointError
 
 #: Elements that travel at once where the saved format is another than ours, or the memory is a device's.

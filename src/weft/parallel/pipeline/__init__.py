@@ -1,5 +1,14 @@
 """Pipelines: a model cut into stages along its chain of blocks, and the loop that carries out a schedule."""
 
-from weft.parallel.pipeline.runtime import CountedLoss, Inside, Pipeline, Work, build_pipeline, pipeline_of
+from __future__ import annotations
 
-__all__ = ["CountedLoss", "Inside", "Pipeline", "Work", "build_pipeline", "pipeline_of"]
+from weft.parallel.pipeline.runtime import CountedLoss, Inside, Pipeline, StepWork, build_pipeline, pipeline_of
+
+__all__ = [
+    "CountedLoss",
+    "Inside",
+    "Pipeline",
+    "StepWork",
+    "build_pipeline",
+    "pipeline_of",
+]

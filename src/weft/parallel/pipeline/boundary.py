@@ -15,7 +15,7 @@ from weft.comm.peer import Message, start_receive, start_send
 from weft.data.batch import parts_of
 from weft.errors import CommError, ModelError
 from weft.mesh import Axis
-from weft.spec.schedule import Key, Transfer
+from weft.spec.schedule.transfers import Key, Transfer
 
 #: Shape and format of an activation.
 _Form = tuple[torch.Size, torch.dtype]

@@ -24,7 +24,8 @@ from weft.parallel.pipeline.split import Split, split_model
 from weft.parallel.pipeline.stage import ForwardFn, Stage
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
 from weft.parallel.placement import Placement
-from weft.spec.schedule import Action, Key, Transfer, arrived_by, parts, receiving_early, schedule_of, with_transfers
+from weft.spec.schedule import Action, parts, schedule_of
+from weft.spec.schedule.transfers import Key, Transfer, arrived_by, receiving_early, with_transfers
 from weft.structure import repeated_blocks
 
 #: (output, batch, number of the microbatch) -> (sum of losses, number of tokens).
@@ -53,7 +54,7 @@ class _Flight:
 
 
 @dataclass(slots=True)
-class Work:
+class StepWork:
     """What one optimizer step is about.
 
     forward_to_loss: `forward` on the last stage. scale: of the loss before backward. totals: sum of losses and number
@@ -117,7 +118,7 @@ class Pipeline:
         if waits and not plan.compile:
             hold_weight_gradients(model, self._held)
 
-    def step(self, work: Work, phases: Phases) -> None:
+    def step(self, work: StepWork, phases: Phases) -> None:
         """Forward and backward of all microbatches. A collective over the axis of stages."""
         self._begin(work.microbatches, self._arrived_by)
         began = self._computed = time.perf_counter()
@@ -181,7 +182,7 @@ class Pipeline:
             return self.stages[transfer.stage].trains
         return self.stages[transfer.stage + 1].takes_gradient
 
-    def _act(self, action: Action, work: Work, phases: Phases) -> None:
+    def _act(self, action: Action, work: StepWork, phases: Phases) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
         if action.kind == "F":
             self._forward(stage, microbatch, work, phases)
@@ -200,7 +201,7 @@ class Pipeline:
         made = self._made.pop(("activation", stage, microbatch), None)
         return self._boundary.take("activation", stage, microbatch) if made is None else made.detach()
 
-    def _forward(self, stage: Stage, microbatch: int, work: Work, phases: Phases) -> None:
+    def _forward(self, stage: Stage, microbatch: int, work: StepWork, phases: Phases) -> None:
         batch = work.microbatches[microbatch]
         with phases.phase("wait"):
             incoming = self._incoming(stage.index, microbatch)

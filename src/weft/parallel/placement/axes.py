@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.checkpoint.part import Deal, Part, deal_out
+from weft.checkpoint.parts import Deal, Part, deal_out
 from weft.comm import all_gather
 from weft.errors import ModelError
 from weft.mesh import ENDS, Axis, Mesh

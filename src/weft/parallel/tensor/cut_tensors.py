@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.comm import broadcast
-from weft.comm.operators import prepare_operators
+from weft.comm.autograd import prepare_operators
 from weft.errors import LayoutError, PlanError
 from weft.mesh import Axis, Mesh
 from weft.parallel.layers import StandIn

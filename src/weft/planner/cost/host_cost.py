@@ -19,7 +19,7 @@ _HOST_STEP_BYTES = 28.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LayerWork:
     """What goes on beside the transfers: seconds of one pass of one layer, layers of a rank, its own parameters."""
 
     forward: Array
@@ -28,7 +28,7 @@ class Work:
     own: Array
 
 
-def offload_s(job: Job, columns: Columns, tables: Tables, work: Work, devices_per_node: int) -> Array:
+def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devices_per_node: int) -> Array:
     """Seconds of a step that the host adds: what does not hide under compute, and the optimizer's step on the host.
 
     Transfers run beside compute, out in forward and in during backward (Ren et al. 2021, arXiv 2101.06840); of each

@@ -24,7 +24,7 @@ from weft.spec.plan import RECOMPUTES
 Array = NDArray[np.float64]
 
 
-class Option(NamedTuple):
+class RecomputeOption(NamedTuple):
     """What a mean layer keeps of one pass, in bytes, and the seconds of what it does again."""
 
     kept: Array
@@ -92,16 +92,16 @@ def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
     return found
 
 
-def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[Option]:
+def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]:
     """The options of a mean layer, from keeping all to keeping its input alone."""
     bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
-    found = [Option(bytes_of["none"], np.zeros(len(columns)))]
+    found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
     heavy = sorted(_heavy(job, columns), key=lambda each: each.worth)
     seconds = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
     for dropped in range(len(heavy)):
         kept = bytes_of["full"] + sum(each.kept for each in heavy[dropped:])
-        found.append(Option(kept, sum(seconds[:dropped], costs.memory_f + _summed_again(job, columns, costs))))
-    return [*found, Option(bytes_of["full"], replay_s(job, columns, costs)["full"])]
+        found.append(RecomputeOption(kept, sum(seconds[:dropped], costs.memory_f + _summed_again(job, columns, costs))))
+    return [*found, RecomputeOption(bytes_of["full"], replay_s(job, columns, costs)["full"])]
 
 
 def _with_policy(columns: Columns, name: str) -> Columns:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.host_cost import Work, offload_s
+from weft.planner.cost.host_cost import LayerWork, offload_s
 from weft.planner.cost.layer_cost import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s
 from weft.planner.cost.memory_cost import memory_bytes, rank_shares
@@ -184,7 +184,7 @@ def _step_terms(
     around = tables.step_s + tables.barrier_s * np.log2(nodes)
     terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + around
     each = np.maximum(1.0, layers)
-    work = Work(forward=forward / each, backward=backward / each, layers=layers, own=own)
+    work = LayerWork(forward=forward / each, backward=backward / each, layers=layers, own=own)
     terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
     busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
     terms["straggler"] = busy * tables.straggler * np.sqrt(2 * np.log(nodes))

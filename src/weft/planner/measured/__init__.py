@@ -8,13 +8,13 @@ from weft.lazy import loads
 
 __all__ = [
     "BETWEEN",
-    "RUN_FILE",
-    "TINY",
     "HostTables",
     "Laws",
     "Machine",
+    "Measurement",
     "Profile",
-    "Sample",
+    "RUN_FILE",
+    "TINY",
     "default_path",
     "here",
     "learn",
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weft.planner.measured.host_tables import HostTables
     from weft.planner.measured.laws import BETWEEN, TINY, Laws
     from weft.planner.measured.lessons import RUN_FILE, learn, lesson_words, measured_parts, parts_of
-    from weft.planner.measured.profile import Machine, Profile, Sample, default_path, load_profile
+    from weft.planner.measured.profile import Machine, Measurement, Profile, default_path, load_profile
     from weft.planner.measured.profile_tables import measured_tables
 
 __getattr__ = loads(
@@ -40,9 +40,9 @@ __getattr__ = loads(
         "HostTables": ".host_tables",
         "Laws": ".laws",
         "Machine": ".profile",
+        "Measurement": ".profile",
         "Profile": ".profile",
         "RUN_FILE": ".lessons",
-        "Sample": ".profile",
         "TINY": ".laws",
         "default_path": ".profile",
         "learn": ".lessons",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from weft.planner.cost.machine import Tables, flash_s
 from weft.planner.measured.laws import fit_law
-from weft.planner.measured.profile import Profile, Sample
+from weft.planner.measured.profile import Measurement, Profile
 from weft.spec import DeviceSpec
 
 #: Bytes that a fused AdamW step moves for a parameter in fp32: four numbers read, three written.
@@ -54,14 +54,14 @@ def _host(profile: Profile) -> dict[str, float]:
     return found
 
 
-def _crowded(profile: Profile, *ops: str) -> list[Sample]:
+def _crowded(profile: Profile, *ops: str) -> list[Measurement]:
     """Samples of these operations with most ranks at work."""
     found = [sample for sample in profile.samples if sample.op in ops]
     most = max((sample.ranks for sample in found), default=0)
     return [sample for sample in found if sample.ranks == most]
 
 
-def _of(profile: Profile, op: str, dtype: str) -> Iterable[Sample]:
+def _of(profile: Profile, op: str, dtype: str) -> Iterable[Measurement]:
     return (s for s in profile.samples if s.op == op and s.dtype == dtype and s.ranks == 1)
 
 

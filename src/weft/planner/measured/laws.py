@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import ConfigError, Problem
-from weft.planner.measured.profile import Profile, Sample
+from weft.planner.measured.profile import Measurement, Profile
 
 Array = NDArray[np.float64]
 
@@ -92,7 +92,7 @@ class Law:
         return np.asarray(sum(coefficient * term for coefficient, term in terms), dtype=np.float64)
 
 
-def fit_law(op: str, samples: Sequence[Sample]) -> Law:
+def fit_law(op: str, samples: Sequence[Measurement]) -> Law:
     """The law that fits the samples best."""
     rows = np.array([_terms(op)(*map(float, sample.size)) for sample in samples], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in samples])
@@ -128,7 +128,7 @@ class Laws:
     @classmethod
     def of(cls, profile: Profile) -> Laws:
         """Fit the laws of a profile. Raises ConfigError for one that lacks compute."""
-        found: defaultdict[tuple[str, str, int, int, int], list[Sample]] = defaultdict(list)
+        found: defaultdict[tuple[str, str, int, int, int], list[Measurement]] = defaultdict(list)
         for sample in profile.samples:
             found[sample.op, sample.dtype, sample.group, sample.stride, sample.ranks].append(sample)
         laws = {key: fit_law(key[0], samples) for key, samples in found.items()}

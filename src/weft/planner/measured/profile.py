@@ -23,7 +23,7 @@ from weft.errors import ConfigError, Problem
 
 VERSION = 1
 _TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
-_Row = TypeVar("_Row", bound="Machine | Sample | Lesson")
+_Row = TypeVar("_Row", bound="Machine | Measurement | Lesson")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ _COMPUTE = ("linear_f", "attention_f", "norm_f")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Measurement:
     """One measurement. ranks: that did the same at the same time. group: ranks of the collective, 1 for compute.
 
     stride: from one rank of the group to the next. seconds: of one call on one rank. spread: of the windows around
@@ -95,7 +95,7 @@ class Profile:
     """All that is known of one machine by measuring it. path: where it was read from, for messages."""
 
     machine: Machine
-    samples: tuple[Sample, ...]
+    samples: tuple[Measurement, ...]
     made: str
     took_s: float
     learned: tuple[Lesson, ...] = ()
@@ -187,7 +187,7 @@ def _read(read: Any, path: str) -> Profile:
     machine = _row(Machine, table["machine"])
     if table["hash"] != machine.hash:
         raise ValueError(f"hash={table['hash']} does not fit its machine ({machine.hash}): somebody changed the file")
-    samples = tuple(_row(Sample, each) for each in table["samples"])
+    samples = tuple(_row(Measurement, each) for each in table["samples"])
     if bad := next((each for each in samples if not 0 < each.seconds < 1e6), None):
         raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is no time")
     return Profile(

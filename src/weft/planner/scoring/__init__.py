@@ -1,5 +1,11 @@
 """Published runs against predictions: how far the planner is off."""
 
-from weft.planner.scoring.scores import SCORE_TIERS, Report, score
+from __future__ import annotations
 
-__all__ = ["SCORE_TIERS", "Report", "score"]
+from weft.planner.scoring.scores import SCORE_TIERS, ScoreReport, score
+
+__all__ = [
+    "SCORE_TIERS",
+    "ScoreReport",
+    "score",
+]

@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import Estimates, estimate
-from weft.planner.scoring.runs import Run
+from weft.planner.scoring.runs import PublishedRun
 from weft.planner.space import PRECISIONS, Columns
 from weft.spec.plan import RECOMPUTES, SCHEDULES
 
@@ -20,7 +20,7 @@ _MICROBATCHES = (1, 2, 4, 8, 16)
 _VIRTUAL = tuple(range(1, 13))
 
 
-def candidates(run: Run) -> Columns:
+def candidates(run: PublishedRun) -> Columns:
     """The plans that the run may have had: one, where its row says everything."""
     per_rank = max(1, run.job.global_batch // run.dp)
     sizes = (1,) if run.job.shape.moe_layers else _MICROBATCHES  # each token's activations are there top_k times
@@ -60,7 +60,7 @@ def candidates(run: Run) -> Columns:
     )
 
 
-def predict(run: Run, tables: Tables) -> tuple[Estimates, int]:
+def predict(run: PublishedRun, tables: Tables) -> tuple[Estimates, int]:
     """Estimates of a run's candidates, and the row that stands for it."""
     columns = candidates(run)
     estimates = estimate(run.job, run.cluster, columns, tables)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.planner.scoring.runs import Run
+from weft.planner.scoring.runs import PublishedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """One run under one tier. memory_gib: by the counter that the run names, else all of the device's memory."""
 
-    run: Run
+    run: PublishedRun
     tier: str
     step_s: float
     memory_gib: float

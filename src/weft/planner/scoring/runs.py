@@ -20,7 +20,7 @@ NEEDED = ("layers", "hidden", "heads", "seq_len", "gpu", "gpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PublishedRun:
     """One row that can be predicted. Settings that the row does not give are None: see `fill.py`.
 
     source: the id without its number. group: rows that repeat one configuration. recompute: "none", "full",
@@ -63,7 +63,7 @@ class Skipped:
     reason: str
 
 
-def read_runs(path: Path | str) -> tuple[list[Run], list[Skipped]]:
+def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
     """All rows of a CSV file. Raises ConfigError where it is no such file."""
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -72,7 +72,7 @@ def read_runs(path: Path | str) -> tuple[list[Run], list[Skipped]]:
         raise ConfigError(
             [Problem("score", f"score={path}: the file cannot be read ({error}). Check its path.")]
         ) from None
-    runs: list[Run] = []
+    runs: list[PublishedRun] = []
     skipped: list[Skipped] = []
     for line, row in enumerate(rows, 2):
         clean = {
@@ -88,7 +88,7 @@ def read_runs(path: Path | str) -> tuple[list[Run], list[Skipped]]:
     return runs, skipped
 
 
-def _run(name: str, row: Row) -> Run:
+def _run(name: str, row: Row) -> PublishedRun:
     lacking = [key for key in NEEDED if not row.get(key)]
     if lacking:
         raise refused(row, f"no {', '.join(lacking)}")
@@ -106,7 +106,7 @@ def _run(name: str, row: Row) -> Run:
     job = Job(shape=shape, seq_len=size(row, "seq_len"), global_batch=max(batch, dp), stack=stack)
     precision = _precision(row)
     run_zero = count(row, "zero_stage", 0)
-    return Run(
+    return PublishedRun(
         id=name,
         source=name.rsplit("-", 1)[0],
         table=row.get("table", ""),

@@ -12,7 +12,7 @@ from weft.planner.cost.machine import TIERS, Tables
 from weft.planner.scoring.fill import predict
 from weft.planner.scoring.metrics import summary
 from weft.planner.scoring.prediction import Prediction
-from weft.planner.scoring.runs import Run, Skipped, read_runs
+from weft.planner.scoring.runs import PublishedRun, Skipped, read_runs
 from weft.planner.scoring.scalars import stack_scalars
 
 #: Tiers of a score: those of the tables, and one scalar per software stack on top.
@@ -20,7 +20,7 @@ SCORE_TIERS = (*TIERS, "stack")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ScoreReport:
     """Everything that `weft plan --score` says. predictions: one per run and tier."""
 
     predictions: Sequence[Prediction]
@@ -43,17 +43,17 @@ class Report:
         }
 
 
-def score(path: Path | str) -> Report:
+def score(path: Path | str) -> ScoreReport:
     """Predict all runs of a CSV file. Raises ConfigError."""
     runs, skipped = read_runs(path)
     predictions = [predict_run(run, tier) for tier in TIERS for run in runs]
     tables = [each for each in predictions if each.tier == TIERS[-1]]
     scalars = stack_scalars(tables)
     scaled = [replace(each, tier="stack", step_s=each.step_s * scalars[each.run.id]) for each in tables]
-    return Report(predictions + scaled, skipped)
+    return ScoreReport(predictions + scaled, skipped)
 
 
-def predict_run(run: Run, tier: str) -> Prediction:
+def predict_run(run: PublishedRun, tier: str) -> Prediction:
     """One run by the constants of one tier."""
     estimates, row = predict(run, Tables.of(run.cluster.device, tier))
     memory = {"allocated": estimates.allocated_bytes, "reserved": estimates.reserved_bytes}

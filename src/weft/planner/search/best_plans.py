@@ -15,7 +15,7 @@ from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
 from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
 from weft.planner.search.refine import anneal, descend
-from weft.planner.space import Block, Columns, Refused, Space, Tally, enumerate_space
+from weft.planner.space import Columns, PlanGrid, Refused, Space, Tally, enumerate_space
 from weft.spec.plan import Plan
 from weft.units import format_bytes
 
@@ -89,7 +89,7 @@ def _rank(one: Candidate) -> tuple[float, int, str]:
     return float(f"{one.step_s:.3e}"), len(str(one.plan).split()), str(one.plan)
 
 
-def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Block]]:
+def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[PlanGrid]]:
     """The whole space, or as much of it as `most_plans` allows."""
     space = Space.whole(question.job, question.cluster, question.fixed)
     while True:

@@ -18,7 +18,7 @@ from weft.spec.shares import divide_by_rank
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassSeconds:
     """Seconds of one microbatch in one layer, or in what a stage holds beside its layers."""
 
     forward_s: float
@@ -35,9 +35,9 @@ class Pass:
 class Passes:
     """Seconds of one microbatch in a layer, in the embedding, in head and loss."""
 
-    layer: Pass
-    embedding: Pass
-    head: Pass
+    layer: PassSeconds
+    embedding: PassSeconds
+    head: PassSeconds
 
 
 def passes(one: Candidate) -> Passes:
@@ -51,12 +51,12 @@ def passes(one: Candidate) -> Passes:
     embedding = _first(costs.embed) + _first(costs.embed_tp)
     return Passes(
         layer=layer,
-        embedding=Pass(embedding / 2, 0.0, embedding / 2),
-        head=Pass((head - products) / 2, (head - products) / 2, products),
+        embedding=PassSeconds(embedding / 2, 0.0, embedding / 2),
+        head=PassSeconds((head - products) / 2, (head - products) / 2, products),
     )
 
 
-def _layer(one: Candidate, costs: LayerCosts) -> Pass:
+def _layer(one: Candidate, costs: LayerCosts) -> PassSeconds:
     forward, backward = (
         sum(_first(getattr(costs, f"{name}_{side}")) for name in ("gemm", "attn", "memory", "tp", "cp", "ep"))
         for side in "fb"
@@ -64,7 +64,7 @@ def _layer(one: Candidate, costs: LayerCosts) -> Pass:
     weights = 0.0 if one.plan.compile else min(_first(costs.wgrad), backward)
     layers = one.question.job.shape.layers / one.plan.pp
     each = one.plan.microbatches_per_step * layers
-    return Pass(
+    return PassSeconds(
         forward + one.terms.get("host", 0.0) / each,
         backward - weights + one.terms.get("recompute", 0.0) / each,
         weights,

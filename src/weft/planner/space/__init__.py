@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.planner.space import plan_space
 from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job, settled
-from weft.planner.space.enumerate import Block, Refused, Tally, enumerate_space
+from weft.planner.space.enumerate import PlanGrid, Refused, Tally, enumerate_space
 from weft.planner.space.plan_space import Space
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
@@ -12,10 +12,10 @@ from weft.planner.space.traced_shape import TracedShape, as_rules_see_it
 
 __all__ = [
     "CP_MODES",
-    "PRECISIONS",
-    "Block",
     "Columns",
     "Job",
+    "PRECISIONS",
+    "PlanGrid",
     "Refused",
     "Shape",
     "Space",

@@ -77,7 +77,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PlanGrid:
     """Part of the space: every row of `meshes` with every row of `flags`, less what the open rules refuse."""
 
     meshes: PartialPlans
@@ -124,7 +124,7 @@ class Block:
         return alive
 
 
-def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[Block]:
+def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[PlanGrid]:
     """The blocks of a space for a job on all devices of a cluster; what the rules refuse is in the tally."""
     meshes = _meshes(space, job, cluster)
     flags = {kind: _flags(space, kind) for kind in _KINDS}
@@ -281,19 +281,19 @@ def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[
     return space.choices["zero"] if sharded else unsharded
 
 
-def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> Block:
+def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> PlanGrid:
     """A block of meshes and flags; fields that neither decides have the plan's default."""
     for name, known in PLAN_FIELDS.items():
         if name not in meshes.codes and name not in flags.codes:
             codes = {**flags.codes, name: np.zeros(len(flags), dtype=np.int64)}
             flags = PartialPlans(codes, {**flags.levels, name: [known.default]})
     if not len(meshes):
-        return Block(meshes, flags, ())
+        return PlanGrid(meshes, flags, ())
     flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)), meshes.row(0))
     if not len(flags):
-        return Block(meshes, flags, ())
+        return PlanGrid(meshes, flags, ())
     asked = [(rule, crossed(rule, meshes, flags, tally.facts)) for rule in still_open]
-    return Block(meshes, flags, tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any()))
+    return PlanGrid(meshes, flags, tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any()))
 
 
 def _columns(table: PartialPlans) -> dict[str, NDArray[Any]]:

@@ -36,7 +36,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class MemoryRemedy:
     """One change of a plan. saved_bytes: about so much less on each rank. enough: that is what was lacking, or more."""
 
     plan: Plan
@@ -66,7 +66,7 @@ def remedies(
     facts: Facts | None = None,
     shape: DecoderSpec | None = None,
     can_offload: bool = True,
-) -> list[Remedy]:
+) -> list[MemoryRemedy]:
     """The three smallest changes of a plan that save `missing_bytes`, the one that disturbs training least first.
 
     Those that save enough come first, in the order of how much they change: nothing but the number of passes, then
@@ -74,7 +74,7 @@ def remedies(
     a rule refuses are left out. missing_bytes: 0 where unknown. can_offload: False on a CPU, whose memory is the
     host's, so that offload saves nothing.
     """
-    found: list[Remedy] = []
+    found: list[MemoryRemedy] = []
     for change in _changes(plan, usage, missing_bytes, shape):
         if "offload" in change and not can_offload:
             continue
@@ -83,7 +83,7 @@ def remedies(
             continue
         saved = _saved(plan, candidate, usage, shape)
         if saved > 0:
-            found.append(Remedy(candidate, _words(plan, candidate), saved, saved >= missing_bytes))
+            found.append(MemoryRemedy(candidate, _words(plan, candidate), saved, saved >= missing_bytes))
     enough = [remedy for remedy in found if remedy.enough]
     rest = sorted((remedy for remedy in found if not remedy.enough), key=lambda remedy: -remedy.saved_bytes)
     return [*enough, *rest][:3]

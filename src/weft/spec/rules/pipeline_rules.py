@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.spec.plan import Plan
 from weft.spec.rules.rule import Facts, Rule, asks
-from weft.spec.schedule.schedule import FORMS
+from weft.spec.schedule import FORMS
 
 
 def _form_stages(plan: Plan) -> int | None:

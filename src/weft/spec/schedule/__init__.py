@@ -1,24 +1,22 @@
 """Schedules of pipelines as pure values: who does what, in which order."""
 
+from __future__ import annotations
+
 from weft.spec.schedule.action import Action, Pair, Step, parts
-from weft.spec.schedule.schedule import Schedule, build_schedule, schedule_of, stage_owner, stages_of
-from weft.spec.schedule.transfers import Key, Transfer, arrived_by, makes, needs, receiving_early, with_transfers
+from weft.spec.schedule.dependencies import makes, needs
+from weft.spec.schedule.schedule import FORMS, Schedule, build_schedule, schedule_of, stage_owner, stages_of
 
 __all__ = [
     "Action",
-    "Key",
+    "FORMS",
     "Pair",
     "Schedule",
     "Step",
-    "Transfer",
-    "arrived_by",
     "build_schedule",
     "makes",
     "needs",
     "parts",
-    "receiving_early",
     "schedule_of",
     "stage_owner",
     "stages_of",
-    "with_transfers",
 ]

@@ -18,18 +18,18 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.traced.growth import DividedBytes, Growth, Matmul, TracedAttention
+    from weft.spec.traced.layer_terms import DividedBytes, Growth, Matmul, TracedAttention
     from weft.spec.traced.traced_model import FORMAT, Limit, TracedLayer, TracedModel
 
 __getattr__ = loads(
     __name__,
     {
-        "DividedBytes": ".growth",
+        "DividedBytes": ".layer_terms",
         "FORMAT": ".traced_model",
-        "Growth": ".growth",
+        "Growth": ".layer_terms",
         "Limit": ".traced_model",
-        "Matmul": ".growth",
-        "TracedAttention": ".growth",
+        "Matmul": ".layer_terms",
+        "TracedAttention": ".layer_terms",
         "TracedLayer": ".traced_model",
         "TracedModel": ".traced_model",
     },

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weft.errors import ModelError
-from weft.spec.traced.growth import DividedBytes, Growth, Matmul, TracedAttention
+from weft.spec.traced.layer_terms import DividedBytes, Growth, Matmul, TracedAttention
 
 #: What a saved description begins with, and its version.
 FORMAT, VERSION = "weft-traced-model", 1

@@ -1,7 +1,7 @@
 """The description of any module, by running it without numbers: a few batches and sequences say how its work grows.
 
 Layers that are alike are traced once. Every number is then a polynomial in the batch and the sequence
-(`weft.spec.traced.growth.Growth`), solved from as many runs as it has coefficients, and tried on one run more.
+(`weft.spec.traced.Growth`), solved from as many runs as it has coefficients, and tried on one run more.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weft.errors import ModelError
 from weft.private_torch import named_modules, storage_key, tree_leaves
 from weft.spec import TracedModel
 from weft.spec.traced import DividedBytes, Growth, Matmul, TracedAttention, TracedLayer
+from weft.structure.cost.kernel_recorder import KernelRecorder, Row
 from weft.structure.cost.layer_runs import Layers
 from weft.structure.cost.part_bytes import Measured, PartOfRun, PartReader
-from weft.structure.cost.record import Recorder, Row
 from weft.structure.dry_run import is_named
 from weft.structure.layers import stored_weight
 
@@ -111,7 +111,7 @@ def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[
         for path, style in outline.styles.items()
         for param in modules[path].parameters(recurse=False)
     }
-    recorder = Recorder(styles)
+    recorder = KernelRecorder(styles)
     ends = [each for each in (outline.head,) if each is not None]
     layers = Layers(recorder, outline.blocks or {"": model}, ends, BEFORE, AFTER)
     try:
@@ -146,7 +146,7 @@ def _backward(output: Any) -> None:
     torch.autograd.backward(found, [torch.empty_like(leaf) for leaf in found])
 
 
-def _count_params(model: nn.Module, outline: Outline, recorder: Recorder, parts: dict[int, PartOfRun]) -> None:
+def _count_params(model: nn.Module, outline: Outline, recorder: KernelRecorder, parts: dict[int, PartOfRun]) -> None:
     """Each parameter to the part that reads it first; those of the vocabulary are counted by its size."""
     vocabulary = {id(weight) for each in (outline.head, outline.table) if outline.head is not None
                   and (weight := _weight_of(each)) is not None}  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from weft.private_torch import Function, named_modules, tree_flatten, tree_leaves, tree_unflatten
+from weft.structure.cost.kernel_recorder import KernelRecorder
 from weft.structure.cost.part_bytes import PartOfRun
-from weft.structure.cost.record import Recorder
 
 
 class Layers:
@@ -22,7 +22,12 @@ class Layers:
     """
 
     def __init__(
-        self, recorder: Recorder, blocks: Mapping[str, nn.Module], ends: Sequence[nn.Module], before: int, after: int
+        self,
+        recorder: KernelRecorder,
+        blocks: Mapping[str, nn.Module],
+        ends: Sequence[nn.Module],
+        before: int,
+        after: int,
     ):
         self.recorder, self.blocks, self.ends, self._after = recorder, blocks, ends, after
         self.parts: dict[int, PartOfRun] = {before: PartOfRun("before"), after: PartOfRun("after")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from weft.structure.cost.record import Recorder, Row
+from weft.structure.cost.kernel_recorder import KernelRecorder, Row
 
 #: What of a part's bytes is cut by tp, what a column-cut layer reads whole, and the rest.
 Bytes = tuple[float, float, float]
@@ -38,7 +38,7 @@ class Measured:
 class PartReader:
     """Reads one part's rows. ignored: storages of parameters, buffers and the model's inputs."""
 
-    def __init__(self, recorder: Recorder, number: int, part: PartOfRun, ignored: set[int]):
+    def __init__(self, recorder: KernelRecorder, number: int, part: PartOfRun, ignored: set[int]):
         self.recorder, self.part, self.ignored = recorder, part, ignored
         self.rows = [row for row in recorder.rows if row.part == number]
         self.forward = [row for row in self.rows if not row.backward]

@@ -6,8 +6,13 @@ It cannot be unloaded from a process, so it always runs in one of its own: `scri
 
 from __future__ import annotations
 
-from weft.testing.paper.build import why_not
-from weft.testing.paper.process import Finished, plans_on_paper, script_on_paper
-from weft.testing.paper.report import Report
+from weft.testing.paper.process import Finished, PaperReport, plans_on_paper, script_on_paper
+from weft.testing.paper.stub_library import why_not
 
-__all__ = ["Finished", "Report", "plans_on_paper", "script_on_paper", "why_not"]
+__all__ = [
+    "Finished",
+    "PaperReport",
+    "plans_on_paper",
+    "script_on_paper",
+    "why_not",
+]

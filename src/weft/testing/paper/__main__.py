@@ -16,8 +16,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from weft.errors import WeftError
-from weft.testing.paper.build import load_stub
-from weft.testing.paper.report import Report
+from weft.testing.paper.process import PaperReport
+from weft.testing.paper.stub_library import load_stub
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -61,10 +61,10 @@ def _script(stub: ctypes.CDLL, told: argparse.Namespace) -> int:
 
 def _plans(stub: ctypes.CDLL, told: argparse.Namespace) -> int:
     from weft.testing.paper.opened import opened
-    from weft.testing.paper.plans import Subject, plan_report
+    from weft.testing.paper.plans import PaperModel, plan_report
 
-    given = {f.name: getattr(told, f.name) for f in fields(Subject)}
-    subject = Subject(**{name: value for name, value in given.items() if value is not None})
+    given = {f.name: getattr(told, f.name) for f in fields(PaperModel)}
+    subject = PaperModel(**{name: value for name, value in given.items() if value is not None})
     with opened(stub) as device:
         if told.first:
             runpy.run_path(told.first)
@@ -73,7 +73,7 @@ def _plans(stub: ctypes.CDLL, told: argparse.Namespace) -> int:
     return int(any(one.error for one in reports))
 
 
-def _say(reports: Sequence[Report], path: Path | None) -> None:
+def _say(reports: Sequence[PaperReport], path: Path | None) -> None:
     if path is not None:
         path.write_text(json.dumps([one.as_dict() for one in reports]))
         return

@@ -36,8 +36,8 @@ def line_of() -> str:
 
 
 @dataclass(slots=True)
-class Counts:
-    """Counted since the device was opened, or since `Counts` was made anew.
+class OpCounts:
+    """Counted since the device was opened, or since `OpCounts` was made anew.
 
     kernels: by operator; kernel_lines, line_bytes: by line. num_bytes: read and written by kernels. syncs: waits of the
     host for the device, by what and line; a copy that blocks is one of them. copies: between host and device, by way

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.testing.paper.clock import COLLECTIVE_LAUNCH_S, LINK_BYTES_PER_S, Clock, collective_s, kernel_s
-from weft.testing.paper.counts import Counts
+from weft.testing.paper.counts import OpCounts
+from weft.testing.paper.process import PaperReport
 from weft.testing.paper.races import DEFAULT, Races
-from weft.testing.paper.report import Report
+from weft.testing.paper.roofline import COLLECTIVE_LAUNCH_S, LINK_BYTES_PER_S, RooflineClock, collective_s, kernel_s
 from weft.testing.paper.tensors import CUDA, on_device
 from weft.testing.paper.values import give, value_of
 
@@ -29,9 +29,9 @@ class PaperDevice:
     def __init__(self, answer: Answer | None = None) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.answer: Answer = answer or (lambda tensor: 1.0)
-        self.counts = Counts()
+        self.counts = OpCounts()
         self.races = Races()
-        self.clock = Clock()
+        self.clock = RooflineClock()
         self.current = DEFAULT
         self.num_streams = 1
         self.mismatch = ""
@@ -41,21 +41,21 @@ class PaperDevice:
 
     def begin(self) -> None:
         """Count and time anew from here; what was launched before keeps its order, and races that were found stay."""
-        self.counts = Counts()
+        self.counts = OpCounts()
         self.clock.begin()
 
     def forget(self) -> None:
         """Begin with nothing under way and no race known, as a process that has just started."""
-        self.counts, self.clock, self.races = Counts(), Clock(), Races()
+        self.counts, self.clock, self.races = OpCounts(), RooflineClock(), Races()
         for number in range(1, self.num_streams):
             self.races.order.create_stream(number)
         self._works.clear()
         self.mismatch = ""
 
-    def report(self) -> Report:
+    def report(self) -> PaperReport:
         """What was counted since the last `begin`."""
         counts, clock = self.counts, self.clock
-        return Report(
+        return PaperReport(
             kernels=counts.kernels.total(),
             num_bytes=counts.num_bytes,
             syncs=dict(counts.syncs),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.errors import WeftError
 from weft.mesh import build_mesh
 from weft.models import build_decoder
-from weft.monitor import Meter
+from weft.monitor.times import Meter
 from weft.optim import build_optimizer
 from weft.parallel import parallelize
 from weft.spec import DecoderSpec
@@ -25,14 +25,14 @@ from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
 from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.opened import join_silent_ranks
-from weft.testing.paper.report import Report
+from weft.testing.paper.process import PaperReport
 from weft.testing.paper.tensors import CUDA
 from weft.train import TrainStep
 from weft.train.tasks import model_forward, token_cross_entropy
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PaperModel:
     """What is trained. batch: sequences of one microbatch on one rank. Large enough that activations may travel."""
 
     layers: int = 4
@@ -65,7 +65,7 @@ class Subject:
         return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
-def plan_report(text: str, device: PaperDevice, subject: Subject, rank: int = 0) -> Report:
+def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int = 0) -> PaperReport:
     """What one step of a rank did; an error ends as the report's `error`."""
     plan = Plan.parse(text)
     problems = check(plan, Facts(world_size=plan.world_size, model=subject.spec, seq_len=subject.seq_len))
@@ -90,7 +90,7 @@ def plan_report(text: str, device: PaperDevice, subject: Subject, rank: int = 0)
     return replace(report, name=text)
 
 
-def _two_steps(plan: Plan, device: PaperDevice, subject: Subject) -> Report:
+def _two_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperReport:
     mesh = build_mesh(plan, CUDA)
     model = parallelize(build_decoder(subject.spec, seed=0), mesh, seed=0)
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection())

@@ -1,4 +1,7 @@
-"""Processes of their own for the paper device: a process cannot give it back. Nothing here imports torch."""
+"""Processes of their own for the paper device, which a process cannot give back, and what each says when it ends.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,67 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from weft import env
-from weft.testing.paper.build import built_stub
-from weft.testing.paper.report import Report
+from weft.testing.paper.stub_library import built_stub
+
+
+@dataclass(frozen=True, slots=True)
+class PaperReport:
+    """What a process on paper says when it ends, as JSON. Seconds are simulated: see `roofline.py` for the guesses.
+
+    num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
+    copies, collectives, races: how often, by what. mismatch: the error of a tensor on the wrong device, or "".
+    busy_s: of the default stream. idle_s: its waiting, by reason. name: of the script or the plan. error: what ended a
+    plan early, or "".
+    """
+
+    kernels: int = 0
+    num_bytes: int = 0
+    syncs: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, int] = field(default_factory=dict)
+    races: dict[str, int] = field(default_factory=dict)
+    step_s: float = 0.0
+    busy_s: float = 0.0
+    idle_s: dict[str, float] = field(default_factory=dict)
+    mismatch: str = ""
+    name: str = ""
+    error: str = ""
+
+    @property
+    def num_syncs(self) -> int:
+        return sum(self.syncs.values())
+
+    @property
+    def num_blocking(self) -> int:
+        """Copies that the host waits for."""
+        return sum(number for name, number in self.copies.items() if ", blocking @" in name)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        told = [
+            f"{self.name}: {self.kernels} kernels, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
+            f"{sum(self.copies.values())} copies, {self.num_blocking} of them blocking; "
+            f"simulated {self.step_s * 1e3:.2f} ms, device busy {self.busy_s * 1e3:.2f} ms"
+        ]
+        for title, found in (
+            ("wait", self.syncs),
+            ("copy", self.copies),
+            ("collective", self.collectives),
+            ("race", self.races),
+        ):
+            told += [f"  {title:10} {number:5} x {name}" for name, number in sorted(found.items(), key=lambda x: -x[1])]
+        told += [f"  idle {seconds * 1e3:8.2f} ms  {why}" for why, seconds in sorted(self.idle_s.items())]
+        return told + [
+            f"  {title}: {text}" for title, text in (("wrong device", self.mismatch), ("ended by", self.error)) if text
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +80,7 @@ class Finished:
     returncode: int
     stdout: str
     stderr: str
-    reports: tuple[Report, ...]
+    reports: tuple[PaperReport, ...]
 
 
 def script_on_paper(
@@ -53,4 +111,4 @@ def _run(words: Sequence[str], cwd: Path | None, limit_s: float) -> Finished:
             timeout=limit_s,
         )
         found = json.loads(report.read_text()) if report.exists() else []
-    return Finished(done.returncode, done.stdout, done.stderr, tuple(Report(**one) for one in found))
+    return Finished(done.returncode, done.stdout, done.stderr, tuple(PaperReport(**one) for one in found))

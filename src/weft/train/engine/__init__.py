@@ -8,25 +8,25 @@ from weft.lazy import loads
 
 __all__ = [
     "Engine",
+    "EngineJob",
     "Evaluation",
     "GROUPS",
-    "Job",
     "StepResult",
     "derive_seed",
 ]
 
 if TYPE_CHECKING:
     from weft.train.engine.engine import GROUPS, Engine
-    from weft.train.engine.job import Job, derive_seed
+    from weft.train.engine.job import EngineJob, derive_seed
     from weft.train.engine.results import Evaluation, StepResult
 
 __getattr__ = loads(
     __name__,
     {
         "Engine": ".engine",
+        "EngineJob": ".job",
         "Evaluation": ".results",
         "GROUPS": ".engine",
-        "Job": ".job",
         "StepResult": ".results",
         "derive_seed": ".job",
     },

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.checkpoint import Checkpoint, SavedPiece
-from weft.monitor import Meter
-from weft.monitor.time_book import TimeBook
-from weft.pulse import Pulse
+from weft.mesh import Pulse
+from weft.monitor.times import Meter, TimeBook
 from weft.spec.plan import Plan
 from weft.train.engine.results import Evaluation, StepResult
 from weft.train.task import Batches

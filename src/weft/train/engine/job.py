@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EngineJob:
     """What an engine is made for.
 
     place: this process among the ranks; None is a single rank. store: where the ranks have met already. tell: shows

@@ -13,8 +13,7 @@ from torch import nn
 
 from weft.comm import all_gather, all_reduce
 from weft.mesh import Mesh
-from weft.monitor import memory_bytes
-from weft.monitor.time_book import TimeBook, chrome_trace, draw_times, time_lines
+from weft.monitor.times import TimeBook, chrome_trace, draw_times, memory_bytes, time_lines
 from weft.parallel.pipeline import Pipeline, pipeline_of
 from weft.planner.cost.pipeline import Durations, Timeline, simulate
 from weft.train.folder import RunFolder

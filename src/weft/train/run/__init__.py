@@ -18,7 +18,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.train.run.folder_lock import run_lock
-    from weft.train.run.prepare import prepare_run
+    from weft.train.run.preparation import prepare_run
     from weft.train.run.rank_run import RunResult, Start, run_rank
     from weft.train.run.signals import STOP_SIGNALS, heeded_signals
 
@@ -29,7 +29,7 @@ __getattr__ = loads(
         "STOP_SIGNALS": ".signals",
         "Start": ".rank_run",
         "heeded_signals": ".signals",
-        "prepare_run": ".prepare",
+        "prepare_run": ".preparation",
         "run_lock": ".folder_lock",
         "run_rank": ".rank_run",
     },

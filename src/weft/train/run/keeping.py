@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from weft.checkpoint import (
-    Block,
     SavedPiece,
     Together,
     list_checkpoints,
@@ -25,7 +24,7 @@ from weft.checkpoint import (
     step_in_name,
     verify_checkpoint,
 )
-from weft.checkpoint.tensor_file import block_of
+from weft.checkpoint.arrays import RawArray, block_of
 from weft.errors import CheckpointError
 from weft.spec import RunConfig
 from weft.train.engine import GROUPS, Engine
@@ -215,7 +214,7 @@ def _fault(pieces: Iterable[SavedPiece]) -> str:
     largest = dict.fromkeys(GROUPS, 0.0)
     for piece in pieces:
         if piece.group in largest:
-            data = piece.data if isinstance(piece.data, Block) else block_of(piece.data)
+            data = piece.data if isinstance(piece.data, RawArray) else block_of(piece.data)
             value = data.largest()
             largest[piece.group] = value if math.isnan(value) else max(largest[piece.group], value)
             if not math.isfinite(value):

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, TextIO, cast
 from weft import env
 from weft.checkpoint import require_space
 from weft.lazy import named_object
-from weft.monitor import busy, make_display, tail_events, tell
-from weft.train.engine import Engine, Job
+from weft.monitor import tail_events
+from weft.monitor.screen import busy, make_display, tell
+from weft.train.engine import Engine, EngineJob
 from weft.train.folder import RunFolder
 from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.progress import Progress
 from weft.train.run.folder_lock import run_lock
 from weft.train.run.keeping import Keeper
-from weft.train.run.recorder import Recorder
+from weft.train.run.recorder import RunRecorder
 from weft.train.run.signals import stop_on_signal
 from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
 from weft.train.run.time_limit import TimeLimit
@@ -80,8 +81,8 @@ def run_rank(
             until_left.enter_context(run_lock(folder.path))
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
-        job = Job(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store)
-        engine = cast(Callable[[Job], Engine], named_object(start.engine))(job)
+        job = EngineJob(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store)
+        engine = cast(Callable[[EngineJob], Engine], named_object(start.engine))(job)
         try:
             with busy(terminal if is_first else None, "loading the model and the data"):
                 engine.build()
@@ -96,7 +97,7 @@ def run_rank(
 class _RankRun:
     """Joins the pieces of one rank's run."""
 
-    def __init__(self, job: Job, engine: Engine, terminal: TextIO, voice: Voice, command: tuple[str, ...]):
+    def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: Voice, command: tuple[str, ...]):
         self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
         self.terminal, self.voice, self.command = terminal, voice, command
 
@@ -153,7 +154,7 @@ class _RankRun:
         require_space(self.folder.path, num_bytes)
         return TimeLimit(limit, began + parse_seconds(limit), num_bytes) if limit else None
 
-    def _show(self, recorder: Recorder, step: int, reason: str) -> str:
+    def _show(self, recorder: RunRecorder, step: int, reason: str) -> str:
         """What the trained model makes, while the panel still stands."""
         recorder.on_phase("sampling")
         # Who stops a run wants it to end: making a sample takes seconds.
@@ -162,7 +163,7 @@ class _RankRun:
         with self.engine.pulse.doing("writes a sample"):
             return self.task.show(self.folder, step)
 
-    def _recorder(self, progress: Progress, notes: list[str]) -> Recorder:
+    def _recorder(self, progress: Progress, notes: list[str]) -> RunRecorder:
         config, engine = self.config, self.engine
         tell(self.terminal, [*opening_lines(self.folder, self.task, engine), *notes])
         epoch = engine.batches.samples_per_epoch
@@ -185,4 +186,4 @@ class _RankRun:
             "weft": env.weft_version(),
             **engine.versions(),
         }
-        return Recorder(self.folder, self.task, display, start)
+        return RunRecorder(self.folder, self.task, display, start)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.monitor import Display, EventLog, StepRecord, plot_loss, read_events
-from weft.monitor.artist import Artist
-from weft.monitor.spikes import SpikeWatch
+from weft.monitor import EventLog, SpikeWatch, StepRecord, read_events
+from weft.monitor.screen import Artist, Display, plot_loss
 from weft.train.engine import Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook
 from weft.train.task import Task
 
 
-class Recorder(Hook):
+class RunRecorder(Hook):
     """Writes what happens to the run folder and passes it to the display."""
 
     def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):

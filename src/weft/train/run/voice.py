@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from weft.monitor import Display
-from weft.monitor.terminal import LastingStream
+from weft.monitor.screen import Display, LastingStream
 
 
 class Voice:

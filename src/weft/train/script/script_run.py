@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from weft import env
-from weft.comm import Ledger, Watch
-from weft.comm.hang_watch import WARN_AFTER_S
+from weft.comm import Ledger
+from weft.comm.watch import WARN_AFTER_S, Watch
 from weft.data import ShardedLoader
 from weft.errors import PlanError, did_you_mean
 from weft.memory import MOST_OF_HOST

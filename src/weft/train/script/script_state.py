@@ -18,6 +18,7 @@ from torch import nn
 
 from weft.checkpoint import (
     Checkpoint,
+    Found,
     Together,
     folder_name,
     load_checkpoint,
@@ -26,7 +27,6 @@ from weft.checkpoint import (
     save_pieces,
     verify_checkpoint,
 )
-from weft.checkpoint.load import Found
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.parallel import data_parallel, drops_of

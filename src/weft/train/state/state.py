@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint import Checkpoint, SavedPiece
-from weft.checkpoint.part import Part
+from weft.checkpoint.parts import Part
 from weft.errors import CheckpointError
 from weft.optim import build_optimizer, freeze
 from weft.parallel import DataParallel, data_parallel

@@ -16,7 +16,7 @@ from torch import nn
 
 from weft.errors import OutOfMemory
 from weft.mesh import Mesh
-from weft.monitor import memory_bytes
+from weft.monitor.times import memory_bytes
 from weft.planner.tell import footprint
 from weft.private_torch import storage_key
 from weft.spec import DecoderSpec
@@ -33,7 +33,7 @@ _TEXTS = ("can't allocate memory", "not enough memory", "CUDA error: out of memo
 _ASKED = re.compile(r"ried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)")
 
 
-class Step(Protocol):
+class ExplainedStep(Protocol):
     """What a training step must show to be explained."""
 
     model: nn.Module
@@ -45,11 +45,11 @@ class Step(Protocol):
         ...
 
 
-_S = TypeVar("_S", bound=Step)
+_S = TypeVar("_S", bound=ExplainedStep)
 
 
 @dataclass(frozen=True, slots=True)
-class LiveBytes:
+class HeldBytes:
     """Bytes of what training holds on this rank. expected_optimizer: of states that the first update will make."""
 
     parameters: int
@@ -88,7 +88,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(piece in str(error) for piece in _TEXTS)
 
 
-def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()) -> LiveBytes:
+def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()) -> HeldBytes:
     """Count what model and optimizer hold on this rank, each storage once. gradients: those that `.grad` hides."""
     seen: set[int] = set()
     params = list(model.parameters())
@@ -97,10 +97,10 @@ def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: It
     grads = [*gradients, *(param.grad for param in (*params, *owned) if param.grad is not None)]
     states = [value for state in optimizer.state.values() for value in _tensors(state)]
     counted = [_count(part, seen) for part in (params, grads, [*owned, *states], model.buffers())]
-    return LiveBytes(*counted, expected_optimizer=0 if states else _expected(optimizer, owned))
+    return HeldBytes(*counted, expected_optimizer=0 if states else _expected(optimizer, owned))
 
 
-def explain(step: Step, batch: Any, error: BaseException) -> str:
+def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
     """The text of OutOfMemory: what was live, by class, and three changes of the plan."""
     mesh, live = step.mesh, live_bytes(step.model, step.optimizer, step.held_gradients())
     asked = _asked(error)
@@ -141,7 +141,7 @@ def explain(step: Step, batch: Any, error: BaseException) -> str:
     return "\n".join(text)
 
 
-def _rows(device: torch.device, live: LiveBytes) -> tuple[str, int, list[str]]:
+def _rows(device: torch.device, live: HeldBytes) -> tuple[str, int, list[str]]:
     """(total in words, bytes of activations and temporaries, table) of this rank."""
     rows = [
         ("parameters", live.parameters),

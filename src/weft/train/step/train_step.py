@@ -19,11 +19,11 @@ from torch import nn
 from weft.comm import all_reduce
 from weft.data.batch import move_batch
 from weft.mesh import Mesh
-from weft.monitor import Meter
+from weft.monitor.times import Meter
 from weft.optim import LossScale, clip_factor
 from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, trust_loss
 from weft.parallel.context import cut_sequence, sequence_in_use
-from weft.parallel.pipeline import CountedLoss, Inside, Work, pipeline_of
+from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
 from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
 from weft.train.step.forward import call_model
@@ -120,7 +120,7 @@ class TrainStep:
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
             loss = self._counted_loss(samples)
-            work = Work(parts, self._forward, self._with_labels, loss, scale, totals, seeds, inside)
+            work = StepWork(parts, self._forward, self._with_labels, loss, scale, totals, seeds, inside)
             # One pass of the engine: gradients of all microbatches are one sum, whatever the schedule's order.
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)

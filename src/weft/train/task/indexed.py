@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 from weft.data import Prefetch
 from weft.data.batch import map_tensors
-from weft.data.order.sample_order import permutation
+from weft.data.order import permutation
 from weft.errors import DataError
 from weft.train.task.share import MapDataset, Share
 

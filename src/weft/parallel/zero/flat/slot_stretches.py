@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from weft.checkpoint.part import deal_out
+from weft.checkpoint.parts import deal_out
 from weft.errors import CheckpointError
 from weft.parallel.local_tensors import StateSource, Stretch, alone, filled, flat_of, read_whole
 from weft.parallel.placement import AxisMap

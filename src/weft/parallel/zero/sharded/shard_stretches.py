@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from weft.checkpoint.part import deal_out
+from weft.checkpoint.parts import deal_out
 from weft.parallel.local_tensors import StateSource, Stretch, alone, filled, flat_of, read_whole
 from weft.parallel.placement import Axes, AxisMap
 from weft.parallel.zero.sharded.param_shards import Shard

@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 
 from weft.planner.cost import rank_shares
 from weft.planner.measured.host.crowd import Crowd
-from weft.planner.measured.host.host_layer import VALUE, Clock
+from weft.planner.measured.host.host_layer import VALUE, CrowdedLaws
 from weft.planner.space import Columns, Job
 from weft.spec.shares import BUCKET_PARAMS
 
 Array = NDArray[np.float64]
 
 
-def data_parallel_s(job: Job, columns: Columns, clock: Clock, crowd: Crowd) -> tuple[Array, Array, Array]:
+def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd) -> tuple[Array, Array, Array]:
     """Of a step: what travels over the data-parallel axes, with its copies; and sums, norm, scaling and update.
 
     Last, in how many pieces gradients travel under ZeRO 0 to 2.
@@ -50,7 +50,7 @@ def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:
     return inside.dense + inside.experts, table * both
 
 
-def _sharded(job: Job, columns: Columns, clock: Clock, dense: Array, ends: Array, m: Array) -> Array:
+def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends: Array, m: Array) -> Array:
     """ZeRO 3: units are gathered for forward and again for backward, and their gradients scattered, in every pass."""
     group = (columns.dp_shard * columns.cp).astype(float)
     stride = columns.tp

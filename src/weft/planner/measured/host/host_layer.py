@@ -29,7 +29,7 @@ VALUE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class CrowdedLaws:
     """Laws with the crowd in which they are asked: ranks at work at the same time, by row."""
 
     laws: Laws
@@ -81,7 +81,7 @@ def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
 
 def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: str) -> LayerCosts:
     """Costs of every row, with `active` ranks at work."""
-    clock = Clock(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
+    clock = CrowdedLaws(laws, np.broadcast_to(np.asarray(active, float), (len(columns),)), dtype)
     shape = job.shape
     t, c = columns.tp.astype(float), columns.cp.astype(float)
     tokens = columns.microbatch * (job.seq_len / c)
@@ -126,7 +126,7 @@ def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:
     return [(name, rows) for name, rows in (("fp32", ~narrow), ("bf16", narrow)) if rows.any()]
 
 
-def _products(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: Array) -> Array:
+def _products(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Array, kv: Array) -> Array:
     shape, t = job.shape, columns.tp.astype(float)
     h = float(shape.hidden)
     dense = (shape.layers - shape.moe_layers) / shape.layers
@@ -151,7 +151,7 @@ def _products(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array,
     return total
 
 
-def _attention(job: Job, columns: Columns, clock: Clock, q: Array, kv: Array) -> Array:
+def _attention(job: Job, columns: Columns, clock: CrowdedLaws, q: Array, kv: Array) -> Array:
     """Forward and backward. Ring and gather take the keys in pieces without a mask; ulysses whole sequences."""
     shape, s = job.shape, float(job.seq_len)
     c = columns.cp.astype(float)
@@ -176,7 +176,7 @@ def _attention(job: Job, columns: Columns, clock: Clock, q: Array, kv: Array) ->
     return calls + np.where(cut, joins, 0.0)
 
 
-def _passes(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: Array) -> Array:
+def _passes(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Array, kv: Array) -> Array:
     """Element-wise kernels of a mean layer: forward, backward."""
     shape, t = job.shape, columns.tp.astype(float)
     h = float(shape.hidden)
@@ -196,7 +196,7 @@ def _passes(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, k
     return total
 
 
-def _host(clock: Clock) -> Array:
+def _host(clock: CrowdedLaws) -> Array:
     """Seconds by which a whole layer takes longer than the calls of its parts: modules, views, autograd's nodes."""
     t, d, f, heads = map(float, TINY)
     parts = 4 * clock.linear(t, d, d) + 2 * clock.linear(t, f, d) + clock.linear(t, d, f)
@@ -207,7 +207,7 @@ def _host(clock: Clock) -> Array:
     return np.maximum(0.0, clock.passes("block", t, d) - known)
 
 
-def _head(job: Job, columns: Columns, clock: Clock, tokens: Array) -> tuple[Array, Array, Array]:
+def _head(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> tuple[Array, Array, Array]:
     """Products, passes (final norm, loss) and communication of the head, forward and backward."""
     shape, t = job.shape, columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
@@ -225,13 +225,13 @@ def _head(job: Job, columns: Columns, clock: Clock, tokens: Array) -> tuple[Arra
     return products, norm + loss, sums + np.where(columns.sp, cut, clock.travel("all_reduce", wide, columns.tp))
 
 
-def _embed_tp(job: Job, columns: Columns, clock: Clock, tokens: Array) -> Array:
+def _embed_tp(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> Array:
     wide = tokens * job.shape.hidden * VALUE
     cut = clock.travel("reduce_scatter", wide, columns.tp) + clock.travel("all_gather", wide, columns.tp)
     return np.where(columns.sp, cut, clock.travel("all_reduce", wide, columns.tp))
 
 
-def _tp(job: Job, columns: Columns, clock: Clock, tokens: Array) -> Array:
+def _tp(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> Array:
     """Collectives of a layer over tp: forward, backward. Under sp inputs are gathered again in backward."""
     wide = tokens * job.shape.hidden * VALUE
     whole = 2 * clock.travel("all_reduce", wide, columns.tp)
@@ -245,7 +245,7 @@ def _tp(job: Job, columns: Columns, clock: Clock, tokens: Array) -> Array:
     return np.stack([np.where(columns.sp, forward, whole), np.where(columns.sp, backward, whole)])
 
 
-def _cp(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: Array) -> Array:
+def _cp(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Array, kv: Array) -> Array:
     """Traffic of a layer over cp: forward, backward."""
     c = columns.cp
     stride = columns.tp
@@ -261,7 +261,7 @@ def _cp(job: Job, columns: Columns, clock: Clock, tokens: Array, q: Array, kv: A
     return np.where(c > 1, chosen, 0.0)
 
 
-def _ep(job: Job, columns: Columns, clock: Clock, tokens: Array) -> Array:
+def _ep(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> Array:
     """Tokens to their experts and back, in a mean layer."""
     shape = job.shape
     if not shape.moe_layers:

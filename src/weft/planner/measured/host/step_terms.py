@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.planner.cost import Parts, budget_s, replay_s
 from weft.planner.measured.host.crowd import Crowd, crowd_of
 from weft.planner.measured.host.data_parallel import data_parallel_s
-from weft.planner.measured.host.host_layer import VALUE, Clock, dtype_of, layer_costs
+from weft.planner.measured.host.host_layer import VALUE, CrowdedLaws, dtype_of, layer_costs
 from weft.planner.measured.host.live_bytes import host_memory
 from weft.planner.measured.host.waiting import waiting_s
 from weft.planner.measured.laws import Laws
@@ -57,7 +57,7 @@ def host_terms(job: Job, columns: Columns, laws: Laws) -> dict[str, Array]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassTerms:
     """Seconds of one microbatch on the busiest rank, by term."""
 
     terms: dict[str, Array]
@@ -81,21 +81,21 @@ def _terms(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd) -> 
     if piped.any():
         bubble, sends = _pipeline(job, columns[piped], laws, dtype, crowd.rows(piped), full.total[piped])
         terms["bubble"][piped], terms["pp_p2p"][piped] = bubble, sends
-    clock = Clock(laws, columns.world_size.astype(float), dtype)
+    clock = CrowdedLaws(laws, columns.world_size.astype(float), dtype)
     terms["dp_exposed"], terms["optimizer"], pieces = data_parallel_s(job, columns, clock, crowd)
     for name, seconds in waiting_s(job, columns, clock, crowd.layers, m * full.compute, pieces).items():
         terms[name] = terms[name] + seconds
     return terms
 
 
-def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, dtype: str) -> Pass:
+def _pass(job: Job, columns: Columns, crowd: Crowd, laws: Laws, active: Array, dtype: str) -> PassTerms:
     """One microbatch on the busiest rank, forward and backward, with what recompute does again."""
     layers, costs = crowd.layers, layer_costs(job, columns, laws, active, dtype)
     repeated = budget_s(job, columns, costs)
     for name, seconds in replay_s(job, columns, costs).items():
         repeated = np.where(columns.recompute == RECOMPUTES.index(name), seconds, repeated)
     embed, head = crowd.has_embedding, crowd.has_head
-    return Pass({
+    return PassTerms({
         "gemm": layers * (costs.gemm_f + costs.gemm_b) + head * costs.head_gemm,
         "attention": layers * (costs.attn_f + costs.attn_b),
         "memory_bound": layers * (costs.memory_f + costs.memory_b) + embed * costs.embed + head * costs.head_memory,
@@ -122,7 +122,7 @@ def _pipeline(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd, 
         slots = slots + np.where(stages < p, 2 * each, 0.0)
     # (p - 1) passes of the busiest rank lie within filling and draining, at the pace of those.
     bubble = share * (slots - (p - 1) * full)
-    clock = Clock(laws, crowd.steady, dtype)
+    clock = CrowdedLaws(laws, crowd.steady, dtype)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     size = tokens * job.shape.hidden * VALUE / np.where(columns.sp, columns.tp, 1)
     each = clock.travel("send", size, np.full(len(columns), 2))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.measured.host.host_layer import Clock
+from weft.planner.measured.host.host_layer import CrowdedLaws
 from weft.planner.space import Columns, Job
 from weft.spec.plan import RECOMPUTES, RESHARDS
 
@@ -21,7 +21,7 @@ _GATHERS = {"after_forward": 3, "after_backward": 2, "after_step": 2}
 
 
 def waiting_s(
-    job: Job, columns: Columns, clock: Clock, layers: Array, compute_s: Array, pieces: Array
+    job: Job, columns: Columns, clock: CrowdedLaws, layers: Array, compute_s: Array, pieces: Array
 ) -> dict[str, Array]:
     """Seconds of a step by the term that they lengthen.
 

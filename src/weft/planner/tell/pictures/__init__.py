@@ -10,7 +10,7 @@ __all__ = [
     "Bar",
     "Dot",
     "Drawing",
-    "Line",
+    "Polyline",
     "Rect",
     "draw_bars",
     "draw_schedule",
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.planner.tell.pictures.canvas import Dot, Drawing, Line, Rect
+    from weft.planner.tell.pictures.canvas import Dot, Drawing, Polyline, Rect
     from weft.planner.tell.pictures.charts import memory_by_rank, pareto, waterfall
     from weft.planner.tell.pictures.timeline import Bar, draw_bars, draw_schedule, fits
 
@@ -31,7 +31,7 @@ __getattr__ = loads(
         "Bar": ".timeline",
         "Dot": ".canvas",
         "Drawing": ".canvas",
-        "Line": ".canvas",
+        "Polyline": ".canvas",
         "Rect": ".canvas",
         "draw_bars": ".timeline",
         "draw_schedule": ".timeline",

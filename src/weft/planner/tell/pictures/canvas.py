@@ -27,7 +27,7 @@ class Rect:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Polyline:
     """A polyline through points (x, y)."""
 
     points: tuple[tuple[float, float], ...]
@@ -58,7 +58,7 @@ class Text:
     fill: str = INK
 
 
-Shape = Rect | Line | Dot | Text
+Shape = Rect | Polyline | Dot | Text
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ def _svg(shape: Shape) -> str:
     if isinstance(shape, Dot):
         body = f'cx="{shape.x:.2f}" cy="{shape.y:.2f}" r="{shape.radius:g}" fill="{shape.fill}"'
         return _titled("circle", body, shape.title)
-    if isinstance(shape, Line):
+    if isinstance(shape, Polyline):
         points = " ".join(f"{x:.2f},{y:.2f}" for x, y in shape.points)
         return f'<polyline points="{points}" fill="none" stroke="{shape.stroke}" stroke-width="{shape.width:g}"/>'
     place = f'x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:g}"'

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weft.planner.search import Answer, Candidate
 from weft.planner.tell.explanation import TERM_WORDS
-from weft.planner.tell.pictures.canvas import FAINT, PALETTE, Dot, Drawing, Line, Rect, Text
+from weft.planner.tell.pictures.canvas import FAINT, PALETTE, Dot, Drawing, Polyline, Rect, Text
 from weft.units import format_bytes, format_count, format_seconds
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 90.0, 60.0, 820.0, 420.0
@@ -31,7 +31,7 @@ def pareto(found: Answer[Candidate]) -> Drawing:
     for one in found.ranked:
         drawing.add(Dot(*_place(one, most_x, most_y), 3, PALETTE[5], _dot_title(one)))
     border = [_place(one, most_x, most_y) for one in found.pareto]
-    drawing.add(Line(tuple(border), PALETTE[3], 1.5))
+    drawing.add(Polyline(tuple(border), PALETTE[3], 1.5))
     for one in found.pareto:
         drawing.add(Dot(*_place(one, most_x, most_y), 4, PALETTE[3], _dot_title(one)))
     best = found.ranked[0]
@@ -53,7 +53,9 @@ def _axes(drawing: Drawing, most_x: float, most_y: float, unit: str) -> None:
     bottom = _TOP + _HEIGHT
     for part in range(5):
         x, y = _LEFT + _WIDTH * part / 4, bottom - _HEIGHT * part / 4
-        drawing.add(Line(((x, _TOP), (x, bottom)), FAINT, 0.5), Line(((_LEFT, y), (_LEFT + _WIDTH, y)), FAINT, 0.5))
+        drawing.add(
+            Polyline(((x, _TOP), (x, bottom)), FAINT, 0.5), Polyline(((_LEFT, y), (_LEFT + _WIDTH, y)), FAINT, 0.5)
+        )
         drawing.add(Text(x, bottom + 18, format_bytes(most_x * part / 4), 11, "middle"))
         drawing.add(Text(_LEFT - 8, y + 4, format_count(most_y * part / 4), 11, "end"))
     drawing.add(
@@ -112,7 +114,7 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
         drawing.add(Text(x + 6, y + row / 2 + 3, format_bytes(sum(parts_of_rank.values())), 10))
     bottom = _TOP + row * len(ranks)
     limit = _LEFT + _WIDTH * one.usable_bytes / most
-    drawing.add(Line(((limit, _TOP - 6), (limit, bottom + 4)), PALETTE[3], 2))
+    drawing.add(Polyline(((limit, _TOP - 6), (limit, bottom + 4)), PALETTE[3], 2))
     drawing.add(Text(limit, bottom + 18, f"{format_bytes(one.usable_bytes)} are there", 11, "end"))
     drawing.legend([(name, colours[name]) for name in names], 20, bottom + 42, _WIDTH)
     return drawing

@@ -1,0 +1,217 @@
+"""Tensors to and from safetensors files. Writing streams tensor by tensor and digests the bytes on their way to disk.
+
+The layout is the public one (https://huggingface.co/docs/safetensors): 8 bytes little-endian length of a JSON header,
+the header, then the tensors one after the other. It is written here and not by the safetensors package because that
+needs all bytes of a file in memory at once and cannot digest while it writes; reading is the package's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.checkpoint.arrays.raw_array import RawArray
+from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
+from weft.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+#: Large enough that a thread pays, small enough to stay in the cache between digest and write.
+_CHUNK_BYTES = 4 * 2**20
+
+
+@functools.cache
+def _dtype_names() -> dict[torch.dtype, str]:
+    import torch
+
+    return {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+        torch.complex64: "C64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+        torch.bool: "BOOL", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    }  # fmt: skip
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """The format's name of torch's dtype."""
+    return _dtype_names()[dtype]
+
+
+@functools.cache
+def torch_formats() -> dict[str, torch.dtype]:
+    """torch's dtypes by the format's names."""
+    return {name: dtype for dtype, name in _dtype_names().items()}
+
+
+def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
+    """The format's name of a tensor's dtype. CheckpointError when the tensor is of a kind that cannot be stored."""
+    if isinstance(tensor, RawArray):
+        return tensor.dtype
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{name}: a {type(tensor).__name__} is not a tensor. Put plain values in `state`.")
+    kind = type(tensor.detach())
+    if kind is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
+        what = kind.__name__ if kind is not torch.Tensor else f"{tensor.layout} on {tensor.device}"
+        raise CheckpointError(f"{name}: a {what} has no bytes of its own to store. Gather it to a plain tensor first.")
+    if tensor.dtype not in _dtype_names():
+        raise CheckpointError(f"{name}: dtype {tensor.dtype} cannot be stored. Convert it, for example to float32.")
+    return _dtype_names()[tensor.dtype]
+
+
+def block_of(tensor: Tensor) -> RawArray:
+    """The bytes of a tensor; its own memory where it is contiguous on the CPU."""
+    return RawArray(dtype_name("tensor", tensor), tuple(tensor.shape), _bytes_of(tensor))
+
+
+def tensor_of(block: RawArray) -> Tensor:
+    """A tensor in the block's memory, which must be writable."""
+    import torch
+
+    dtype = torch_formats()[block.dtype]
+    if not block.data.nbytes:
+        return torch.empty(block.shape, dtype=dtype)
+    return torch.frombuffer(block.data, dtype=dtype).view(block.shape)
+
+
+class DigestingFile:
+    """A new file whose SHA-256 is taken while it is written; `close` makes it durable and returns its entry."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("xb")
+        self._digest = hashlib.sha256()
+        # hashlib and write both release the GIL: the digest of a chunk runs beside the write of the same chunk.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
+        self._num_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            if len(chunk) < _CHUNK_BYTES // 4:
+                self._digest.update(chunk)
+                self._file.write(chunk)
+            else:
+                job = self._thread.submit(self._digest.update, chunk)
+                try:
+                    self._file.write(chunk)
+                finally:
+                    job.result()
+        self._num_bytes += len(data)
+
+    def close(self) -> FileEntry:
+        """Flush to the disk itself, then close."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileEntry(self._num_bytes, self._digest.hexdigest())
+
+    def __enter__(self) -> DigestingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+
+def write_file(path: Path, data: bytes) -> FileEntry:
+    """Write a small new file durably."""
+    with DigestingFile(path) as file:
+        file.write(data)
+        return file.close()
+
+
+def file_order(names_and_entries: Iterable[tuple[str, TensorEntry]]) -> list[str]:
+    """Names in the order they lie in a file: wide elements first, so that each tensor is aligned to its element."""
+    return [name for name, _ in sorted(names_and_entries, key=lambda item: (-DTYPE_BYTES[item[1].dtype], item[0]))]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | RawArray], entries: Mapping[str, TensorEntry]
+) -> FileEntry:
+    """Write one safetensors file, durable on return. One tensor at a time is copied to the CPU."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    order = file_order((name, entries[name]) for name in tensors)
+    end = 0
+    for name in order:
+        start, end = end, end + entries[name].num_bytes
+        shape = list(entries[name].shape)
+        header[name] = {"dtype": entries[name].dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with DigestingFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(_bytes_of(tensors[name]))
+        return file.close()
+
+
+def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
+    if isinstance(tensor, RawArray):
+        return tensor.data
+    import torch
+
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def open_tensors(path: Path, framework: str = "pt") -> Any:
+    """The safetensors package's handle on a memory-mapped file. CheckpointError when the file is not of the format."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(path), framework=framework, device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path.name}: not a safetensors file ({error})") from error
+
+
+def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]:
+    """Where the file's own header differs from what the manifest says of it: names, dtypes, shapes."""
+    try:
+        handle = open_tensors(path, "numpy")  # for names and shapes alone
+    except CheckpointError as error:
+        return [str(error)]
+    present, expected = set(handle.keys()), set(entries)
+    if present != expected:
+        odd = sorted(present ^ expected)[0]
+        where = "the file but not in the manifest" if odd in present else "the manifest but not in the file"
+        return [f"{path.name}: tensor {odd[:200]!r} is in {where}"]
+    problems = []
+    for name, entry in entries.items():
+        part = handle.get_slice(name)
+        dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
+        if (dtype, shape) != (entry.dtype, entry.shape):
+            wanted = f"{entry.dtype} {list(entry.shape)}"
+            problems.append(f"{path.name}: tensor {name[:200]!r} is {dtype} {list(shape)}; the manifest says {wanted}")
+    return problems
+
+
+def missing_slices(path: Path, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Where a file lacks slices that the manifest says it has. wanted: dtype and number of elements by name."""
+    try:
+        handle = open_tensors(path, "numpy")
+    except CheckpointError as error:
+        return [str(error)]
+    present = set(handle.keys())
+    for name, (dtype, numel) in wanted.items():
+        if name not in present:
+            return [f"{path.name}: tensor {name[:200]!r} is in the manifest but not in the file"]
+        part = handle.get_slice(name)
+        if (str(part.get_dtype()), math.prod(part.get_shape())) != (dtype, numel):
+            found = f"{part.get_dtype()} {list(part.get_shape())}"
+            return [f"{path.name}: tensor {name[:200]!r} is {found}; the manifest says {numel} elements of {dtype}"]
+    return []
+
+
+def sha256_of(path: Path) -> str:
+    """Digest of a whole file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,47 @@
+"""Collectives that autograd and torch.compile pass through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "copy_to",
+    "exchange",
+    "exchange_dims",
+    "gather_from",
+    "gather_slice",
+    "prepare_operators",
+    "scatter_sum",
+    "slice_to",
+    "sum_over",
+]
+
+if TYPE_CHECKING:
+    from weft.comm.autograd.functions import (
+        copy_to,
+        exchange,
+        exchange_dims,
+        gather_from,
+        gather_slice,
+        scatter_sum,
+        slice_to,
+        sum_over,
+    )
+    from weft.comm.autograd.operators import prepare_operators
+
+__getattr__ = loads(
+    __name__,
+    {
+        "copy_to": ".functions",
+        "exchange": ".functions",
+        "exchange_dims": ".functions",
+        "gather_from": ".functions",
+        "gather_slice": ".functions",
+        "prepare_operators": ".operators",
+        "scatter_sum": ".functions",
+        "slice_to": ".functions",
+        "sum_over": ".functions",
+    },
+)

@@ -1,0 +1,96 @@
+"""Messages between two ranks: they concern no other, and arrive in the order in which they were sent."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.links import Operation, failed
+from weft.comm.private_torch import backend_of
+from weft.errors import CommError
+from weft.mesh import Axis
+
+
+class Message:
+    """A message under way between two ranks; `wait()` returns its tensor, and may be called again."""
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        axis: Axis,
+        what: str,
+        peer: int,
+        work: dist.Work | None,
+        start: float,
+        staged: torch.Tensor | None = None,
+    ):
+        # staged: where the backend reads or writes, if it cannot reach the tensor.
+        self._tensor, self._axis, self._what, self._work = tensor, axis, what, work
+        self._staged = staged
+        self._peer = axis.ranks[peer]
+        self._seconds = time.perf_counter() - start
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, sent or received. Raises CommError when the other rank is gone."""
+        if self._work is not None:
+            pulse = self._axis.pulse
+            pulse.waiting = self
+            start = time.perf_counter()
+            work, self._work = self._work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                nothing = torch.empty(0)
+                raise failed(Operation(self._what, self._axis.name, nothing, nothing), error) from error
+            if self._staged is not None and self._what == "receive":
+                self._tensor.detach().copy_(self._staged)
+            self._staged = None
+            seconds = self._seconds + time.perf_counter() - start
+            pulse.waiting = None
+            pulse.moved += 1
+            self._axis.record(self._axis.name, self._what, self._tensor.nbytes, seconds)
+        return self._tensor
+
+    def where(self) -> tuple[str, tuple[int, ...]]:
+        """The message in words and the other rank."""
+        return f"{self._what} over {self._axis.name}", (self._peer,)
+
+    def late(self) -> tuple[int, ...]:
+        """The other rank: a message waits for no one else."""
+        return (self._peer,)
+
+
+def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Message:
+    """Begin to send a contiguous tensor to rank `to` of the axis; it must not be changed before `wait()`."""
+    start = time.perf_counter()
+    _check_peer("send", axis, to, tensor)
+    tensor = tensor.detach()
+    staged = tensor.cpu() if _needs_host(axis, tensor) else None
+    work = dist.isend(tensor if staged is None else staged, dst=axis.ranks[to], group=axis.group, tag=tag)
+    return Message(tensor, axis, "send", to, work, start, staged)
+
+
+def start_receive(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Message:
+    """Begin to receive into a contiguous tensor from rank `source` of the axis."""
+    start = time.perf_counter()
+    _check_peer("receive", axis, source, out)
+    staged = torch.empty_like(out, device="cpu") if _needs_host(axis, out) else None
+    work = dist.irecv(out.detach() if staged is None else staged, src=axis.ranks[source], group=axis.group, tag=tag)
+    return Message(out, axis, "receive", source, work, start, staged)
+
+
+def _needs_host(axis: Axis, tensor: torch.Tensor) -> bool:
+    """Whether the group's backend cannot reach the tensor's device: gloo sends from host memory alone."""
+    if tensor.device.type == "cpu":
+        return False
+    return backend_of(cast(dist.ProcessGroup, axis.group), tensor.device).name() == "gloo"
+
+
+def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:
+    if not 0 <= peer < axis.size or peer == axis.rank:
+        raise CommError(f"{what} over {axis.name}: rank {peer} is no other rank of it. Use 0 to {axis.size - 1}.")
+    if not tensor.is_contiguous():
+        raise CommError(f"{what} over {axis.name}: the tensor is not contiguous. Pass tensor.contiguous().")

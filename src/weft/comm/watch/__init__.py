@@ -1,0 +1,23 @@
+"""A thread of each rank that notices when nothing moves any more, and says why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "WARN_AFTER_S",
+    "Watch",
+]
+
+if TYPE_CHECKING:
+    from weft.comm.watch.hang_watch import WARN_AFTER_S, Watch
+
+__getattr__ = loads(
+    __name__,
+    {
+        "WARN_AFTER_S": ".hang_watch",
+        "Watch": ".hang_watch",
+    },
+)

@@ -1,0 +1,253 @@
+"""A thread of each rank that notices when nothing moves any more, and sees to it that one rank tells why.
+
+The thread looks about once a second at what this rank last did (`Pulse`), and speaks to nobody. Only after
+`warn_after_s` of standing still does a rank write where it stands to the group's store. The first rank that waits then
+reads the records of those that it waits for, and of those that they wait for, and tells who is missing; all that can
+dump their Python stacks. Nothing of this ends a wait: that is the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+import torch.distributed as dist
+
+from weft.comm.links import host_mark
+from weft.comm.private_torch import connect_store, default_store, nccl_trace
+from weft.comm.watch.standing import HangReport, Standing, process_state, report, stand, unfinished_on_device
+from weft.mesh import LIMIT_S, Axis, Mesh, Pulse, Wait
+from weft.private_torch import Store
+from weft.units import format_seconds
+
+WARN_AFTER_S = 60.0
+_STORE_TIMEOUT = datetime.timedelta(seconds=10)
+_PREFIX = "weft/watch/"
+#: Set while a wait is being reported: who tells, who waits, that stacks are wanted.
+_TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}alarm"
+
+
+class Watch(threading.Thread):
+    """Watches one rank; `close` ends it. A later watch of the same process takes over what this one watched.
+
+    tell: shows a line to people. warn_after_s: of standing still. limit_s, limit_name: the group's timeout and the
+    setting that changes it. stacks: where Python stacks go; where_stacks: that place in words. owns_process: nobody
+    else uses faulthandler's timer, so that stacks come even from a rank whose interpreter is stuck.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        tell: Callable[[str], None],
+        *,
+        warn_after_s: float = WARN_AFTER_S,
+        limit_s: float = LIMIT_S,
+        limit_name: str = "timeout",
+        stacks: TextIO | None = None,
+        where_stacks: str = "the ranks' stderr",
+        owns_process: bool = False,
+    ):
+        super().__init__(name="weft-watch", daemon=True)
+        self._rank, self._zero = mesh.rank, mesh.plan.zero
+        self._tell = tell
+        self._warn_after_s, self._limit_s, self._limit_name = warn_after_s, limit_s, limit_name
+        self._stacks = stacks or sys.__stderr__
+        self._where_stacks = where_stacks
+        self._owns_process = owns_process
+        self._tick_s = min(1.0, warn_after_s / 4)
+        self._pulses: list[Pulse] = [mesh.pulse]
+        self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
+        self._end = threading.Event()
+        self._store: Store | None = None
+        self._armed = 0.0
+        self._forget(time.time())
+        self._looked = time.monotonic()
+        self._seen: tuple[object, ...] = ()
+        for other in threading.enumerate():
+            if isinstance(other, Watch):
+                self._pulses += other.close()
+        if dist.is_initialized() and mesh.world_size > 1 and warn_after_s < limit_s:
+            place = f"{host_mark()[0].hex()} {os.getpid()}"
+            default_store().set(f"{_PREFIX}place/{self._rank}", place)
+            self._put_off_timer()  # here: the thread may not get the interpreter before it is stuck
+            self.start()
+
+    def close(self) -> list[Pulse]:
+        """Stop watching. Returns what was watched."""
+        self._end.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(2 * self._tick_s)
+        if self._armed:
+            faulthandler.cancel_dump_traceback_later()
+            self._armed = 0.0
+        self._store = None
+        return self._pulses
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self) -> None:
+        while not self._end.wait(self._tick_s):
+            self._put_off_timer()
+            try:
+                self._look()
+            except (RuntimeError, OSError, ValueError) as error:
+                # The store is gone or hangs: what is known here must do.
+                self._tell_alone(error)
+
+    def _put_off_timer(self) -> None:
+        """While this thread runs, the interpreter does, and no timer of compiled code need dump the stacks."""
+        now = time.monotonic()
+        if self._owns_process and self._stacks is not None and now - self._armed > self._warn_after_s / 4:
+            faulthandler.dump_traceback_later(2 * self._warn_after_s, file=self._stacks)
+            self._armed = now
+
+    def _look(self) -> None:
+        """One tick: did anything move?"""
+        seen = tuple((pulse.moved, id(pulse.waiting)) for pulse in self._pulses)
+        # Time in which this process was stopped itself, or the machine slept, is nobody's silence.
+        now = time.monotonic()
+        passed_s, self._looked = min(now - self._looked, 2 * self._tick_s), now
+        if seen != self._seen:
+            self._seen = seen
+            said, told, is_teller, seconds = self._said, self._told, self._is_teller, time.time() - self._since
+            self._forget(time.time())
+            if said is not None:
+                self._go_on(told, is_teller, seconds)
+            return
+        self._still_s += passed_s
+        if self._still_s >= self._warn_after_s:
+            self._stand_still()
+
+    def _forget(self, now: float) -> None:
+        self._since, self._still_s = now, 0.0
+        self._said: Standing | None = None
+        self._told: HangReport | None = None
+        self._is_teller = self._dumped = False
+
+    def _stand_still(self) -> None:
+        """Say where this rank stands; tell people, if that is on this rank; leave stacks once they are wanted."""
+        store = self._open()
+        if self._said is None:
+            self._said = self._standing()
+            store.set(f"{_PREFIX}{self._rank}", self._said.to_text())
+            if self._said.waits_for:
+                store.set(_WAITER, str(self._rank))
+        if self._told is None and self._shall_tell(store):
+            self._tell_people(store)
+        if not self._dumped and store.check([_ALARM]):
+            self._dump()
+
+    def _shall_tell(self, store: Store) -> bool:
+        """One rank tells: the first, which has the terminal, if it can; else the first of those that wait."""
+        assert self._said is not None
+        grace_s = 3 * self._tick_s
+        over_s = self._still_s - self._warn_after_s
+        if not self._is_teller:
+            may = store.check([_WAITER]) if self._rank == 0 else bool(self._said.waits_for) and over_s >= 2 * grace_s
+            me = str(self._rank)
+            self._is_teller = may and store.compare_set(_TELLER, "", me).decode() == me
+        # The others need a moment to say where they stand.
+        return self._is_teller and over_s >= grace_s
+
+    def _tell_people(self, store: Store) -> None:
+        assert self._said is not None
+        waiter = self._said
+        if not waiter.waits_for:
+            if not store.check([_WAITER]):
+                return  # it went on in the meantime
+            waiter = self._ask(int(store.get(_WAITER))) or waiter
+        self._told = self._report(waiter, self._ask, self._process_of)
+        store.set(_ALARM, "1")
+        self._tell(self._told.text)
+
+    def _report(self, waiter: Standing, ask: Callable[[int], Standing | None], of: Callable[[int], str]) -> HangReport:
+        end = time.strftime("%H:%M:%S", time.localtime(waiter.since + self._limit_s))
+        rest = f"The wait ends at {end} ({self._limit_name}); Python stacks are in {self._where_stacks}."
+        return report(waiter, ask, of, now=time.time(), rest=rest, zero=self._zero)
+
+    def _tell_alone(self, error: Exception) -> None:
+        """The store does not answer: tell once what this rank knows by itself."""
+        self._store = None
+        if self._said is None or not self._said.waits_for or self._told is not None or self._end.is_set():
+            return
+        self._told = self._report(
+            self._said, lambda _: None, lambda rank: f"Nothing is known of rank {rank}: the ranks' store is silent."
+        )
+        self._tell(self._told.text)
+        self._dump()
+
+    def _go_on(self, told: HangReport | None, is_teller: bool, seconds: float) -> None:
+        """Something moved: take back what was said."""
+        if told is not None and not told.is_calm:
+            names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
+            self._tell(f"{names} {'go' if len(told.culprits) != 1 else 'goes'} on after {format_seconds(seconds)}.")
+        store = self._open()
+        store.delete_key(f"{_PREFIX}{self._rank}")
+        if is_teller:
+            for key in (_ALARM, _WAITER, _TELLER):
+                store.delete_key(key)
+
+    def _standing(self) -> Standing:
+        wait: Wait | None = next((pulse.waiting for pulse in self._pulses if pulse.waiting is not None), None)
+        phases = [phase for pulse in self._pulses for phase in pulse.phases]
+        own = stand(self._rank, self._since, wait, phases, any(pulse.in_step for pulse in self._pulses))
+        if own.waits_for or not (axes := self._axes()):
+            return own
+        # A device works behind the host: what it has not finished is what this rank waits for.
+        dump = nccl_trace()
+        names = {str(axis.group.group_name): (axis.name, axis.ranks) for axis in axes if axis.group is not None}
+        what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
+        return stand(self._rank, self._since, _OnDevice(what, ranks), phases, own.in_step) if what else own
+
+    def _ask(self, rank: int) -> Standing | None:
+        text = self._read(f"{_PREFIX}{rank}")
+        return Standing.from_text(text) if text else None
+
+    def _process_of(self, rank: int) -> str:
+        host, _, pid = self._read(f"{_PREFIX}place/{rank}").partition(" ")
+        return process_state(rank, int(pid) if pid and host == host_mark()[0].hex() else None)
+
+    def _read(self, key: str) -> str:
+        store = self._open()
+        return store.get(key).decode() if store.check([key]) else ""
+
+    def _open(self) -> Store:
+        """A connection of this thread's own: the main thread may be waiting on the other."""
+        if self._store is None:
+            self._store = connect_store(_STORE_TIMEOUT)
+        return self._store
+
+    def _dump(self) -> None:
+        self._dumped = True
+        if self._stacks is None or self._said is None:
+            return
+        what = f"waits in {self._said.waits_for}" if self._said.waits_for else self._said.phase or "calls no collective"
+        clock = time.strftime("%H:%M:%S", time.localtime(self._since))
+        try:
+            print(f"--- rank {self._rank} {what} since {clock}; its Python stacks: ---", file=self._stacks, flush=True)
+            faulthandler.dump_traceback(self._stacks)
+        except (OSError, ValueError):
+            return  # a stream without a file, as in a notebook
+
+
+class _OnDevice:
+    """A collective that the device has not finished."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...]):
+        self._where = what, ranks
+
+    def where(self) -> tuple[str, tuple[int, ...]]:
+        return self._where
+
+    def late(self) -> tuple[int, ...]:
+        return ()

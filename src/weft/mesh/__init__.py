@@ -1,0 +1,61 @@
+"""The mesh of ranks: axes, joined axes and groups, and where each rank stands on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "Axis",
+    "ENDS",
+    "LIMIT_S",
+    "LOOPBACK",
+    "Mesh",
+    "Pulse",
+    "Wait",
+    "build_mesh",
+    "join_group",
+    "join_ranks",
+    "leave_ranks",
+    "loopback_store",
+    "open_store",
+    "pick_device",
+]
+
+if TYPE_CHECKING:
+    from weft.mesh.mesh import (
+        ENDS,
+        LIMIT_S,
+        LOOPBACK,
+        Axis,
+        Mesh,
+        build_mesh,
+        join_group,
+        join_ranks,
+        leave_ranks,
+        loopback_store,
+        open_store,
+        pick_device,
+    )
+    from weft.mesh.pulse import Pulse, Wait
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Axis": ".mesh",
+        "ENDS": ".mesh",
+        "LIMIT_S": ".mesh",
+        "LOOPBACK": ".mesh",
+        "Mesh": ".mesh",
+        "Pulse": ".pulse",
+        "Wait": ".pulse",
+        "build_mesh": ".mesh",
+        "join_group": ".mesh",
+        "join_ranks": ".mesh",
+        "leave_ranks": ".mesh",
+        "loopback_store": ".mesh",
+        "open_store": ".mesh",
+        "pick_device": ".mesh",
+    },
+)

@@ -1,0 +1,373 @@
+"""The mesh: every rank's place on the plan's axes, and the group of ranks it shares each axis with.
+
+All axes always exist. An axis of size 1 has no group, and collectives over it are the identity. Groups are made
+only where an axis is a real part of the world, and each rank makes only its own, so start-up does not grow with
+the number of ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import ipaddress
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import env
+from weft.errors import CommError, PlanError
+from weft.mesh.pulse import Pulse
+from weft.private_torch import PrefixStore, Store, TCPStore, default_device_types, groups_made, naming_group
+from weft.spec.plan import AXES, Plan
+
+#: How long (s) a collective waits for a rank where nobody says otherwise.
+LIMIT_S = 1800.0
+#: The address of this machine that no other machine can reach.
+LOOPBACK = "127.0.0.1"
+#: How long (s) the launcher's store waits for an answer.
+_STORE_TIMEOUT = datetime.timedelta(seconds=60)
+
+#: torch.distributed, for those of its functions that have no types.
+_untyped: Any = dist
+
+#: Told of each collective: (axis name, operation, bytes on this rank, host seconds).
+Record = Callable[[str, str, int, float], None]
+
+
+def _ignore(axis: str, operation: str, num_bytes: int, seconds: float) -> None:
+    """The record of a mesh that nobody counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of the mesh, or several joined, seen from this rank.
+
+    rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
+    group: torch's process group; None where size is 1.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    record: Record = field(default=_ignore, repr=False, compare=False)
+    #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
+    links: dict[tuple[object, ...], object] = field(
+        default_factory=dict[tuple[object, ...], object], repr=False, compare=False
+    )
+    #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
+    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
+    #: Collectives under way that have a second stage to begin; one list, shared by all axes of a mesh.
+    staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
+    #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
+    operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
+
+
+#: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
+EXPERT_AXES = ("beside_ep", "ep")
+#: The first and the last stage of a pipeline, which may share a weight.
+ENDS = "ends"
+
+
+class Mesh:
+    """Axes by name: `mesh["tp"]`; several joined: `mesh["dp_replicate", "dp_shard"]`.
+
+    `mesh["ep"]` are the ranks among which a layer's experts are divided, `mesh["beside_ep"]` those with the same ones.
+    `mesh["tp/2"]` are 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
+        self.plan = plan
+        self.rank = rank
+        self.world_size = plan.world_size
+        self.device = device
+        self._record = record
+        self._axes: dict[tuple[str, ...], Axis] = {}
+        self._links: dict[tuple[object, ...], object] = {}
+        self._staged: list[Any] = []
+        self.pulse = Pulse()
+        for name in AXES:
+            self._axes[(name,)] = self._build((name,))
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
+        """The axis of that name, or the joined axis of several. Joining makes a group: call it on all its ranks."""
+        key = self._key((names,) if isinstance(names, str) else names)
+        if key not in self._axes:
+            self._axes[key] = self._build(key)
+        return self._axes[key]
+
+    @property
+    def data(self) -> Axis:
+        """The ranks that read different samples: dp_replicate and dp_shard joined."""
+        return self["dp_replicate", "dp_shard"]
+
+    @property
+    def batch(self) -> Axis:
+        """The ranks whose gradients and token counts add up: `data`, and cp, which divides sequences."""
+        return self["dp_replicate", "dp_shard", "cp"] if self.plan.cp > 1 else self.data
+
+    @property
+    def beside_ep(self) -> Axis:
+        """The ranks of one replica of the model that hold the same experts."""
+        return self["beside_ep"]
+
+    @property
+    def world(self) -> Axis:
+        """All ranks."""
+        return self[AXES]
+
+    def built_axes(self) -> list[Axis]:
+        """The axes that were asked for so far."""
+        return list(self._axes.values())
+
+    def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Global ranks that differ from this one only along those axes, in order; makes no group."""
+        return _members(self.plan, self.rank, self._key(names))
+
+    def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = _strides(self.plan, names)
+        unknown = [name for name in names if name not in known and name != ENDS]
+        if unknown:
+            raise PlanError(f"mesh axis {unknown[0]!r}: no such axis. Use one of {', '.join(AXES)}, ep.")
+        if set(names) & set(EXPERT_AXES) and any(name.partition("/")[0] in AXES[2:] for name in names):
+            raise PlanError(
+                f"mesh axes {' and '.join(names)}: ep is a view over dp_shard x cp x tp, so it joins none of them. "
+                f"Join it with beside_ep, dp_replicate or pp."
+            )
+        # Outermost first, so that ranks ascend: torch sorts those of a group.
+        order = (ENDS, *self.plan.axis_order, *EXPERT_AXES)
+        return tuple(sorted(dict.fromkeys(names), key=lambda name: order.index(name.partition("/")[0])))
+
+    def _build(self, names: tuple[str, ...]) -> Axis:
+        ranks = _members(self.plan, self.rank, names)
+        if self.rank not in ranks:
+            raise PlanError(f"mesh axis 'ends': rank {self.rank} is on a stage between the first and the last one.")
+        return Axis(
+            name="world" if set(names) == set(AXES) else "*".join(sorted(names, key=_usual_place)),
+            size=len(ranks),
+            rank=ranks.index(self.rank),
+            ranks=ranks,
+            group=self._group(ranks),
+            record=self._record,
+            links=self._links,
+            staged=self._staged,
+            pulse=self.pulse,
+        )
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.world_size:
+            return dist.group.WORLD
+        return join_group(ranks)
+
+
+def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGroup:
+    """The process group of these ranks: made when it is first asked for, then the same until the ranks part.
+
+    A group holds sockets and threads, so a later mesh over the same ranks takes the one that is there. Only the
+    members need to call.
+    """
+    description = f"weft {purpose} {' '.join(map(str, ranks))}"
+    for group in groups_made():
+        if group.group_desc == description:
+            return group
+    with naming_group(description):
+        # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
+        made: dist.ProcessGroup = _untyped.new_group(
+            list(ranks), use_local_synchronization=True, group_desc=description
+        )
+    return made
+
+
+def _usual_place(name: str) -> int:
+    """Where an axis stands in the usual order, so that its name is the same under every order."""
+    return (ENDS, *AXES, *EXPERT_AXES).index(name.partition("/")[0])
+
+
+def _strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Of each axis, how far apart in rank its neighbours are, and its size."""
+    stride = 1
+    found: dict[str, tuple[int, int]] = {}
+    for name, size in reversed(plan.axis_sizes().items()):
+        found[name] = (stride, size)
+        stride *= size
+    found["ep"] = (1, plan.ep)
+    found["beside_ep"] = (plan.ep, plan.dp_shard * plan.cp * plan.tp // plan.ep)
+    for name in names:
+        axis, slash, number = name.partition("/")
+        if slash and axis in AXES and number.isdigit() and int(number) and found[axis][1] % int(number) == 0:
+            found[name] = (found[axis][0], int(number))
+    return found
+
+
+def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
+    places = _strides(plan, names)
+    along = [places["pp" if name == ENDS else name] for name in names]
+    base = rank - sum(rank // stride % size * stride for stride, size in along)
+    members = [base]
+    for name, (stride, size) in zip(names, along, strict=True):
+        steps = sorted({0, size - 1}) if name == ENDS else range(size)
+        members = [member + step * stride for member in members for step in steps]
+    return tuple(members)
+
+
+def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
+    """The mesh of `plan` on this rank. Ranks must have joined before (`join_ranks`) unless the plan has one rank.
+
+    Raises PlanError when the number of started ranks is not the plan's.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if plan.world_size != world_size:
+        sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
+        raise PlanError(
+            f"plan={plan}: it asks for {plan.world_size} ranks ({sizes}), but {world_size} were started. "
+            f"Start {plan.world_size} ranks, or let one axis take what is there, such as dp_replicate=*."
+        )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Mesh(plan, rank, torch.device(device), record)
+
+
+def join_ranks(
+    place: env.RankEnv, device: torch.device, timeout_s: float = LIMIT_S, store: Store | None = None
+) -> None:
+    """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
+
+    A process group that is there already is used again, with the timeout that it has. timeout_s: how long a collective
+    waits for a rank. store: what `open_store` gave, if the caller has met the others already.
+    Raises CommError when the ranks cannot meet, or the group that is there does not fit.
+    """
+    if place.world_size == 1 and place.starter != "torchrun":
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if dist.is_initialized():
+        _check_joined(place, device, backend)
+        return
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = store or open_store(place, timeout_s)
+    try:
+        store.set_timeout(timeout)
+        if _as_loopback(place.master_addr) is not None:
+            _keep_gloo_at_home()
+        # Who joins, parts and joins again must not read what was written the first time.
+        joined = store.add(f"weft/joined/{place.rank}", 1)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"weft/{joined}", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, OSError, RuntimeError, ValueError) as error:
+        raise _cannot_meet(place, error) from error
+
+
+def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
+    """Where the ranks of this job leave word for each other; on one machine it listens on the loopback interface only.
+
+    The first rank may host it: keep it until all have parted. Raises CommError when the ranks cannot meet.
+    """
+    env.export_rank(place)
+    address = _as_loopback(place.master_addr)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        if address is not None and place.rank == 0 and not env.keeps_agent_store():
+            return loopback_store(address, place.master_port, timeout)
+        return next(_untyped.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+    except (dist.DistError, OSError, RuntimeError, ValueError) as error:
+        raise _cannot_meet(place, error) from error
+
+
+def _cannot_meet(place: env.RankEnv, error: Exception) -> CommError:
+    return CommError(
+        f"rank {place.rank} of {place.world_size} could not meet the others at "
+        f"{place.master_addr}:{place.master_port}: {error}. "
+        f"Check that every rank was started and can reach that host."
+    )
+
+
+def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:
+    """Refuse a process group that somebody else made and that the plan cannot use."""
+    found = dist.get_rank(), dist.get_world_size()
+    if found != (place.rank, place.world_size):
+        raise CommError(
+            f"torch.distributed is initialised as rank {found[0]} of {found[1]}, but this process was started as rank "
+            f"{place.rank} of {place.world_size}. Leave init_process_group out: weft.init calls it."
+        )
+    missing = sorted({"cpu", device.type} - default_device_types())
+    if missing:
+        raise CommError(
+            f"torch.distributed is initialised without a backend for {' and '.join(missing)}. Leave init_process_group "
+            f"out: weft.init calls it. Or write init_process_group({backend!r})."
+        )
+
+
+def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
+    """A store for other processes of this machine, which listens on `address` only; torch's own listen everywhere.
+
+    port: 0 takes a free one (see `.port`). Raises OSError where the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind((address, port))
+        port = own.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=own.detach(),
+        )
+
+
+def _as_loopback(host: str) -> str | None:
+    """The address on the loopback interface that `host` stands for; None where it is another machine's, or unclear."""
+    try:
+        address = ipaddress.ip_address(LOOPBACK if host == "localhost" else host)
+    except ValueError:
+        return None
+    return str(address) if address.is_loopback else None
+
+
+def _keep_gloo_at_home() -> None:
+    """gloo listens where the host's name leads; ranks of one machine need the loopback interface only."""
+    name = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if name is not None and name in (found for _, found in socket.if_nameindex()):
+        env.default_for_libraries(GLOO_SOCKET_IFNAME=name)
+
+
+def leave_ranks() -> None:
+    """Part from the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
+    if not dist.is_initialized():
+        return
+    gc.collect()
+    _untyped.barrier()
+    dist.destroy_process_group()
+
+
+def pick_device(kind: str, local_rank: int) -> torch.device:
+    """The device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda"."""
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        if not torch.cuda.is_available():
+            raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")
+        if local_rank >= torch.cuda.device_count():
+            raise PlanError(
+                f"launch.device={kind}: this is local rank {local_rank}, and there are "
+                f"{torch.cuda.device_count()} GPUs. "
+                f"Start at most {torch.cuda.device_count()} ranks on this machine."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

@@ -1,0 +1,34 @@
+"""Where the seconds of a step and of a run went, and how much memory there is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "Meter",
+    "StepTimes",
+    "TimeBook",
+    "chrome_trace",
+    "draw_times",
+    "memory_bytes",
+    "time_lines",
+]
+
+if TYPE_CHECKING:
+    from weft.monitor.times.meter import Meter, StepTimes, memory_bytes
+    from weft.monitor.times.time_book import TimeBook, chrome_trace, draw_times, time_lines
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Meter": ".meter",
+        "StepTimes": ".meter",
+        "TimeBook": ".time_book",
+        "chrome_trace": ".time_book",
+        "draw_times": ".time_book",
+        "memory_bytes": ".meter",
+        "time_lines": ".time_book",
+    },
+)

@@ -1,0 +1,219 @@
+"""Where a run's time went: seconds of each rank by kind, in words, as a picture, and as a trace.
+
+compute        forward, backward, weight gradients
+stages         waiting for another stage of the pipeline: its bubble, and messages that nothing hid
+over AXIS      communication on that axis that the host waited for
+data, optimizer, checkpoint, evaluation
+host           what is left: Python between the parts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from weft.monitor.times.meter import StepTimes
+from weft.planner.tell.pictures import Bar, draw_bars, fits
+
+#: Steps that `typical` looks back on.
+_TYPICAL = 200
+#: The kind of each phase of a step, for what of it is not communication.
+_KINDS = {
+    "forward": "compute", "backward": "compute", "weight gradients": "compute", "wait": "stages",
+    "data": "data", "reduce": "optimizer", "optimizer": "optimizer",
+}  # fmt: skip
+_WORDS = {"stages": "bubble (waiting for other stages)", "host": "host"}
+_COLOURS = {
+    "compute": "#3f74c7", "stages": "#d9d9d9", "data": "#d1495b", "optimizer": "#3a9d6f",
+    "checkpoint": "#8a6fb0", "evaluation": "#7aa6e8", "host": "#7a7a7a",
+}  # fmt: skip
+_COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
+#: What may help, by kind, from this share of the time on.
+_ADVICE = {
+    "stages": (
+        0.1,
+        "more microbatches shorten it; so does a zero-bubble schedule (zb_h1, zb_v), where there is none yet",
+    ),
+    "data": (0.05, "data comes too slowly: look at the storage of the token cache"),
+    "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
+    "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),
+}
+#: Seconds that a kind has taken before there is advice about it: nobody tunes a run of a minute.
+_WORTH_ADVICE_S = 10.0
+#: How much more the slowest rank computes than the mean before it is named; less is chance.
+_SLOWER = 0.05
+
+
+class TimeBook:
+    """Adds up one rank's seconds by kind, from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self._total: float | None = None
+        self.num_steps = 0
+        self.last: StepTimes | None = None
+        self._steps: deque[dict[str, float]] = deque(maxlen=_TYPICAL)
+
+    def start(self) -> None:
+        """The run begins now."""
+        self._seconds, self.num_steps, self._total = {}, 0, None
+        self._steps.clear()
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """The run ends now."""
+        self._total = time.perf_counter() - self._began
+
+    @contextlib.contextmanager
+    def spend(self, kind: str) -> Iterator[None]:
+        """Count what happens inside under this kind."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(kind, time.perf_counter() - start)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Count seconds under a kind."""
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+
+    def add_step(self, times: StepTimes) -> None:
+        """Count a step's phases, communication apart."""
+        self.num_steps += 1
+        self.last = times
+        before = dict(self._seconds)
+        for phase, seconds in times.phases.items():
+            kind = _KINDS.get(phase, "host")
+            # Waiting for a stage is waiting for its message: one of the two is counted.
+            inside = {axis: s for axis, s in times.exposed.get(phase, {}).items() if kind != "stages" and s > 0}
+            for axis, spent in inside.items():
+                self.add(f"over {axis}", spent)
+            self.add(kind, max(0.0, seconds - sum(inside.values())))
+        spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in self._seconds.items() if kind != "host"}
+        # What no phase has: Python between them.
+        spent["host"] = max(0.0, times.total_s - sum(spent.values()))
+        self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
+
+    def typical(self) -> dict[str, float]:
+        """Seconds by kind of one step: the mean over the last ones, without the run's first, which sets things up."""
+        steps = [*self._steps]
+        if self.num_steps == len(steps) and len(steps) > 1:
+            steps = steps[1:]
+        kinds = dict.fromkeys(kind for step in steps for kind in step)
+        return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by kind; "host" is what no kind has; "total" is all."""
+        total = self._total if self._total is not None else time.perf_counter() - self._began
+        known = sum(seconds for kind, seconds in self._seconds.items() if kind != "host")
+        return {**self._seconds, "host": max(0.0, total - known), "total": total}
+
+
+def time_lines(
+    ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
+) -> list[str]:
+    """The report in words. ranks: `TimeBook.seconds()` of each rank. start_step: what an earlier start had done.
+
+    sizes: of the mesh's axes, so that joined axes are told without those of one rank.
+    """
+    ranks = [_over_wide(one, sizes) for one in ranks]
+    total = max(one["total"] for one in ranks)
+    means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in _kinds(ranks)}
+    shares = sorted(((seconds / total, kind) for kind, seconds in means.items()), reverse=True)
+    told = ", ".join(f"{_word(kind)} {share:.0%}" for share, kind in shares if share >= 0.005)
+    of = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
+    since = f" since step {start_step}" if start_step else ""
+    lines = [f"time    {num_steps} steps{since} in {total:.1f} s{of}: {told}"]
+    if len(ranks) > 1:
+        busy = [one.get("compute", 0.0) for one in ranks]
+        slowest = busy.index(max(busy))
+        more = busy[slowest] / max(sum(busy) / len(busy), 1e-9) - 1
+        if more >= _SLOWER:
+            lines.append(f"        slowest: rank {slowest}, {more:.0%} more compute than the mean")
+    for share, kind in shares:
+        least, advice = _ADVICE.get(kind, (2.0, ""))
+        if share >= least and share * total >= _WORTH_ADVICE_S:
+            told = advice.format(share=share) if "{share" in advice else f"{_word(kind)}: {advice}"
+            lines.append(f"        {told}")
+    return lines
+
+
+def draw_times(
+    ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
+) -> str:
+    """The report as a picture: SVG text, one row for each rank (at most 64, evenly chosen). The arguments are those of
+    `time_lines`."""
+    ranks = [_over_wide(one, sizes) for one in ranks]
+    kinds = _kinds(ranks)
+    axes = [kind for kind in kinds if kind.startswith("over ")]
+    colour = _COLOURS | {kind: _COMMUNICATION[place % len(_COMMUNICATION)] for place, kind in enumerate(axes)}
+    chosen = [rank * len(ranks) // min(len(ranks), 64) for rank in range(min(len(ranks), 64))]
+    longest = max(one["total"] for one in ranks)
+    rows: list[tuple[str, list[Bar]]] = []
+    for rank in chosen:
+        at, bars = 0.0, list[Bar]()
+        for kind in kinds:
+            seconds = ranks[rank].get(kind, 0.0)
+            share = seconds / max(ranks[rank]["total"], 1e-9)
+            title = f"rank {rank}: {_word(kind)} {seconds:.2f} s, {share:.1%}"
+            label = f"{_short(seconds)} · {share:.0%}"
+            label = label if fits(label, seconds / longest) else f"{share:.0%}"
+            bars.append(Bar(at, at + seconds, colour[kind], label, title))
+            at += seconds
+        rows.append((f"rank {rank}", bars))
+    since = f" since step {start_step}" if start_step else ""
+    title = f"Where the time of {num_steps} steps{since} went: {longest:.1f} s"
+    means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
+    # Bars may be too narrow for numbers; the legend has those of all.
+    legend = [(f"{_word(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()]
+    return draw_bars(rows, title, legend)
+
+
+def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]]) -> str:
+    """Spans as a trace for chrome://tracing or Perfetto: JSON text.
+
+    tracks: (process, thread, spans), where a span is (name, start, end) in seconds.
+    """
+    events: list[dict[str, object]] = []
+    processes = list(dict.fromkeys(process for process, _, _ in tracks))
+    for number, (process, thread, spans) in enumerate(tracks):
+        place = {"pid": processes.index(process), "tid": number}
+        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": process}})
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": thread}})
+        events += [
+            {"ph": "X", "name": name, **place, "ts": round(start * 1e6, 1), "dur": round((end - start) * 1e6, 1)}
+            for name, start, end in spans
+        ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
+    """Those that any rank has, compute first and host last."""
+    found = {kind for one in ranks for kind in one if kind != "total"}
+    axes = sorted(kind for kind in found if kind.startswith("over "))
+    order = ["compute", "stages", *axes, "data", "optimizer", "checkpoint", "evaluation", "host"]
+    return [kind for kind in order if kind in found]
+
+
+def _over_wide(rank: Mapping[str, float], sizes: Mapping[str, int] | None) -> dict[str, float]:
+    """Seconds by kind, where axes of one rank are left out of joined ones; what then has one name adds up."""
+    sizes, found = sizes or {}, dict[str, float]()
+    for kind, seconds in rank.items():
+        if kind.startswith("over "):
+            axes = kind.removeprefix("over ").split("*")
+            wide = [axis for axis in axes if sizes.get(axis.partition("/")[0], 2) > 1]
+            kind = f"over {'*'.join(wide or axes)}"
+        found[kind] = found.get(kind, 0.0) + seconds
+    return found
+
+
+def _word(kind: str) -> str:
+    return f"communication {kind}" if kind.startswith("over ") else _WORDS.get(kind, kind)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

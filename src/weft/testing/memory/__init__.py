@@ -1,0 +1,27 @@
+"""Bytes that a step keeps and holds at its peak, counted exactly on any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "LiveTensors",
+    "live_bytes",
+    "peak_of_step",
+]
+
+if TYPE_CHECKING:
+    from weft.testing.memory.between_steps import live_bytes
+    from weft.testing.memory.live_tensors import LiveTensors
+    from weft.testing.memory.step_bytes import peak_of_step
+
+__getattr__ = loads(
+    __name__,
+    {
+        "LiveTensors": ".live_tensors",
+        "live_bytes": ".between_steps",
+        "peak_of_step": ".step_bytes",
+    },
+)

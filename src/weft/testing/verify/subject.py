@@ -1,0 +1,274 @@
+"""What `weft verify` trains: the user's own model from wherever it is, as a case with data, loss and optimizer.
+
+| written | is |
+|---|---|
+| run.toml | the model and optimizer of a run's config, or the task that it names |
+| llama3-8b | a size that has a name, whatever lies in the working directory |
+| folder with config.json | a Hugging Face model of that config, with random weights; no code of the folder is run |
+| package.module:function | what the function returns: a model, or (model, batch_fn) or (model, batch_fn, loss_fn) |
+
+batch_fn(step, size) gives `size` samples: a tensor, tuple or dict of tensors. loss_fn(output, batch) gives the sum of
+the losses and their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from weft.data.batch import map_tensors
+from weft.errors import ConfigError, ModelError
+from weft.models import BATCH_NORMS, build_decoder
+from weft.optim import build_optimizer
+from weft.spec import DecoderSpec, Layout, RunConfig, decoder_spec, resolve_decoder
+from weft.spec.config import OptimizerSection
+from weft.spec.files import load_config
+from weft.spec.model import decoder_shape, model_names, shape_problems
+from weft.spec.plan import Plan
+from weft.structure import call_function, hugging_face
+from weft.testing.verify.foreign_config import has_inputs, inputs_of, read_config, token_labels
+from weft.train.step import call_model
+from weft.train.task import Share
+from weft.train.tasks import find_task, model_forward, token_cross_entropy
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
+
+#: Modules that draw random numbers in training, at a rate `p`.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is trained. dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: the
+    model's own where None."""
+
+    num_steps: int = 3
+    dtype: str = "float64"
+    seq_len: int = 32
+    global_batch: int = 8
+    seed: int = 0
+    num_layers: int | None = None
+    dim: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model by its source, so that each process builds its own.
+
+    kind: "decoder", "task", "hf" or "function". config: of a task.
+    """
+
+    source: str
+    kind: str
+    settings: Settings
+    shape: DecoderSpec | None = None
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    plan: str = ""
+    layout: Layout | None = None
+    config: RunConfig | None = None
+
+    def build(self) -> BuiltCase:
+        """The model with its data and loss. Raises ModelError where it cannot be had."""
+        torch.manual_seed(self.settings.seed)
+        dtype = DTYPES[self.settings.dtype]
+        if self.kind == "decoder":
+            assert self.shape is not None
+            model = build_decoder(self.shape, dtype=dtype, seed=self.settings.seed)
+            return BuiltCase(self, model, forward=model_forward, vocab_size=self.shape.vocab_size)
+        if self.kind == "task":
+            return self._build_task(dtype)
+        if self.kind == "hf":
+            return BuiltCase(self, hugging_face.model_of_config(_config(self.source, self.settings)).to(dtype))
+        model, rest = call_function(self.source)
+        batch_fn, loss_fn = (*rest, None, None)[:2]
+        vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
+        if batch_fn is None and vocab_size is None and not has_inputs(model):
+            raise ModelError(
+                f"model={self.source}: nothing says what its inputs are. "
+                f"Return (model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
+            )
+        return BuiltCase(self, model.to(dtype), batch_fn=batch_fn, loss_fn=loss_fn, vocab_size=vocab_size)
+
+    def _build_task(self, dtype: torch.dtype) -> BuiltCase:
+        """The task's own model, training batches, forward and loss."""
+        assert self.config is not None
+        task = find_task(self.config)
+        batches = task.batches(Share(self.settings.global_batch))
+        return BuiltCase(
+            self,
+            task.initial_model(Plan()).to(dtype),
+            forward=task.forward,
+            batch_fn=lambda step, size: batches.batches(step)[0],
+            loss_fn=task.loss,
+        )
+
+
+class BuiltCase:
+    """A `Case` around a built model; `model()` gives that model once."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        model: nn.Module,
+        *,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        batch_fn: Callable[[int, int], Any] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        vocab_size: int | None = None,
+    ):
+        self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
+        self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
+        self._built, self._forward, self._batch_fn, self._loss_fn = model, forward, batch_fn, loss_fn
+        self._vocab_size, self._optimizer = vocab_size, subject.optimizer
+        self.notes = _quieten(model)
+        if subject.settings.dtype == "float64":
+            _loop_over_experts(model)
+        # The project's own loss, as a run has it: whatever hangs on it for plans hangs on it here.
+        self.loss = token_cross_entropy if subject.kind == "decoder" else self._loss
+
+    def model(self) -> nn.Module:
+        return self._built
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model.named_parameters(), self._optimizer)
+
+    def batch(self, step: int) -> Any:
+        """Random tokens or images; the last sample has no trained token, so that counts are uneven."""
+        size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
+        generator = torch.Generator().manual_seed(self.settings.seed * 1000 + step)
+        if self._batch_fn is not None:
+            return _floats(self._batch_fn(step, size), dtype)
+        if self._vocab_size is None:
+            return inputs_of(self._built, size, self.settings.seq_len, dtype, generator)
+        shape = (size, self.settings.seq_len)
+        ids = torch.randint(self._vocab_size, shape, generator=generator)
+        labels = token_labels(self._vocab_size, shape, generator)
+        batch = {"input_ids": ids, "labels": labels}
+        if self.kind == "decoder":
+            batch["positions"] = torch.arange(shape[1]).repeat(size, 1)
+        return batch
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return self._forward(model, batch) if self._forward else call_model(model, batch)
+
+    def _loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+        if self._loss_fn is not None:
+            return self._loss_fn(output, batch)
+        output = _first_tensor(output)
+        labels = batch.get("labels") if isinstance(batch, dict) else None
+        if labels is None or labels.is_floating_point():
+            target = 0.5 if labels is None else labels
+            return (output - target).square().sum(), len(output)
+        if output.ndim == 3 and labels.shape == output.shape[:2]:
+            return token_cross_entropy(output, batch)
+        logits = output if output.dtype == torch.float64 else output.float()
+        return F.cross_entropy(logits, labels, reduction="sum"), len(output)
+
+
+def find_subject(source: str, settings: Settings) -> Subject:
+    """What `source` stands for; the table is at the top of the file. Raises ModelError or ConfigError."""
+    path = Path(source)
+    if path.suffix == ".toml":
+        config = load_config(path).config
+        if config.task.name is not None:
+            _refuse_reduction(f"the task {config.task.name}", settings)
+            config = config.model_copy(update={"seed": settings.seed})
+            return Subject(source, "task", settings, None, config.optimizer, config.plan, layout_of(config), config)
+        shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
+        shape = reduced(shape, settings)
+        return Subject(source, "decoder", settings, shape, config.optimizer, config.plan, layout_of(config))
+    if path.is_dir() and source not in model_names():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model={source}: the folder has no config.json. Give the folder of a Hugging Face model.")
+        return Subject(source, "hf", settings, decoder_shape(_config(source, settings)))
+    if ":" in source:
+        _refuse_reduction(f"the function {source}", settings)
+        return Subject(source, "function", settings)
+    try:
+        return Subject(source, "decoder", settings, reduced(decoder_spec(source), settings))
+    except ModelError as error:
+        rule = str(error).removeprefix(f"model.name={source}: ")
+        raise ModelError(
+            f"model={source}: no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face folder, "
+            f"or package.module:function."
+        ) from None
+
+
+def layout_of(config: RunConfig) -> Layout | None:
+    """The layout that a config gives."""
+    return Layout.read(config.layout) if config.layout else None
+
+
+def _config(source: str, settings: Settings) -> Any:
+    return read_config(Path(source), settings.num_layers, settings.dim, settings.vocab_size)
+
+
+def _refuse_reduction(maker: str, settings: Settings) -> None:
+    asked = (("layers", settings.num_layers), ("width", settings.dim), ("vocab", settings.vocab_size))
+    for name, value in asked:
+        if value is not None:
+            raise ConfigError(f"{name}={value}: {maker} makes its model as it likes. Reduce it there.")
+
+
+def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
+    """The shape with the depth, width and vocabulary that the settings ask for; heads stay as many as they can."""
+    changes: dict[str, int] = {"max_seq_len": max(shape.max_seq_len, settings.seq_len)}
+    if settings.num_layers:
+        changes["num_layers"] = settings.num_layers
+    if settings.vocab_size:
+        changes["vocab_size"] = settings.vocab_size
+    if settings.dim:
+        heads = next(n for n in range(shape.num_heads, 0, -1) if settings.dim % (2 * n) == 0 or n == 1)
+        group = shape.num_heads // shape.num_kv_heads
+        kv_heads = heads // group if heads % group == 0 else heads
+        ffn_dim = max(heads, round(shape.ffn_dim * settings.dim / shape.dim / heads) * heads)
+        changes |= {"dim": settings.dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": ffn_dim}
+    found = replace(shape, **changes)
+    if problems := shape_problems(found):
+        raise ConfigError(problems)
+    return found
+
+
+def _quieten(model: nn.Module) -> list[str]:
+    """Take out what draws random numbers, and say so; say what cannot be equal under any plan."""
+    notes = []
+    dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
+    for module in dropouts:
+        module.p = 0.0
+    if dropouts:
+        notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch would draw it from other numbers")
+    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
+        notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
+    return notes
+
+
+def _loop_over_experts(model: nn.Module) -> None:
+    """Have transformers' experts multiplied one by one: the grouped product that it prefers refuses float64."""
+    for module in model.modules():
+        if (choose := getattr(module, "set_experts_implementation", None)) is not None:
+            choose("eager")  # of all models within, too
+            return
+
+
+def _floats(batch: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
+
+
+def _first_tensor(output: Any) -> torch.Tensor:
+    """The logits, the agreement of each pair of a two-tower model, or the first tensor of what a model returns."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if getattr(output, "text_embeds", None) is not None and getattr(output, "image_embeds", None) is not None:
+        # Its logits compare all samples of a batch with each other, so they would depend on how a batch is cut.
+        return (output.text_embeds * output.image_embeds).sum(-1, keepdim=True)
+    if getattr(output, "logits", None) is not None:
+        return output.logits
+    values = output.values() if isinstance(output, dict) else output
+    return next(value for value in values if isinstance(value, torch.Tensor))

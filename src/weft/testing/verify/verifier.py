@@ -1,0 +1,283 @@
+"""Does a plan train what one process trains? The user's own model, some steps, every number compared.
+
+The reference is PyTorch alone on the whole batch (for the half formats: one process of Weft). Ranks are processes of
+this machine under gloo, started once and given one plan after another; whole tensors are compared with the reference
+one by one as they are gathered, from a file that all ranks map, so a rank holds no second copy of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import warnings
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from weft.errors import CommError, ModelError, WeftError
+from weft.mesh import Mesh
+from weft.spec.plan import Plan
+from weft.spec.rules import Facts, check_plan
+from weft.spec.shares import microbatch_starts, samples_per_microbatch
+from weft.testing.parity import ParityResult, train_case, train_plain
+from weft.testing.spawn import RankError, RankPool
+from weft.testing.verify.compare import TOLERANCES, Difference, number_differences, tensor_difference
+from weft.testing.verify.first_difference import OutputRecorder, Watcher, watching
+from weft.testing.verify.float64 import Float64Throughout
+from weft.testing.verify.subject import BuiltCase, Subject
+
+PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+#: How long (s) a rank may take for one plan.
+LONGEST_S = 1800.0
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of one plan. parameters: of each, the larger relative difference of gradient and weight.
+
+    parts: the first thing in which the plan parts from one process, in words. refused: why the model cannot be laid
+    out so. error: how a rank failed.
+    """
+
+    plan: str
+    dtype: str
+    passed: bool = False
+    max_rel_diff: float = float("inf")
+    loss: list[float] = field(default_factory=list)
+    reference_loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    reference_grad_norm: list[float] = field(default_factory=list)
+    parameters: dict[str, float] = field(default_factory=dict)
+    parts: str = ""
+    refused: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dict for JSON; numbers that JSON does not know become text."""
+        return json.loads(json.dumps(asdict(self)), parse_constant=str)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """folder: holds reference.safetensors ("gradient/name", "weight/name", "start/name")."""
+
+    folder: str
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    least: dict[str, float]  # scale below which differences do not count: see ParityResult.largest_difference
+
+
+class Verifier:
+    """Verifies plans of one number of ranks for one subject; a context, because it holds ranks and a folder.
+
+    pool: ranks that run already, for several subjects in turn; they are left running.
+    """
+
+    def __init__(self, subject: Subject, num_ranks: int, pool: RankPool | None = None):
+        self.subject, self.num_ranks = subject, num_ranks
+        self._exits = ExitStack()
+        self._folder = self._exits.enter_context(tempfile.TemporaryDirectory(prefix="weft-verify-"))
+        try:
+            case = subject.build()
+            self.notes = list(case.notes)
+            self.reference_s = time.perf_counter()
+            self._reference = _make_reference(subject, case, Path(self._folder))
+            self.reference_s = time.perf_counter() - self.reference_s
+            del case
+            self._pool = pool or self._exits.enter_context(RankPool(num_ranks, timeout_s=LONGEST_S))
+        except BaseException:
+            self._exits.close()
+            raise
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.close()
+
+    def verify(self, plan: Plan, explain: bool = True) -> Verdict:
+        """Train under the plan and compare. explain: where it differs, run one step more to find where it parts."""
+        start = time.perf_counter()
+        dtype = self.subject.settings.dtype
+        verdict = Verdict(plan.format(), dtype, reference_loss=list(self._reference.losses))
+        verdict.reference_grad_norm = list(self._reference.grad_norms)
+        text = plan.replace(precision=PRECISIONS[dtype]).format()
+        try:
+            answers = self._pool.run(_compare_on_rank, self.subject, text, self._reference)
+        except RankError as error:
+            verdict.refused, verdict.error = error.refusal, "" if error.refusal else str(error)
+        else:
+            self._judge(verdict, answers)
+            if not verdict.passed and explain:
+                verdict.parts = self._explain(text)
+        verdict.seconds = time.perf_counter() - start
+        return verdict
+
+    def _judge(self, verdict: Verdict, answers: list[_Answer]) -> None:
+        verdict.loss, verdict.grad_norm = answers[0].losses, answers[0].grad_norms
+        every = [difference for answer in answers for difference in answer.differences]
+        for difference in every:
+            if difference.what in ("gradient", "weight"):
+                known = verdict.parameters.get(difference.name, 0.0)
+                verdict.parameters[difference.name] = _larger(known, difference.relative)
+        verdict.max_rel_diff = 0.0
+        for difference in every:
+            verdict.max_rel_diff = _larger(verdict.max_rel_diff, difference.relative)
+        verdict.passed = all(difference.is_equal for difference in every)
+
+    def _explain(self, text: str) -> str:
+        """The first module or gradient of the first step that is not as on one process."""
+        one = replace(self.subject, settings=replace(self.subject.settings, num_steps=1))
+        case, recorder = one.build(), OutputRecorder()
+        folder = Path(self._folder) / "first"
+        folder.mkdir(exist_ok=True)
+        with watching(case.model(), recorder):
+            reference = _make_reference(one, case, folder)
+        names = ["\n".join(map(str, key)) for key in recorder.outputs]
+        outputs = {str(index): tensor.contiguous() for index, tensor in enumerate(recorder.outputs.values())}
+        save_file(outputs, folder / "outputs.safetensors", {"names": json.dumps(names)})
+        try:
+            answers = self._pool.run(_trace_on_rank, one, text, reference)
+        except CommError as error:
+            return f"not found: {str(error).splitlines()[-1]}"
+        parted = [answer.parted for answer in answers if answer.parted]
+        if parted:
+            _, path, apart = min(parted)
+            return f"output of {path} in step 1 ({apart:.1e})"
+        names = [name for name, _ in case.model().named_parameters()]
+        for answer in answers:
+            wrong = {
+                one.name: one.relative for one in answer.differences if one.what == "gradient" and not one.is_equal
+            }
+            for name in reversed(names):  # backward comes to the last parameters first
+                if name in wrong:
+                    return f"gradient of {name} in step 1 ({wrong[name]:.1e}); all {answer.num_compared} outputs agree"
+        return "the update: outputs and gradients of step 1 agree"
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Of one rank."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    differences: list[Difference]
+    parted: tuple[int, str, float] | None = None
+    num_compared: int = 0
+
+
+def check_subject(subject: Subject, plan: Plan) -> None:
+    """Raise PlanError with every rule that the plan breaks for this model and these sizes."""
+    check_plan(plan, facts_of(subject))
+
+
+def facts_of(subject: Subject, world_size: int | None = None) -> Facts:
+    """What the rules may know of a subject."""
+    settings = subject.settings
+    return Facts(
+        model=subject.shape, global_batch=settings.global_batch, seq_len=settings.seq_len, world_size=world_size
+    )
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger; NaN where one is."""
+    return other if other != other or other > one else one
+
+
+def _throughout(subject: Subject) -> AbstractContextManager[Any]:
+    foreign = subject.kind != "decoder" and subject.settings.dtype == "float64"
+    return Float64Throughout() if foreign else nullcontext()
+
+
+def _make_reference(subject: Subject, case: BuiltCase, folder: Path) -> _Reference:
+    start = {f"start/{name}": tensor.detach().clone() for name, tensor in _state(case.model())}
+    with _throughout(subject):
+        half = subject.settings.dtype in ("bfloat16", "float16")
+        one = f"precision={PRECISIONS[subject.settings.dtype]}"
+        result = train_case(one, case) if half else _plainly(subject, case)
+    tensors = start if subject.kind == "function" else {}
+    tensors |= {f"gradient/{name}": tensor.contiguous() for name, tensor in result.grads.items()}
+    tensors |= {f"weight/{name}": tensor.contiguous() for name, tensor in result.weights.items()}
+    save_file(tensors, folder / "reference.safetensors")
+    least = {"gradient": 1e-6 * _largest(result.grads), "weight": 1e-3 * _largest(result.weights)}
+    return _Reference(str(folder), tuple(result.losses), tuple(result.grad_norms), least)
+
+
+def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
+    """PyTorch alone. ModelError where that fails: nothing of Weft runs there, so it is the model, its data or loss."""
+    try:
+        return train_plain(case)
+    except WeftError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"model={subject.source}: PyTorch alone cannot train it: {type(error).__name__} ({error}). "
+            f"Mend the model, its data or its loss; give inputs by package.module:function where they are others."
+        ) from error
+
+
+def _largest(tensors: dict[str, torch.Tensor]) -> float:
+    return max((float(tensor.abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)
+
+
+def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Any = None) -> _Answer:
+    """On each rank. Raises WeftError where the model cannot be laid out so."""
+    tolerance = TOLERANCES[subject.settings.dtype]
+    found: list[Difference] = []
+    with safe_open(Path(reference.folder) / "reference.safetensors", "pt") as file, _throughout(subject):
+        missing = {key for key in file.keys() if not key.startswith("start/")}  # noqa: SIM118
+
+        def see(what: str, name: str, tensor: torch.Tensor) -> None:
+            key = f"{what}/{name}"
+            other = file.get_tensor(key) if key in missing else None
+            missing.discard(key)
+            found.append(tensor_difference(what, name, tensor, other, reference.least[what], tolerance))
+
+        case = subject.build()
+        with torch.no_grad():
+            for name, tensor in _state(case.model()) if subject.kind == "function" else ():
+                tensor.copy_(file.get_tensor(f"start/{name}"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result: ParityResult = train_case(plan, case, see, watch)
+    found += [Difference(*key.split("/", 1), float("inf"), tolerance.tensor) for key in sorted(missing)]
+    found += number_differences(result, reference.losses, reference.grad_norms, tolerance)
+    return _Answer(result.losses, result.grad_norms, found)
+
+
+def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answer:
+    """As `_compare_on_rank` with one step, watching what modules give."""
+    with safe_open(Path(reference.folder) / "outputs.safetensors", "pt") as file:
+        names = [name.split("\n") for name in json.loads(file.metadata()["names"])]
+        outputs = {
+            (path, int(call), int(place)): file.get_tensor(str(i)) for i, (path, call, place) in enumerate(names)
+        }
+    eyes: list[Watcher] = []
+
+    def watch(model: nn.Module, mesh: Mesh) -> AbstractContextManager[None]:
+        num_micro, size = mesh.plan.microbatches_per_step, mesh.data.size
+        rows = samples_per_microbatch(subject.settings.global_batch, size, num_micro)
+        starts = microbatch_starts(subject.settings.global_batch, size, num_micro, mesh.data.rank)
+        limit = TOLERANCES[subject.settings.dtype].tensor
+        eyes.append(Watcher(outputs, [slice(first, first + rows) for first in starts], limit))
+        return watching(model, eyes[0])
+
+    answer = _compare_on_rank(subject, plan, reference, watch)
+    if eyes:
+        answer.parted, answer.num_compared = eyes[0].parted, eyes[0].num_compared
+    return answer
