@@ -152,3 +152,14 @@ def test_no_modules_import_in_a_circle():
 def test_a_circle_is_found():
     assert circle_in({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == ["a", "c", "b", "a"]
     assert not circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_a_door_that_loads_late_names_nothing_as_a_file_of_it_is_named():
+    """Python sets a file that was imported as an attribute of its room: it would stand in the way of the name."""
+    clashes = [
+        f"{room}.{name}"
+        for room in rooms()
+        for source, name in imported(room)
+        if source == f"{room}.{name}" and ("weft.lazy", "loads") in imported(room)
+    ]
+    assert not clashes

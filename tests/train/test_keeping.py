@@ -117,9 +117,12 @@ def test_a_run_that_ends_on_a_bad_step_without_evaluation_says_so(start, poison)
 def test_a_stop_in_a_streak_of_bad_steps_does_not_promise_that_all_is_saved(start, poison, monkeypatch):
     poison(*range(3, 20))
     steps = iter(range(1, 100))
-    observe = run_module.Recorder.on_step
+    recorder = run_module.RunRecorder
+    observe = recorder.on_step
     # The recorder asks to stop at its fifth step, as a signal would.
-    monkeypatch.setattr(run_module.Recorder, "on_step", lambda self, record: observe(self, record) or next(steps) == 5)
+    monkeypatch.setattr(
+        run_module.RunRecorder, "on_step", lambda self, record: observe(self, record) or next(steps) == 5
+    )
     with pytest.raises(
         TrainingHalted, match=r"the run ended at step 6, which is not saved: no step since 3 had"
     ) as caught:

@@ -1,10 +1,13 @@
 """Parallel execution applied from outside to plain modules."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from weft.lazy import loads
+# First: what finds layouts and what cuts by them load each other's files, and this order can.
+import weft.parallel.tensor  # isort: skip  # noqa: F401
+from weft.parallel.dropout import drops_of
+from weft.parallel.expert import ExpertBalance
+from weft.parallel.local_means import TrainMode, global_mean, is_hugging_face_output, sum_of_hugging_face, trust_loss
+from weft.parallel.local_tensors import Precision
+from weft.parallel.parallelize import parallelize
+from weft.parallel.placement import DataParallel, data_parallel
 
 __all__ = [
     "DataParallel",
@@ -19,34 +22,3 @@ __all__ = [
     "sum_of_hugging_face",
     "trust_loss",
 ]
-
-if TYPE_CHECKING:
-    from weft.parallel.dropout import drops_of
-    from weft.parallel.expert import ExpertBalance
-    from weft.parallel.local_means import (
-        TrainMode,
-        global_mean,
-        is_hugging_face_output,
-        sum_of_hugging_face,
-        trust_loss,
-    )
-    from weft.parallel.local_tensors import Precision
-    from weft.parallel.parallelize import parallelize
-    from weft.parallel.placement import DataParallel, data_parallel
-
-__getattr__ = loads(
-    __name__,
-    {
-        "DataParallel": ".placement",
-        "ExpertBalance": ".expert",
-        "Precision": ".local_tensors",
-        "TrainMode": ".local_means",
-        "data_parallel": ".placement",
-        "drops_of": ".dropout",
-        "global_mean": ".local_means",
-        "is_hugging_face_output": ".local_means",
-        "parallelize": ".parallelize",
-        "sum_of_hugging_face": ".local_means",
-        "trust_loss": ".local_means",
-    },
-)

@@ -84,7 +84,7 @@ import weft.train.script.script_run
 from weft.comm.links.backend import BackendLink
 from weft.memory.host_link import _CudaCopy
 from weft.parallel.zero.sharded.fsdp_hooks import ReplicaSum
-from weft.testing.paper.plans import Subject, plan_report
+from weft.testing.paper.plans import PaperModel, plan_report
 from weft.testing.paper.streams import device_here
 from weft.train.step import TrainStep
 
@@ -128,7 +128,7 @@ TRIED = {
 found = {}
 for name, (plan, fault) in TRIED.items():
     with fault:
-        found[name] = plan_report(plan, device_here(), Subject(layers=2)).as_dict()
+        found[name] = plan_report(plan, device_here(), PaperModel(layers=2)).as_dict()
 print(json.dumps(found))
 """
 
