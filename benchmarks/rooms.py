@@ -36,12 +36,13 @@ class Source:
                     if found in self.files and found != module:
                         yield found
 
-    def door(self, room: str) -> int:
-        """How many names the room exports by `__all__`."""
+    def door(self, room: str) -> list[str]:
+        """The names that the room exports by `__all__`."""
         for node in self.trees[room].body:
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-                return len(ast.literal_eval(node.value))
-        return 0
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(getattr(target, "id", "") == "__all__" for target in targets):
+                return list(ast.literal_eval(node.value))
+        return []
 
     def circles(self) -> list[list[str]]:
         """Groups of modules that reach each other, doors aside: their names are looked up on first use."""
@@ -118,8 +119,9 @@ def main() -> None:
             if there == here:
                 continue
             arrows[here].add(there)
-            # Files of a room's own rooms, and what stands beside it, are inside.
-            if other != there and not f"{here}.".startswith(f"{there}."):
+            # Files of a room's own rooms, and what stands beside it, are inside; some doors name a file as a whole.
+            named = other.rpartition(".")[2] in source.door(there)
+            if other != there and not named and not f"{here}.".startswith(f"{there}."):
                 past[there] += 1
     print(f"{'room':32} {'entries':>7} {'lines':>6} {'names':>5} {'arrows':>6} {'past the door':>13}")
     rooms = sorted({source.room(module) for module in source.files})
@@ -127,7 +129,7 @@ def main() -> None:
         folder = source.files[room].parent
         entries = [one for one in folder.iterdir() if one.suffix == ".py" or (one / "__init__.py").exists()]
         lines = _lines(folder.glob("*.py"))
-        print(f"{room:32} {len(entries):7} {lines:6} {source.door(room):5} {len(arrows[room]):6} {past[room]:13}")
+        print(f"{room:32} {len(entries):7} {lines:6} {len(source.door(room)):5} {len(arrows[room]):6} {past[room]:13}")
     circles = source.circles()
     total = _lines(source.files.values())
     print(

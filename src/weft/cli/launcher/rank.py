@@ -167,7 +167,7 @@ def main() -> None:
         return run_rank(run, place, terminal, start)
 
     run_as_rank(run_dir / "logs", place, body, line)
-    gc.freeze()  # as in main.py: ending takes no second
+    gc.freeze()  # as in cli/app.py: ending takes no second
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The Plan: how one model is laid over the machines. A frozen value without torch; everything else derives from it.
 
 Text form: only what differs from the defaults, in the order of the fields, such as "dp_shard=4 tp=2 zero=3".
-`Plan.parse(plan.format()) == plan` for every plan. What may be combined with what is in `rules.py`.
+`Plan.parse(plan.format()) == plan` for every plan. What may be combined with what is in `spec/rules/`.
 """
 
 from __future__ import annotations

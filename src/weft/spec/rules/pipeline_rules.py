@@ -1,4 +1,4 @@
-"""Rules of pipelines: what a schedule can order, and what does not go with stages. `rules.py` has them in its list."""
+"""Rules of pipelines: what a schedule can order, and what does not go with stages. `plan_rules.py` lists them."""
 
 from __future__ import annotations
 

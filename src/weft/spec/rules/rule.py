@@ -1,6 +1,6 @@
 """What a rule of plans is: the rule, the facts that it may look at, and the violation that it finds.
 
-The rules themselves are in `rules.py`.
+The rules themselves are in `plan_rules.py`.
 """
 
 from __future__ import annotations

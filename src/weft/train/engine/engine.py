@@ -24,7 +24,7 @@ GROUPS = ("model", "optimizer")
 
 
 class Engine(Protocol):
-    """One rank's model and optimizer. Making one from a `Job` joins the ranks; `build` makes the model.
+    """One rank's model and optimizer. Making one from an `EngineJob` joins the ranks; `build` makes the model.
 
     All ranks call every method, and each finds the same answer unless it says otherwise.
     """

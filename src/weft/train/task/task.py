@@ -1,7 +1,7 @@
 """The seam for kinds of training: what is trained, on what, and what is told of it.
 
 `weft train` runs any `Task`: the loop, the run folder, checkpoints, plans and the display know no other kind of
-training than this. The decoder on text (tasks/decoder.py) is the one that runs where a config names none.
+training than this. The decoder on text (tasks/decoder_task.py) is the one that runs where a config names none.
 docs/how-to/own_task.md adds one for images.
 """
 
