@@ -160,7 +160,10 @@ def test_the_model_is_reduced_as_asked():
     [
         ("tinny", "model=tinny: no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
         (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or it and an example or a batch_fn."),
-        (f"{HERE}:without_data", "nothing says what its inputs are. Return (model, batch_fn)"),
+        (
+            f"{HERE}:without_data",
+            "nothing says what its inputs are. Return (model, loader) with a DataLoader, or (model, batch_fn)",
+        ),
         (
             f"{HERE}:raises",
             "it raised ValueError (no weights here). Call it in Python without arguments, to see where.",

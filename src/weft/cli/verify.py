@@ -129,7 +129,7 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
     every = legal(
         num_ranks,
         model=subject.shape,
-        global_batch=settings.global_batch,
+        global_batch=subject.even_batch,
         seq_len=settings.seq_len,
         passes=(1, 2),
         precision=("fp32",),

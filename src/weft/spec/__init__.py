@@ -20,19 +20,19 @@ __all__ = [
     "decoder_spec",
     "device_by_torch_name",
     "devices",
-    "divide_layers",
     "model_names",
     "resolve_decoder",
+    "shares",
 ]
 
 if TYPE_CHECKING:
+    from weft.spec import shares
     from weft.spec.cluster import ClusterSpec, DeviceSpec, device_by_torch_name, devices
     from weft.spec.config import RunConfig
     from weft.spec.decoder import DecoderSpec
     from weft.spec.divisors import common_divisors
     from weft.spec.layout import Layout, Style
     from weft.spec.model import ModelSpec, decoder_spec, model_names, resolve_decoder
-    from weft.spec.shares import divide_layers
     from weft.spec.traced import Limit, TracedModel
 
 __getattr__ = loads(
@@ -51,7 +51,6 @@ __getattr__ = loads(
         "decoder_spec": ".model",
         "device_by_torch_name": ".cluster",
         "devices": ".cluster",
-        "divide_layers": ".shares",
         "model_names": ".model",
         "resolve_decoder": ".model",
     },

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, overload
 
 #: Bytes of fp32 masters whose gradients and parameters travel together under ZeRO 0 to 2: large enough to amortise a
@@ -69,13 +69,20 @@ def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches:
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
 
-def microbatch_starts(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[int]:
-    """The first sample of each microbatch of a rank, counted within the global batch.
+def share_out(count: int, num_parts: int) -> list[range]:
+    """0 to count - 1 as so many runs in order: the first ones may have one more than the others, which may be empty."""
+    size, rest = divmod(count, num_parts)
+    starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
-    Microbatch a of rank r holds the samples (a * data_ranks + r) * b + [0, b), b = samples_per_microbatch(...).
+
+def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[range]:
+    """The samples of each microbatch of a rank, by their numbers in the global batch.
+
+    The batch is shared out as the first microbatch of every rank, then the second of every rank, and so on. So ranks
+    differ by at most one sample, as do microbatches; the last ones may be empty.
     """
-    size = samples_per_microbatch(global_batch, data_ranks, num_microbatches)
-    return [(number * data_ranks + rank) * size for number in range(num_microbatches)]
+    return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
 
 
 def divide_layers(

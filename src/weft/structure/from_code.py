@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from weft.errors import ModelError
 from weft.lazy import named_object
 from weft.structure.dry_run import is_placed
 
 
+class LoadedSamples:
+    """The samples of a user's DataLoader in the order of its dataset, from its start again when it is at its end.
+
+    It may be called as a batch_fn(step, size).
+    """
+
+    def __init__(self, loader: DataLoader[Any]):
+        self._dataset: Any = loader.dataset
+        #: Makes a batch of a list of samples.
+        self.collate = cast(Callable[[list[Any]], Any], loader.collate_fn)  # pyright: ignore[reportUnknownMemberType]
+
+    def samples(self, step: int, size: int) -> list[Any]:
+        """Those of one step."""
+        return [self._dataset[number % len(self._dataset)] for number in range(step * size, (step + 1) * size)]
+
+    def __call__(self, step: int, size: int) -> Any:
+        return self.collate(self.samples(step, size))
+
+
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model that a function gives, and what it gives beside it. The working folder can be imported from.
+    """The model that a function gives, and what it gives beside it, a DataLoader as `LoadedSamples`.
+
+    The working folder can be imported from.
 
     Raises ModelError where it cannot be imported or called, or gives no model.
     """
@@ -35,4 +58,15 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
     if not isinstance(model, nn.Module):
         rule = f"it returned {type(model).__name__}, not an nn.Module"
         raise ModelError(f"model={source}: {rule}. Return a model, or it and an example or a batch_fn.")
+    if rest and isinstance(rest[0], DataLoader):
+        rest[0] = _loaded(source, cast(DataLoader[Any], rest[0]))
     return model, tuple(rest)
+
+
+def _loaded(source: str, loader: DataLoader[Any]) -> LoadedSamples:
+    if isinstance(loader.dataset, IterableDataset) or not len(loader.dataset):  # pyright: ignore[reportArgumentType]
+        raise ModelError(
+            f"model={source}: its loader's dataset has no samples that can be read by their number. "
+            f"Return a DataLoader of a map-style dataset, or batch_fn(step, size)."
+        )
+    return LoadedSamples(loader)

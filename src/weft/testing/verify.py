@@ -23,16 +23,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weft.errors import CommError, ModelError, WeftError
-from weft.mesh import Mesh
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check_plan
-from weft.spec.shares import microbatch_starts, samples_per_microbatch
 from weft.testing.compare import TOLERANCES, Difference, number_differences, tensor_difference
 from weft.testing.float64 import Float64Throughout
-from weft.testing.parity import ParityResult, train_case, train_plain
+from weft.testing.parity import ParityResult, Watch, train_case, train_plain
 from weft.testing.spawn import RankError, RankPool
 from weft.testing.subject import BuiltCase, Subject
 from weft.testing.watch import Recorder, Watcher, watching
+from weft.train import Microbatches
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: How long (s) a rank may take for one plan.
@@ -184,9 +183,8 @@ def check_subject(subject: Subject, plan: Plan) -> None:
 
 def facts_of(subject: Subject, world_size: int | None = None) -> Facts:
     """What the rules may know of a subject."""
-    settings = subject.settings
     return Facts(
-        model=subject.shape, global_batch=settings.global_batch, seq_len=settings.seq_len, world_size=world_size
+        model=subject.shape, global_batch=subject.even_batch, seq_len=subject.settings.seq_len, world_size=world_size
     )
 
 
@@ -235,7 +233,7 @@ def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Any = None) -> _Answer:
+def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Watch | None = None) -> _Answer:
     """On each rank. Raises WeftError where the model cannot be laid out so."""
     tolerance = TOLERANCES[subject.settings.dtype]
     found: list[Difference] = []
@@ -254,8 +252,9 @@ def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: 
                 tensor.copy_(file.get_tensor(f"start/{name}"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result: ParityResult = train_case(plan, case, see, watch)
-    found += [Difference(*key.split("/", 1), float("inf"), tolerance.tensor) for key in sorted(missing)]
+            result = train_case(plan, case, see, watch)
+    for what, _, name in (key.partition("/") for key in sorted(missing)):
+        found.append(Difference(what, name, float("inf"), tolerance.tensor))
     found += number_differences(result, reference.losses, reference.grad_norms, tolerance)
     return _Answer(result.losses, result.grad_norms, found)
 
@@ -269,12 +268,8 @@ def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answe
         }
     eyes: list[Watcher] = []
 
-    def watch(model: nn.Module, mesh: Mesh) -> AbstractContextManager[None]:
-        num_micro, size = mesh.plan.microbatches_per_step, mesh.data.size
-        rows = samples_per_microbatch(subject.settings.global_batch, size, num_micro)
-        starts = microbatch_starts(subject.settings.global_batch, size, num_micro, mesh.data.rank)
-        limit = TOLERANCES[subject.settings.dtype].tensor
-        eyes.append(Watcher(outputs, [slice(first, first + rows) for first in starts], limit))
+    def watch(model: nn.Module, own: Microbatches, every: Microbatches) -> AbstractContextManager[None]:
+        eyes.append(Watcher(outputs, own, every, TOLERANCES[subject.settings.dtype].tensor))
         return watching(model, eyes[0])
 
     answer = _compare_on_rank(subject, plan, reference, watch)

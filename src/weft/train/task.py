@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from weft.spec import RunConfig
+from weft.spec import RunConfig, shares
 from weft.spec.rules import Facts
 from weft.units import format_count
 
@@ -64,7 +64,7 @@ class Share:
     @property
     def rows(self) -> int:
         """Samples of one microbatch on this rank."""
-        return self.global_batch // (self.size * self.microbatches)
+        return shares.samples_per_microbatch(self.global_batch, self.size, self.microbatches)
 
 
 class Samples(Protocol):
@@ -131,7 +131,7 @@ class Task(Protocol):
     def samples(self, split: str) -> Samples | None:
         """The samples of "train" or "eval" by index; None of "eval": nothing is evaluated.
 
-        Weft shuffles by `seed` and stacks samples as torch's DataLoader does: (x, y) gives a batch (x, y).
+        Weft shuffles by `seed`, cuts global batches by samples, and calls `collate` for each part.
         """
         raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
 
@@ -141,11 +141,17 @@ class Task(Protocol):
 
     # --- batches ---
 
+    def collate(self, samples: list[Any]) -> Any:
+        """A batch of some samples. By default stacked as torch's DataLoader does: (x, y) gives a batch (x, y)."""
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
     def batches(self, share: Share) -> Batches:
         """The training batches of one rank."""
         from weft.train.tasks.indexed import IndexedBatches
 
-        return IndexedBatches(self.samples("train") or (), share, seed=self.config.seed)
+        return IndexedBatches(self.samples("train") or (), share, self.collate, seed=self.config.seed)
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
         """The evaluation set of one rank, equally many batches on each; None where there is none.
@@ -154,7 +160,7 @@ class Task(Protocol):
         """
         from weft.train.tasks.indexed import evaluation_batches
 
-        return evaluation_batches(self.samples("eval"), share, self.config.eval.batches)
+        return evaluation_batches(self.samples("eval"), share, self.collate, self.config.eval.batches)
 
     def nominal_count(self) -> int:
         """About how many of `unit` one global batch holds. It keeps scaled losses in range and changes no result."""

@@ -16,6 +16,7 @@ __all__ = [
     "SampleView",
     "ShardedLoader",
     "marked",
+    "rows_of",
     "view_sample",
     "visible",
     "write_plan",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weft.data.order.loader import Batch, EvalBatches, Loader, Prefetch
     from weft.data.order.packing import write_plan
     from weft.data.order.preview import SampleView, marked, view_sample, visible
+    from weft.data.order.sample_rows import rows_of
     from weft.data.order.sharded import ShardedLoader
     from weft.data.order.stream import Sample, SampleStream
 
@@ -40,6 +42,7 @@ __getattr__ = loads(
         "SampleView": ".preview",
         "ShardedLoader": ".sharded",
         "marked": ".preview",
+        "rows_of": ".sample_rows",
         "view_sample": ".preview",
         "visible": ".preview",
         "write_plan": ".packing",

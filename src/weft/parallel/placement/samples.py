@@ -61,12 +61,6 @@ class Samples:
         return [many * count // sum(scaled[0]) for many in scaled[0]] if scaled else None
 
 
-def even_samples(index: int, size: int, rank: int, num_ranks: int) -> Samples:
-    """Of microbatch `index` on a rank, where all have as many samples and microbatches come one after another."""
-    first = (index * num_ranks + rank) * size
-    return Samples(range(first, first + size))
-
-
 def rows_of_samples(numbers: Tensor, count: int) -> Tensor:
     """`Samples.places` of samples without rows of their own, from a tensor of their numbers; for compiled code."""
     size, rest = divmod(count, len(numbers))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import default_collate
-
 from weft.errors import ModelError
 from weft.parallel.description import describe_by_tracing
 from weft.planner.search import PlannedModel, read_model
@@ -20,7 +18,7 @@ def describe_by_samples(task: Task) -> PlannedModel:
     samples = task.samples("train") or ()
     if len(samples) < 2:
         raise ModelError(f"task.name={task.config.task.name}: the planner looks at two samples. Give at least two.")
-    batch = default_collate([samples[0], samples[1]])
+    batch = task.collate([samples[0], samples[1]])
 
     def example(step: int, size: int) -> Any:
         return tuple(batch) if isinstance(batch, list) else batch
