@@ -115,7 +115,7 @@ class Verifier:
         try:
             answers = self._pool.run(_compare_on_rank, self.subject, text, self._reference)
         except RankError as error:
-            verdict.refused, verdict.error = error.refusal, "" if error.refusal else str(error)
+            verdict.refused, verdict.error = error.refusal, "" if error.refusal else error.said or str(error)
         else:
             self._judge(verdict, answers)
             if not verdict.passed and explain:
