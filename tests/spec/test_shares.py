@@ -14,6 +14,7 @@ from weft.spec.shares import (
     batch_unit,
     divide_by_rank,
     divide_layers,
+    even_passes,
     microbatch_samples,
     samples_per_microbatch,
     share_out,
@@ -126,3 +127,9 @@ def test_chunks_of_a_loss_are_even_and_planner_and_runtime_count_them_alike(toke
     assert rows == LossChunk().rows(np.array([float(tokens)]), np.array([float(vocab)]), float(width))[0]
     if rows:
         assert rows - (tokens % rows or rows) < -(-tokens // rows)
+
+
+@given(global_batch=st.integers(1, 96), data_ranks=st.integers(1, 8))
+def test_even_passes_are_those_that_leave_no_rest(global_batch, data_ranks):
+    rest_free = [n for n in range(1, global_batch + 1) if global_batch % batch_unit(data_ranks, n) == 0]
+    assert even_passes(global_batch, data_ranks) == rest_free

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, overload
 
+from weft.spec.divisors import common_divisors
+
 #: Bytes of fp32 masters whose gradients and parameters travel together under ZeRO 0 to 2: large enough to amortise a
 #: collective's latency, small enough that several are under way at once.
 BUCKET_BYTES = 16 * 2**20
@@ -67,6 +69,11 @@ def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches:
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any:
     """Samples that one microbatch of one rank holds, in whole ones. Arrays of ranks and microbatches give an array."""
     return global_batch // batch_unit(data_ranks, num_microbatches)
+
+
+def even_passes(global_batch: int, data_ranks: int) -> list[int]:
+    """Numbers of microbatches that ranks can cut their samples into evenly, ascending; none where ranks cannot."""
+    return [] if global_batch % data_ranks else common_divisors(global_batch // data_ranks)
 
 
 def share_out(count: int, num_parts: int) -> list[range]:

@@ -17,12 +17,14 @@ __all__ = [
     "StepMetrics",
     "TrainStep",
     "call_model",
+    "live_bytes",
 ]
 
 if TYPE_CHECKING:
     from weft.train.step.forward import call_model
     from weft.train.step.loss_check import LossFn
     from weft.train.step.microbatches import Microbatches
+    from weft.train.step.oom import live_bytes
     from weft.train.step.train_step import ForwardFn, StepMetrics, TrainStep
 
 __getattr__ = loads(
@@ -34,5 +36,6 @@ __getattr__ = loads(
         "StepMetrics": ".train_step",
         "TrainStep": ".train_step",
         "call_model": ".forward",
+        "live_bytes": ".oom",
     },
 )

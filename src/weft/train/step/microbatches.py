@@ -209,6 +209,17 @@ def values_in(batch: Any) -> int:
     return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
+def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
+    """Samples, and values in the first tensor, of the first microbatch of what a step was given; zeros where the batch
+    has no tensor with rows."""
+    is_cut = isinstance(batch, Microbatches)
+    first = next((tensor for tensor in tensors_in(batch[0] if is_cut else batch) if tensor.ndim), None)
+    if first is None:
+        return 0, 0
+    parts = 1 if is_cut else num_microbatches
+    return first.shape[0] // parts, first.numel() // parts
+
+
 class _Splitting:
     """How one batch of `num_samples` is cut. runs: the samples of each part. field: what asks for it, for errors."""
 
