@@ -97,6 +97,12 @@ def test_gradients_that_part_are_told_from_outputs(shared_ranks):
 MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
 
 
+def test_what_the_loss_does_not_reach_is_said(shared_ranks):
+    with Verifier(find_subject(f"{HERE}:leaves_out", Settings(num_steps=1)), 2) as verifier:
+        assert verifier.verify(Plan.parse("dp_shard=2 zero=2")).passed
+    assert "2 of 8 parameters have no gradient in the last step, unused.weight the first of them" in verifier.notes
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_hugging_face_models_with_experts_pass(dtype, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
@@ -169,6 +175,9 @@ def test_the_model_is_reduced_as_asked():
             "it raised ValueError (no weights here). Call it in Python without arguments, to see where.",
         ),
         (f"{HERE}:annotations", "and cannot be called. Name a function without arguments that returns a model."),
+        (f"{HERE}:lazy", "parameter 'weight' has no shape yet. Run one batch through the model before you return it."),
+        (f"{HERE}:complex_weight", "parameter 'weight' is complex. Keep it as torch.view_as_real of it."),
+        (f"{HERE}:stream", "its loader's dataset has no samples that can be read by their number. Return a DataLoader"),
         (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
         ("tests", "model=tests: the folder has no config.json. Give the folder of a Hugging Face model."),
     ],

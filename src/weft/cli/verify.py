@@ -147,6 +147,8 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
     start = time.perf_counter()
     verdicts: list[Verdict] = []
     with Verifier(subject, num_ranks) as verifier:
+        for note in verifier.notes:
+            say(note)
         for plan in sweep.part(number, count) if count > 1 else sweep.plans():
             verdict = verifier.verify(plan)
             verdicts.append(verdict)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from weft.errors import ConfigError, ModelError
 from weft.models import build_decoder
@@ -98,6 +99,7 @@ class Subject:
         if self.kind == "hf":
             return BuiltCase(self, hugging_face.model_of_config(_config(self.source, self.settings)).to(dtype))
         model, rest = call_function(self.source)
+        self._check_parameters(model)
         data, loss_fn = (*rest, None, None)[:2]
         vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
         if data is None and vocab_size is None and not has_inputs(model):
@@ -106,6 +108,16 @@ class Subject:
                 f"(model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
             )
         return BuiltCase(self, model.to(dtype), data=data, loss_fn=loss_fn, vocab_size=vocab_size)
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if is_lazy(param):
+                rule = f"parameter {name!r} has no shape yet. Run one batch through the model before you return it"
+            elif param.is_complex():
+                rule = f"parameter {name!r} is complex. Keep it as torch.view_as_real of it"
+            else:
+                continue
+            raise ModelError(f"model={self.source}: {rule}.")
 
     def _build_task(self, dtype: torch.dtype) -> BuiltCase:
         """The task's own model, training batches, forward and loss."""

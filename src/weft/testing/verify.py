@@ -89,7 +89,7 @@ class Verifier:
             case = subject.build()
             self.notes = list(case.notes)
             self.reference_s = time.perf_counter()
-            self._reference = _make_reference(subject, case, Path(self._folder))
+            self._reference = _make_reference(subject, case, Path(self._folder), self.notes)
             self.reference_s = time.perf_counter() - self.reference_s
             del case
             self._pool = pool or self._exits.enter_context(RankPool(num_ranks, timeout_s=LONGEST_S))
@@ -198,12 +198,19 @@ def _throughout(subject: Subject) -> AbstractContextManager[Any]:
     return Float64Throughout() if foreign else nullcontext()
 
 
-def _make_reference(subject: Subject, case: BuiltCase, folder: Path) -> _Reference:
+def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list[str] | None = None) -> _Reference:
+    """notes: gets what the reference shows besides."""
     start = {f"start/{name}": tensor.detach().clone() for name, tensor in _state(case.model())}
     with _throughout(subject):
         half = subject.settings.dtype in ("bfloat16", "float16")
         one = f"precision={PRECISIONS[subject.settings.dtype]}"
         result = train_case(one, case) if half else _plainly(subject, case)
+    unused = [name for name, grad in result.grads.items() if not grad.any()]
+    if unused and notes is not None:
+        first, every = unused[0], len(result.grads)
+        notes.append(
+            f"{len(unused)} of {every} parameters have no gradient in the last step, {first} the first of them"
+        )
     tensors = start if subject.kind == "function" else {}
     tensors |= {f"gradient/{name}": tensor.contiguous() for name, tensor in result.grads.items()}
     tensors |= {f"weight/{name}": tensor.contiguous() for name, tensor in result.weights.items()}
