@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
@@ -10,26 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from weft.errors import ModelError
 from weft.lazy import named_object
-from weft.structure.dry_run import is_placed
-
-
-class LoadedSamples:
-    """The samples of a user's DataLoader in the order of its dataset, from its start again when it is at its end.
-
-    It may be called as a batch_fn(step, size).
-    """
-
-    def __init__(self, loader: DataLoader[Any]):
-        self._dataset: Any = loader.dataset
-        #: Makes a batch of a list of samples.
-        self.collate = cast(Callable[[list[Any]], Any], loader.collate_fn)  # pyright: ignore[reportUnknownMemberType]
-
-    def samples(self, step: int, size: int) -> list[Any]:
-        """Those of one step."""
-        return [self._dataset[number % len(self._dataset)] for number in range(step * size, (step + 1) * size)]
-
-    def __call__(self, step: int, size: int) -> Any:
-        return self.collate(self.samples(step, size))
+from weft.structure.dry_run import LoadedSamples, is_placed
 
 
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -64,7 +44,8 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def _loaded(source: str, loader: DataLoader[Any]) -> LoadedSamples:
-    if isinstance(loader.dataset, IterableDataset) or not len(loader.dataset):  # pyright: ignore[reportArgumentType]
+    dataset = cast(Any, loader.dataset)
+    if isinstance(dataset, IterableDataset) or not len(dataset):
         raise ModelError(
             f"model={source}: its loader's dataset has no samples that can be read by their number. "
             f"Return a DataLoader of a map-style dataset, or batch_fn(step, size)."

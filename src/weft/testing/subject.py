@@ -35,7 +35,7 @@ from weft.spec.files import load_config
 from weft.spec.hugging_face_config import decoder_shape
 from weft.spec.plan import Plan
 from weft.spec.shape_rules import shape_problems
-from weft.structure import LoadedSamples, call_function, hugging_face
+from weft.structure import call_function, dry_run, hugging_face
 from weft.testing.foreign_config import has_inputs, inputs_of, read_config, token_labels
 from weft.testing.parity import SampleCase, local_microbatches
 from weft.train import Task
@@ -180,15 +180,15 @@ class BuiltCase(SampleCase):
         return batch
 
     def samples(self, step: int) -> list[Any]:
-        assert isinstance(self._data, LoadedSamples)
+        assert isinstance(self._data, dry_run.LoadedSamples)
         return self._data.samples(step, self.settings.global_batch)
 
     def collate(self, samples: list[Any]) -> Any:
-        assert isinstance(self._data, LoadedSamples)
+        assert isinstance(self._data, dry_run.LoadedSamples)
         return _floats(self._data.collate(samples), DTYPES[self.settings.dtype])
 
     def microbatches(self, step: int, plan: Plan, dp_rank: int) -> Microbatches:
-        if isinstance(self._data, LoadedSamples):
+        if isinstance(self._data, dry_run.LoadedSamples):
             return super().microbatches(step, plan, dp_rank)
         if self._task is not None:
             share = Share(self.settings.global_batch, plan.microbatches_per_step, dp_rank, plan.dp_size)
