@@ -40,8 +40,9 @@ from weft.planner.space import Columns
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import RankPool
-from weft.testing.memory import live_bytes, peak_of_step
+from weft.testing.memory import peak_of_step
 from weft.train import TrainStep
+from weft.train.step import live_bytes
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=768, max_seq_len=1024)
@@ -151,7 +152,7 @@ def peak_bytes(text: str) -> dict[str, int]:
     one = _running[text]
     held = live_bytes(one.model, one.step.optimizer)
     peak = peak_of_step(one.step, one.batch)
-    return {"peak": peak, "params": held.params, "grads": held.grads, "optimizer": held.optimizer}
+    return {"peak": peak, "params": held.parameters, "grads": held.gradients, "optimizer": held.optimizer}
 
 
 def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:

@@ -229,7 +229,8 @@ def test_samples_lie_in_microbatches_of_ranks_by_their_numbers(batch_size, dp_si
     seen = []
     for start, ranks in zip(range(0, num_samples, batch_size), zip(*loaders, strict=True), strict=True):
         size = min(batch_size, num_samples - start)
-        parts = [pair for rank in ranks for pair in zip(rank.batches, rank.numbers, strict=True)]
+        by_rank = [zip(rank.batches, rank.numbers, strict=True) for rank in ranks]
+        parts = [pair for microbatch in zip(*by_rank, strict=True) for pair in microbatch]
         assert len(parts) == dp_size * num_microbatches
         assert [number for _, numbers in parts for number in numbers] == list(range(size))
         for batch, numbers in parts:
@@ -257,7 +258,7 @@ def test_the_users_collate_function_sees_each_microbatch(num_workers):
         assert [[sum(counts) for counts in part if max(counts) != 1] or [0] for part in rows] == [
             [len(patches)] for patches, _ in batches
         ]
-    assert collected == [([3.0] * 3 + [1.0], [3, 1]), ([], [0]), ([2.0] * 2, [2]), ([4.0] * 4, [4])]
+    assert collected == [([3.0] * 3 + [1.0], [3, 1]), ([2.0] * 2, [2]), ([], [0]), ([4.0] * 4, [4])]
 
 
 def test_samples_that_are_no_list_stay_in_one_piece():
@@ -266,5 +267,7 @@ def test_samples_that_are_no_list_stay_in_one_piece():
             return self.tensors[0][indices]
 
     loader = DataLoader(Columns(torch.arange(4)), batch_size=4, collate_fn=lambda rows: rows)
-    [batch] = ShardedLoader(loader, 1, 2, num_microbatches=2, as_batch=as_parts)
-    assert batch.tolist() == [2, 3]
+    [(parts, numbers)] = ShardedLoader(
+        loader, 1, 2, num_microbatches=2, as_batch=lambda parts, numbers, *_, **_kind: (parts, numbers)
+    )
+    assert [part.tolist() for part in parts] == numbers == [[1, 3]]

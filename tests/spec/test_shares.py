@@ -14,8 +14,10 @@ from weft.spec.shares import (
     batch_unit,
     divide_by_rank,
     divide_layers,
-    microbatch_starts,
+    even_passes,
+    microbatch_samples,
     samples_per_microbatch,
+    share_out,
 )
 
 
@@ -91,12 +93,19 @@ def test_an_expensive_head_takes_layers_from_its_rank():
     assert layers[-1] <= 6
 
 
-@given(data_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 6), each=st.integers(1, 4))
-def test_every_sample_of_a_batch_is_in_one_microbatch(data_ranks, num_microbatches, each):
-    global_batch = each * batch_unit(data_ranks, num_microbatches)
-    assert samples_per_microbatch(global_batch, data_ranks, num_microbatches) == each
-    starts = [microbatch_starts(global_batch, data_ranks, num_microbatches, rank) for rank in range(data_ranks)]
-    assert sorted(first + more for own in starts for first in own for more in range(each)) == list(range(global_batch))
+@given(global_batch=st.integers(0, 40), data_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 6))
+def test_every_sample_of_a_batch_is_in_one_microbatch(global_batch, data_ranks, num_microbatches):
+    own = [microbatch_samples(global_batch, data_ranks, num_microbatches, rank) for rank in range(data_ranks)]
+    by_microbatch = [number for column in zip(*own, strict=True) for run in column for number in run]
+    assert by_microbatch == list(range(global_batch))
+    of_ranks = [sum(map(len, runs)) for runs in own]
+    assert max(of_ranks) - min(of_ranks) <= 1
+    for runs, count in zip(own, of_ranks, strict=True):
+        # So a rank that has its samples one after another knows where to cut them.
+        assert [len(run) for run in runs] == [len(run) for run in share_out(count, num_microbatches)]
+    if global_batch % batch_unit(data_ranks, num_microbatches) == 0:
+        each = samples_per_microbatch(global_batch, data_ranks, num_microbatches)
+        assert {len(run) for runs in own for run in runs} == {each}
 
 
 def test_samples_of_many_plans_at_once():
@@ -118,3 +127,9 @@ def test_chunks_of_a_loss_are_even_and_planner_and_runtime_count_them_alike(toke
     assert rows == LossChunk().rows(np.array([float(tokens)]), np.array([float(vocab)]), float(width))[0]
     if rows:
         assert rows - (tokens % rows or rows) < -(-tokens // rows)
+
+
+@given(global_batch=st.integers(1, 96), data_ranks=st.integers(1, 8))
+def test_even_passes_are_those_that_leave_no_rest(global_batch, data_ranks):
+    rest_free = [n for n in range(1, global_batch + 1) if global_batch % batch_unit(data_ranks, n) == 0]
+    assert even_passes(global_batch, data_ranks) == rest_free

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class Net(nn.Module):
@@ -37,6 +40,14 @@ class Rounds(Net):
         return out
 
 
+class LeavesOut(Net):
+    """It has a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(6, 6)
+
+
 def batch(step: int, size: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {"x": torch.randn(size, 6, generator=generator), "labels": torch.randint(3, (size,), generator=generator)}
@@ -44,6 +55,27 @@ def batch(step: int, size: int) -> dict[str, torch.Tensor]:
 
 def net() -> tuple[nn.Module, object]:
     return Net(), batch
+
+
+def leaves_out() -> tuple[nn.Module, object]:
+    return LeavesOut(), batch
+
+
+def lazy() -> nn.Module:
+    return nn.LazyLinear(3)
+
+
+def complex_weight() -> nn.Module:
+    return nn.Linear(3, 3, dtype=torch.complex64)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return itertools.repeat(torch.zeros(6))
+
+
+def stream() -> tuple[nn.Module, object]:
+    return Net(), DataLoader(Endless())
 
 
 def mixes() -> tuple[nn.Module, object]:

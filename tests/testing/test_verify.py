@@ -98,6 +98,12 @@ def test_gradients_that_part_are_told_from_outputs(shared_ranks):
 MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
 
 
+def test_what_the_loss_does_not_reach_is_said(shared_ranks):
+    with Verifier(find_subject(f"{HERE}:leaves_out", Settings(num_steps=1)), 2) as verifier:
+        assert verifier.verify(Plan.parse("dp_shard=2 zero=2")).passed
+    assert "2 of 8 parameters have no gradient in the last step, unused.weight the first of them" in verifier.notes
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_hugging_face_models_with_experts_pass(dtype, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
@@ -161,12 +167,18 @@ def test_the_model_is_reduced_as_asked():
     [
         ("tinny", "model=tinny: no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
         (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or it and an example or a batch_fn."),
-        (f"{HERE}:without_data", "nothing says what its inputs are. Return (model, batch_fn)"),
+        (
+            f"{HERE}:without_data",
+            "nothing says what its inputs are. Return (model, loader) with a DataLoader, or (model, batch_fn)",
+        ),
         (
             f"{HERE}:raises",
             "it raised ValueError (no weights here). Call it in Python without arguments, to see where.",
         ),
         (f"{HERE}:annotations", "and cannot be called. Name a function without arguments that returns a model."),
+        (f"{HERE}:lazy", "parameter 'weight' has no shape yet. Run one batch through the model before you return it."),
+        (f"{HERE}:complex_weight", "parameter 'weight' is complex. Keep it as torch.view_as_real of it."),
+        (f"{HERE}:stream", "its loader's dataset has no samples that can be read by their number. Return a DataLoader"),
         (f"{HERE}:absent", "it cannot be imported (module 'tests.testing.subjects' has no attribute 'absent')."),
         ("tests", "model=tests: the folder has no config.json. Give the folder of a Hugging Face model."),
     ],

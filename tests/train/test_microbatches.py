@@ -19,6 +19,7 @@ from weft.mesh import Axis, build_mesh
 from weft.parallel import parallelize
 from weft.parallel.randomness import SampleNumbers
 from weft.spec.plan import Plan
+from weft.spec.shares import microbatch_samples
 from weft.train.step import TrainStep
 from weft.train.step.microbatches import from_loader, microbatches_of, samples_of, split_batch
 
@@ -171,6 +172,34 @@ def test_numbers_of_samples_are_those_of_each_microbatch():
     assert [list(one.numbers) for one in plain] == [[8, 9, 10, 11], [12, 13, 14, 15]]
     marked = from_loader([[x()]], [range(3, 11)], [()], is_plain=True)
     assert samples_of(marked, 1, data)[0].numbers == range(3, 11)
+    whole = from_loader([[x()]], [[0, 1, 2, 3, 8, 9, 10, 11]], [()], is_plain=True)
+    assert [list(one.numbers) for one in samples_of(whole, 2, data)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    alike = samples_of(weft.Microbatches([[x()], [x()]]), 2, data)
+    assert [list(one.numbers) for one in alike] == [[*range(8, 16)], [*range(24, 32)]]
+
+
+def test_microbatches_of_samples_know_them_wherever_they_lie():
+    def sample(number):
+        return {"y": torch.tensor(number), "patches": torch.full((number, 2), float(number))}
+
+    def collate(samples):
+        patches, y = (torch.cat if name == "patches" else torch.stack for name in ("patches", "y"))
+        return {"y": y([one["y"] for one in samples]), "patches": patches([one["patches"] for one in samples])}
+
+    cut = weft.Microbatches.of_samples(sample, microbatch_samples(5, 2, 3, 1), collate)
+    assert [batch["y"].tolist() for batch, _ in cut.counted()] == [[1], [3], [1]]
+    assert [(list(one.numbers), one.rows) for one in cut.samples] == [([1], ()), ([3], ((3,),)), ([], ())]
+    marked = weft.Microbatches(cut.marked())
+    assert samples_of(marked, 3, Axis("data", 2, 1, (0, 1))) == list(cut.samples)
+
+
+def test_rows_of_a_global_batch_are_cut_without_being_even():
+    batch = {"x": x(), "name": list("abcdefgh"), "scale": 2.0}
+    cut = weft.Microbatches.of_rows(batch, Plan.parse("dp_shard=3 accumulation=3"), 2)
+    parts = [(one["x"].tolist(), one["name"], counted) for one, counted in cut.counted()]
+    assert parts == [([2], ["c"], True), ([5], ["f"], True), ([2], ["c"], False)]
+    with pytest.raises(ModelError, match=r"plan=dp_shard=2: batch\['p'\] has shape \(5, 2\) in a batch of 8 samples"):
+        weft.Microbatches.of_rows({"x": x(), "p": torch.zeros(5, 2)}, Plan.parse("dp_shard=2"), 0)
 
 
 def test_a_loop_of_ones_own_is_told_of_what_stands_in_for_no_sample():

@@ -14,7 +14,8 @@ from weft.errors import OutOfMemory
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train.step import TrainStep
+from weft.train.step import Microbatches, TrainStep
+from weft.train.step.microbatches import microbatch_size
 from weft.train.step.oom import is_out_of_memory, live_bytes
 
 IN_A_SMALL_PLACE = """
@@ -27,7 +28,8 @@ from weft.parallel import parallelize
 from weft.spec.model.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.train.step import TrainStep
+from weft.train.step import Microbatches, TrainStep
+from weft.train.step.microbatches import microbatch_size
 
 spec = DecoderSpec(vocab_size=512, dim=128, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=512)
 mesh = build_mesh(Plan.parse("accumulation=2"))
@@ -157,3 +159,10 @@ def test_live_bytes_count_each_storage_once():
     assert live_bytes(tied, optimizer, [hidden, master.grad]).gradients == 20_400 + 28
     assert after.buffers == 400 + 8
     assert after.expected_optimizer == 0
+
+
+def test_the_size_of_a_microbatch_is_known_of_every_kind_of_batch():
+    x = torch.zeros(8, 3)
+    assert microbatch_size([x, x], 4) == microbatch_size({"x": x, "n": 3}, 4) == (2, 6)
+    assert microbatch_size(Microbatches([[x], [x[:1]]]), 2) == (8, 24)
+    assert microbatch_size({"scale": torch.tensor(1.0)}, 2) == (0, 0)

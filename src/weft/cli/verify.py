@@ -127,7 +127,7 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
     every = legal(
         num_ranks,
         model=subject.shape,
-        global_batch=settings.global_batch,
+        global_batch=subject.even_batch,
         seq_len=settings.seq_len,
         passes=(1, 2),
         precision=("fp32",),
@@ -145,6 +145,8 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
     start = time.perf_counter()
     verdicts: list[Verdict] = []
     with Verifier(subject, num_ranks) as verifier:
+        for note in verifier.notes:
+            say(note)
         for plan in sweep.part(number, count) if count > 1 else sweep.plans():
             verdict = verifier.verify(plan)
             verdicts.append(verdict)

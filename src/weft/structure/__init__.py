@@ -13,6 +13,6 @@ from weft.structure.heads import Heads
 from weft.structure.surgery import become, revert
 
 __all__ = [
-    "Chain", "Heads", "Site", "become", "call_function", "dry_run", "explain_layout", "find_chain", "find_layout",
-    "hugging_face", "layers", "repeated_blocks", "revert", "token_flow",
+    "Chain", "Heads", "Site", "become", "call_function", "dry_run", "explain_layout", "find_chain",
+    "find_layout", "hugging_face", "layers", "repeated_blocks", "revert", "token_flow",
 ]  # fmt: skip

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from weft.errors import LayoutError, ModelError
 from weft.private_torch import tree_leaves, tree_map
@@ -101,6 +102,25 @@ def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def is_named(value: Any) -> TypeGuard[dict[str, Any]]:
     """Whether these are values by name."""
     return isinstance(value, dict)
+
+
+class LoadedSamples:
+    """The samples of a user's DataLoader in the order of its dataset, from its start again when it is at its end.
+
+    It may be called as a batch_fn(step, size).
+    """
+
+    def __init__(self, loader: DataLoader[Any]):
+        self._dataset: Any = loader.dataset
+        #: Makes a batch of a list of samples.
+        self.collate = cast(Callable[[list[Any]], Any], loader.collate_fn)  # pyright: ignore[reportUnknownMemberType] - torch leaves it untyped
+
+    def samples(self, step: int, size: int) -> list[Any]:
+        """Those of one step."""
+        return [self._dataset[number % len(self._dataset)] for number in range(step * size, (step + 1) * size)]
+
+    def __call__(self, step: int, size: int) -> Any:
+        return self.collate(self.samples(step, size))
 
 
 def is_placed(value: Any) -> TypeGuard[tuple[Any, ...]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from weft.errors import ModelError
 from weft.lazy import named_object
-from weft.structure.dry_run import is_placed
+from weft.structure.dry_run import LoadedSamples, is_placed
 
 
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model that a function gives, and what it gives beside it. The working folder can be imported from.
+    """The model that a function gives, and what it gives beside it, a DataLoader as `LoadedSamples`.
+
+    The working folder can be imported from.
 
     Raises ModelError where it cannot be imported or called, or gives no model.
     """
@@ -35,4 +38,16 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
     if not isinstance(model, nn.Module):
         rule = f"it returned {type(model).__name__}, not an nn.Module"
         raise ModelError(f"model={source}: {rule}. Return a model, or it and an example or a batch_fn.")
+    if rest and isinstance(rest[0], DataLoader):
+        rest[0] = _loaded(source, cast(DataLoader[Any], rest[0]))
     return model, tuple(rest)
+
+
+def _loaded(source: str, loader: DataLoader[Any]) -> LoadedSamples:
+    dataset = cast(Any, loader.dataset)
+    if isinstance(dataset, IterableDataset) or not len(dataset):
+        raise ModelError(
+            f"model={source}: its loader's dataset has no samples that can be read by their number. "
+            f"Return a DataLoader of a map-style dataset, or batch_fn(step, size)."
+        )
+    return LoadedSamples(loader)

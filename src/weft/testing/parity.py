@@ -11,21 +11,20 @@ import torch
 from torch import nn
 
 from weft.comm import Ledger
-from weft.mesh import Mesh, build_mesh
+from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero.flat import FlatModel
-from weft.private_torch import tree_leaves, tree_map
-from weft.spec import DecoderSpec
+from weft.spec import DecoderSpec, shares
 from weft.spec.plan import Plan
-from weft.spec.shares import microbatch_starts, samples_per_microbatch
 from weft.train import Microbatches, TrainStep
 from weft.train.tasks import IGNORE, model_forward, token_cross_entropy
 
 Batch = dict[str, torch.Tensor]
 #: (what, name, whole tensor), where what is "gradient" or "weight".
 See = Callable[[str, str, torch.Tensor], None]
-Watch = Callable[[nn.Module, Mesh], AbstractContextManager[None]]
+#: (model, what this rank runs of the first step's batch, the whole batch as one microbatch).
+Watch = Callable[[nn.Module, Microbatches, Microbatches], AbstractContextManager[None]]
 
 
 class Case(Protocol):
@@ -45,17 +44,39 @@ class Case(Protocol):
         """An optimizer of the model's parameters."""
         ...
 
-    def batch(self, step: int) -> Batch:
-        """The global batch of one step: a pure function of the step."""
+    def batch(self, step: int) -> Any:
+        """The global batch of one step: a pure function of the step. Each row is a sample where the case does not say
+        itself how a batch is cut, as `SampleCase` does."""
         ...
 
-    def forward(self, model: nn.Module, batch: Batch) -> Any:
+    def forward(self, model: nn.Module, batch: Any) -> Any:
         """The model's output on a batch."""
         ...
 
-    def loss(self, output: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | int]:
+    def loss(self, output: Any, batch: Any, /) -> tuple[torch.Tensor, torch.Tensor | int]:
         """Sum of losses and number of tokens or samples."""
         ...
+
+
+class SampleCase:
+    """What a case has in place of `batch` whose rows are not samples: the samples, and how a batch is made of some."""
+
+    def samples(self, step: int) -> list[Any]:
+        """Those of one step's global batch: a pure function of the step."""
+        raise NotImplementedError
+
+    def collate(self, samples: list[Any]) -> Any:
+        """A batch of some samples."""
+        raise NotImplementedError
+
+    def batch(self, step: int) -> Any:
+        return self.collate(self.samples(step))
+
+    def microbatches(self, step: int, plan: Plan, dp_rank: int) -> Microbatches:
+        """A rank's part of a step's global batch, as the plan cuts it."""
+        samples = self.samples(step)
+        own = shares.microbatch_samples(len(samples), plan.dp_size, plan.microbatches_per_step, dp_rank)
+        return Microbatches.of_samples(samples.__getitem__, own, self.collate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +192,10 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     )
     result = ParityResult()
     for index in range(case.num_steps):
-        with watch(model, mesh) if watch and not index else nullcontext():
-            metrics = step(local_microbatches(case.batch(index), plan, mesh.data.rank))
+        batches = microbatches_of_case(case, index, plan, mesh.data.rank)
+        watching = watch(model, batches, microbatches_of_case(case, 0, Plan(), 0)) if watch and not index else None
+        with watching or nullcontext():
+            metrics = step(batches)
         result.losses.append(metrics.loss)
         result.grad_norms.append(metrics.grad_norm)
     result.reduced_bytes = sum(
@@ -231,10 +254,15 @@ def train_plain(case: Case) -> ParityResult:
     return result
 
 
-def local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> Microbatches:
-    """This rank's microbatches of a global batch."""
-    num_micro, dp_size = plan.microbatches_per_step, plan.dp_size
-    global_batch = tree_leaves(batch)[0].shape[0]
-    size = samples_per_microbatch(global_batch, dp_size, num_micro)
-    starts = microbatch_starts(global_batch, dp_size, num_micro, dp_rank)
-    return Microbatches(tree_map(lambda tensor, start=start: tensor[start : start + size], batch) for start in starts)
+def microbatches_of_case(case: Case, step: int, plan: Plan, dp_rank: int) -> Microbatches:
+    """This rank's part of a step's global batch: as the case itself cuts it, or by rows that are samples."""
+    cut = getattr(case, "microbatches", None)
+    return local_microbatches(case.batch(step), plan, dp_rank) if cut is None else cut(step, plan, dp_rank)
+
+
+def local_microbatches(batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
+    """This rank's microbatches of a global batch in whose tensors each row is a sample.
+
+    Raises ModelError where rows are not samples.
+    """
+    return Microbatches.of_rows(batch, plan, dp_rank)

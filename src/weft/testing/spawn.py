@@ -26,12 +26,12 @@ _AFTER_FAILURE_S = 5.0
 
 
 class RankError(CommError):
-    """A rank failed, or did not answer. refusal: what it refused with a WeftError of its own, in one sentence; else
-    empty."""
+    """A rank failed, or did not answer. said: the text of its WeftError; empty for other errors. refusal: the same,
+    where it refused by itself and not for what another rank did."""
 
-    def __init__(self, message: str, refusal: str = ""):
+    def __init__(self, message: str, said: str = "", refusal: str = ""):
         super().__init__(message)
-        self.refusal = refusal
+        self.said, self.refusal = said, refusal
 
 
 class RankPool:
@@ -88,13 +88,13 @@ class RankPool:
         failures = [(_TELLING.index(kind), rank, value) for rank, (kind, value) in enumerate(answers) if kind != "done"]
         self._is_broken = any(kind in ("late", "dead") for kind, _ in answers)
         if failures:
-            _, rank, (text, refusal) = min(failures, key=lambda one: (one[0], not one[2][1], one[1]))
-            raise RankError(f"rank {rank} of {self.num_ranks} failed in {function.__name__}:\n{text}", refusal)
+            _, rank, (text, *said) = min(failures, key=lambda one: (one[0], not one[2][2], one[1]))
+            raise RankError(f"rank {rank} of {self.num_ranks} failed in {function.__name__}:\n{text}", *said)
         return [value for _, value in answers]
 
     def _answers(self) -> list[tuple[str, Any]]:
         """What each rank says, whoever says it first: ("done", result), or "error", "late", "dead" with a text and what
-        it refused."""
+        a `RankError` is told of it."""
         answers: dict[int, tuple[str, Any]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         limit_s = left_s = self._timeout_s
@@ -108,11 +108,11 @@ class RankPool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = ("dead", ("the process ended without an answer", ""))
+                    answers[rank] = ("dead", ("the process ended without an answer", "", ""))
                 if answers[rank][0] != "done" and limit_s == self._timeout_s:
                     # Once one rank has failed the others may wait for it for ever: give them little time.
                     limit_s = left_s = min(_AFTER_FAILURE_S, self._timeout_s)
-        answers |= dict.fromkeys(waiting.values(), ("late", (f"no answer within {limit_s:.0f} s", "")))
+        answers |= dict.fromkeys(waiting.values(), ("late", (f"no answer within {limit_s:.0f} s", "", "")))
         return [answers[rank] for rank in range(self.num_ranks)]
 
     def close(self) -> None:
@@ -161,8 +161,8 @@ def _serve(
             # Results leave before anything else can fail: gloo may abort a process that parts out of order.
             pipe.send(("done", function(*args, **kwargs)))
         except BaseException as error:
-            refusal = str(error) if isinstance(error, WeftError) and not isinstance(error, CommError) else ""
-            pipe.send(("error", (traceback.format_exc(), refusal)))
+            said = str(error) if isinstance(error, WeftError) else ""
+            pipe.send(("error", (traceback.format_exc(), said, "" if isinstance(error, CommError) else said)))
         # What a call left behind goes before the next; what outlives it is imports and caches: not looked at again.
         gc.collect()
         gc.freeze()

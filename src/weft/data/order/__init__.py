@@ -17,6 +17,7 @@ __all__ = [
     "ShardedLoader",
     "marked",
     "permutation",
+    "rows_of",
     "view_sample",
     "visible",
     "write_plan",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from weft.data.order.packing import write_plan
     from weft.data.order.preview import SampleView, marked, view_sample, visible
     from weft.data.order.sample_order import permutation
+    from weft.data.order.sample_rows import rows_of
     from weft.data.order.sharded import ShardedLoader
     from weft.data.order.stream import Sample, SampleStream
 
@@ -43,6 +45,7 @@ __getattr__ = loads(
         "ShardedLoader": ".sharded",
         "marked": ".preview",
         "permutation": ".sample_order",
+        "rows_of": ".sample_rows",
         "view_sample": ".preview",
         "visible": ".preview",
         "write_plan": ".packing",

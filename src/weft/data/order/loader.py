@@ -15,7 +15,7 @@ import torch
 
 from weft.data.order.stream import IGNORED, Rows, SampleStream
 from weft.errors import DataError
-from weft.spec.shares import batch_unit, microbatch_starts, samples_per_microbatch
+from weft.spec import shares
 
 Batch = dict[str, torch.Tensor]
 _PREFETCH = 2
@@ -24,8 +24,8 @@ _PREFETCH = 2
 class Loader:
     """The microbatches of one data-parallel rank.
 
-    At step s they begin `weft.spec.shares.microbatch_starts` after the global sample s * global_batch. Raises DataError
-    where the samples do not come out even.
+    At step s they hold the samples that `weft.spec.shares.microbatch_samples` names, counted from s * global_batch.
+    Raises DataError where the samples do not come out even.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Loader:
         dp_size: int,
         pin: bool = False,
     ):
-        unit = batch_unit(dp_size, accumulation)
+        unit = shares.batch_unit(dp_size, accumulation)
         if global_batch % unit:
             raise DataError(
                 f"train.global_batch={global_batch}: not a multiple of {unit} "
@@ -46,15 +46,14 @@ class Loader:
                 f"Use train.global_batch={-(-global_batch // unit) * unit}."
             )
         self._stream, self._global_batch, self._pin = stream, global_batch, pin
-        self._num_rows = samples_per_microbatch(global_batch, dp_size, accumulation)
-        self._starts = microbatch_starts(global_batch, dp_size, accumulation, dp_rank)
+        self._own = shares.microbatch_samples(global_batch, dp_size, accumulation, dp_rank)
 
     def batches(self, step: int) -> list[Batch]:
         """The microbatches of optimizer step `step`, 0 and up."""
         first = step * self._global_batch
         return [
-            build_batch(self._stream, range(start, start + self._num_rows), self._num_rows, pin=self._pin)
-            for start in (first + each for each in self._starts)
+            build_batch(self._stream, range(first + own.start, first + own.stop), len(own), pin=self._pin)
+            for own in self._own
         ]
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:

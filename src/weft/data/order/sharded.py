@@ -1,30 +1,31 @@
 """A user's own DataLoader, cut for data parallel: each rank reads its slice of every global batch, and can resume.
 
-A batch is a list of samples until it is cut: a rank fetches its own, cuts them into the plan's microbatches, and the
-user's collate function sees each microbatch by itself. So rows of a tensor need not be samples.
+A batch is a list of samples until it is cut: a rank fetches those of its microbatches, and the user's collate function
+sees each microbatch by itself. So rows of a tensor need not be samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from weft.data.order.drawn import BatchIndices, batches_of
-from weft.data.order.share_out import numbers_of, rows_of, share_out
+from weft.data.order.sample_rows import rows_of
 from weft.errors import DataError
+from weft.spec import shares
 
 
 class AsBatch(Protocol):
     """Makes what a loop is given of a rank's microbatches."""
 
-    def __call__(
-        self, batches: list[Any], numbers: list[range], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
-    ) -> Any:
+    def __call__(self, batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Any], *, is_plain: bool) -> Any:
         """numbers: of each microbatch's samples in the global batch; none for one that stands in for samples that the
-        rank does not have. rows: see `rows_of`. is_plain: on all ranks there is one microbatch, and it has samples."""
+        rank does not have. rows: see `rows_of`. is_plain: the rank's samples are in one batch, and on all ranks there
+        are some."""
         ...
 
 
@@ -52,7 +53,9 @@ class ShardedLoader:
         takes_empty: Callable[[], bool] | None = None,
     ):
         self._as_batch, self._num_microbatches = as_batch, num_microbatches
-        self._slices = _Slices(batches_of(loader, seed), dp_rank, dp_size, takes_empty or (lambda: False))
+        self._slices = _Slices(
+            batches_of(loader, seed), dp_rank, dp_size, num_microbatches, takes_empty or (lambda: False)
+        )
         if takes_empty is None:
             self._slices.check()
         self._loader: DataLoader[Any] = DataLoader(
@@ -95,14 +98,14 @@ class ShardedLoader:
             return parts[0]
         slices, num_parts = self._slices, self._num_microbatches
         everyone_has_some = global_batch >= slices.dp_size
+        numbers: Sequence[Sequence[int]] = slices.numbers_of(global_batch)
         if len(parts) < num_parts:  # in one piece: the step cuts it along dim 0
             if not everyone_has_some:
                 raise DataError(
                     f"loader: a batch has {global_batch} samples, fewer than the {slices.dp_size} data-parallel ranks, "
                     f"and the dataset's __getitems__ gives no list of samples. Let it give one, or use drop_last=True."
                 )
-            return parts[0]
-        numbers = numbers_of(global_batch, slices.dp_rank, slices.dp_size, num_parts)
+            return self._as_batch(parts, [[*chain(*numbers)]], rows, is_plain=True)
         # Alike on all ranks: those with samples must know that another has none.
         return self._as_batch(parts, numbers, rows, is_plain=num_parts == 1 and everyone_has_some)
 
@@ -110,8 +113,9 @@ class ShardedLoader:
 class _CollateParts:
     """The user's collate function, called for each microbatch of a list of samples; runs in the loader's workers.
 
-    Gives microbatches, and the rows that each of their samples brings. A microbatch without samples is made of the
-    rank's first one. Samples that are no list, as a dataset's __getitems__ may give, stay in one piece.
+    Gives microbatches, and the rows that each of their samples brings. Of a rank's samples the first microbatches have
+    as many or one more, as in `microbatch_samples`; one without samples is made of the rank's first. Samples that are
+    no list, as a dataset's __getitems__ may give, stay in one piece.
     """
 
     def __init__(self, collate: Callable[[Any], Any], num_parts: int, *, counts_rows: bool):
@@ -123,17 +127,19 @@ class _CollateParts:
         if self._num_parts == 1:
             parts = [samples]
         else:
-            cuts = share_out(len(samples), self._num_parts)
+            cuts = shares.share_out(len(samples), self._num_parts)
             parts = [samples[cut.start : cut.stop] or samples[:1] for cut in cuts]
         rows = [rows_of(part) if self._counts_rows else () for part in parts]
         return [self._collate(part) for part in parts], rows
 
 
 class _Slices(Sampler[list[Any]]):
-    """Dataset indices of this rank's slice of each global batch; the batch's first one for a rank without any."""
+    """Dataset indices of this rank's part of each global batch; the batch's first one for a rank without any."""
 
-    def __init__(self, batches: BatchIndices, dp_rank: int, dp_size: int, takes_empty: Callable[[], bool]):
-        self._batches, self._takes_empty = batches, takes_empty
+    def __init__(
+        self, batches: BatchIndices, dp_rank: int, dp_size: int, num_microbatches: int, takes_empty: Callable[[], bool]
+    ):
+        self._batches, self._takes_empty, self._num_microbatches = batches, takes_empty, num_microbatches
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.epoch = 0
         self.next_batch = 0
@@ -162,7 +168,11 @@ class _Slices(Sampler[list[Any]]):
     def __len__(self) -> int:
         return self.num_batches - self.next_batch
 
+    def numbers_of(self, global_batch: int) -> list[range]:
+        """Numbers in a global batch of this rank's samples, by microbatch."""
+        return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
+
     def _own(self, batch: Any) -> list[Any]:
-        own = share_out(len(batch), self.dp_size)[self.dp_rank]
-        found = batch[own.start : own.stop] if own else batch[:1]
-        return found.tolist() if isinstance(found, torch.Tensor) else list(found)
+        own = self.numbers_of(len(batch))
+        runs = [batch[part.start : part.stop] for part in own] if own[0] else [batch[:1]]
+        return [*chain(*(run.tolist() if isinstance(run, torch.Tensor) else run for run in runs))]

@@ -29,6 +29,8 @@ from weft.structure import hugging_face, repeated_blocks, token_flow
 PREFIX = "weft_context_parallel_"
 _ATTRIBUTE, _OWN = "_weft_context", "_weft_own_attention"
 _SITE = "_weft_site"  # where dropout by position put what it knows of a module
+#: Inputs that models of several kinds of data merge into their tokens, or read beside them.
+_BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 #: What some models ask of attention and a cut sequence does not have yet.
 _UNKNOWN = ("s_aux", "position_bias", "head_mask", "indices")
 
@@ -178,6 +180,11 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         raise ModelError(
             f"cp={context.axis.size}: {type(model).__name__} takes no input_ids or no position_ids, so a part of a "
             f"sequence cannot be put in its place. Use cp=1 for this model."
+        )
+    if others := [name for name in _BESIDE_TOKENS if given.get(name) is not None]:
+        raise ModelError(
+            f"cp={context.axis.size}: {type(model).__name__} takes {others[0]} beside its tokens, and a rank that has "
+            f"a part of the tokens cannot tell which of it is theirs. Use cp=1 for this model."
         )
     places_T = context.places(tokens.shape[1], tokens.device)
     looks = hugging_face.looks_at_positions(model, signature, given)

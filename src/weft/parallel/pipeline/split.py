@@ -12,9 +12,9 @@ from weft.mesh import ENDS, Mesh
 from weft.parallel.pipeline.absent import Absent, Flow, put, without_tensors
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.placement import Placement
+from weft.spec import shares
 from weft.spec.plan import Plan
 from weft.spec.schedule import stage_owner, stages_of
-from weft.spec.shares import divide_layers
 from weft.structure import Chain, Site, find_chain, layers
 
 
@@ -69,7 +69,7 @@ def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
             f"has {num_blocks} blocks. Use pp * virtual_stages of at most {num_blocks}."
         )
     costs = [_cost((site,)) for site in chain.blocks]
-    return divide_layers(costs, num_stages, before=_cost(chain.before), after=_cost(chain.after))
+    return shares.divide_layers(costs, num_stages, before=_cost(chain.before), after=_cost(chain.after))
 
 
 def _cost(sites: tuple[Site, ...]) -> float:

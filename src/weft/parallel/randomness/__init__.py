@@ -10,7 +10,6 @@ __all__ = [
     "CutPart",
     "SampleNumbers",
     "cut_part_of",
-    "even_samples",
     "keep_part",
     "keeps",
     "kept_at",
@@ -22,7 +21,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.parallel.randomness.cut_part import CutPart, cut_part_of, keep_part
     from weft.parallel.randomness.position_noise import keeps, kept_at, key_of, lines_of
-    from weft.parallel.randomness.samples import SampleNumbers, even_samples, rows_of_samples
+    from weft.parallel.randomness.samples import SampleNumbers, rows_of_samples
 
 __getattr__ = loads(
     __name__,
@@ -30,7 +29,6 @@ __getattr__ = loads(
         "CutPart": ".cut_part",
         "SampleNumbers": ".samples",
         "cut_part_of": ".cut_part",
-        "even_samples": ".samples",
         "keep_part": ".cut_part",
         "keeps": ".position_noise",
         "kept_at": ".position_noise",

@@ -61,12 +61,6 @@ class SampleNumbers:
         return [many * count // sum(scaled[0]) for many in scaled[0]] if scaled else None
 
 
-def even_samples(index: int, size: int, rank: int, num_ranks: int) -> SampleNumbers:
-    """Of microbatch `index` on a rank, where all have as many samples and microbatches come one after another."""
-    first = (index * num_ranks + rank) * size
-    return SampleNumbers(range(first, first + size))
-
-
 def rows_of_samples(numbers: Tensor, count: int) -> Tensor:
     """`SampleNumbers.places` of samples without rows of their own, from a tensor of numbers; for compiled code."""
     size, rest = divmod(count, len(numbers))

@@ -10,10 +10,9 @@ from weft.planner.estimator import estimate
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
 from weft.planner.space import Columns, Job, Space, plan_space, settled
-from weft.spec import common_divisors
+from weft.spec import common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
 from weft.spec.rules import check
-from weft.spec.shares import samples_per_microbatch
 
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 
@@ -65,9 +64,7 @@ def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterat
 
 def _batches(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
     """Other numbers of passes: the next ones up and down."""
-    if question.job.global_batch % plan.dp_size:
-        return
-    legal = common_divisors(question.job.global_batch // plan.dp_size)
+    legal = shares.even_passes(question.job.global_batch, plan.dp_size)
     now = plan.microbatches_per_step
     for passes in [*[each for each in legal if each < now][-2:], *[each for each in legal if each > now][:2]]:
         yield _passes(plan, passes)
@@ -90,7 +87,7 @@ def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
 def _kept_microbatch(plan: Plan, moved: Mapping[str, int], question: Question) -> dict[str, Any]:
     batch, data = question.job.global_batch, moved["dp_replicate"] * moved["dp_shard"]
     sequences = max(1, batch // data)
-    wanted = max(1, samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
+    wanted = max(1, shares.samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
     fits = [each for each in common_divisors(sequences) if each <= wanted]
     return _passes(plan.replace(pp=moved["pp"]), sequences // fits[-1])
 

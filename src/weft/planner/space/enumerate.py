@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from weft.planner.space.columns import Columns, Job, encoded
 from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
 from weft.planner.space.plan_space import Space, as_values, default_choice, members
-from weft.spec import ClusterSpec, common_divisors
+from weft.spec import ClusterSpec, common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
 from weft.spec.rules import Facts, Rule
-from weft.spec.shares import samples_per_microbatch
 
 #: Fields that are searched under a pipeline alone: their values multiply the meshes that have one.
 _PIPED = tuple(name for name, each in PLAN_FIELDS.items() if each.searched and each.needs == ("pp",))
@@ -209,11 +208,9 @@ def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
     given = space.fixed.get("microbatches", space.fixed.get("accumulation"))
     if given is not None:
         return [given]
-    if job.global_batch % dp_size:
-        return [1]
-    sequences = job.global_batch // dp_size
     most = max(1, MOST_TOKENS // job.seq_len)
-    return [passes for passes in common_divisors(sequences) if sequences // passes <= most]
+    even = shares.even_passes(job.global_batch, dp_size)
+    return [each for each in even if shares.samples_per_microbatch(job.global_batch, dp_size, each) <= most] or [1]
 
 
 def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: Job, space: Space) -> PartialPlans:
@@ -227,7 +224,7 @@ def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: J
     for name, values in (("microbatches", np.where(piped, passes, 1)), ("accumulation", np.where(piped, 1, passes))):
         table = table.with_values(name, np.where(passes > 0, values, space.fixed.get(name, 1)))
     table = table.with_values("microbatches_per_step", passes)
-    rows = samples_per_microbatch(job.global_batch, table.values("dp_size"), passes)
+    rows = shares.samples_per_microbatch(job.global_batch, table.values("dp_size"), passes)
     return table.with_values("microbatch", np.maximum(1, rows))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.spec import DecoderSpec
-from weft.spec.shares import divide_layers
+from weft.spec import DecoderSpec, shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,7 @@ class Shape:
 
     def stage_layers(self, num_stages: int) -> tuple[int, ...]:
         """Layers of each stage, from the embedding on, as the runtime divides them. ValueError for too few layers."""
-        return divide_layers([1.0] * self.layers, num_stages, after=self.head_weights / self.layer_weights)
+        return shares.divide_layers([1.0] * self.layers, num_stages, after=self.head_weights / self.layer_weights)
 
     @property
     def num_params(self) -> int:

@@ -17,7 +17,7 @@ from weft.spec.rules.limit_rules import LIMIT_RULES
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.rules.rule import Facts, Rule, Violation, alternatives, asks
-from weft.spec.shares import batch_unit, choose_cp_mode, num_chunks, ulysses_fits
+from weft.spec.shares import batch_unit, choose_cp_mode, even_passes, num_chunks, ulysses_fits
 
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
@@ -46,10 +46,8 @@ def _batch_choices(plan: Plan, facts: Facts) -> list[int]:
 def _smaller_accumulation(plan: Plan, facts: Facts) -> Plan | None:
     """The same ranks with the nearest number of passes that divides the batch."""
     passes = "microbatches" if plan.pp > 1 else "accumulation"
-    if facts.global_batch % plan.dp_size:
-        return None
-    legal = common_divisors(facts.global_batch // plan.dp_size)
-    return plan.replace(**{passes: nearest(legal, plan.microbatches_per_step)})
+    legal = even_passes(facts.global_batch, plan.dp_size)
+    return plan.replace(**{passes: nearest(legal, plan.microbatches_per_step)}) if legal else None
 
 
 def _kv_heads_fit(facts: Facts, tp: int) -> bool:

@@ -9,7 +9,6 @@ from weft.lazy import loads
 __all__ = [
     "BUCKETS_UNDER_WAY",
     "BUCKET_BYTES",
-    "BUCKET_PARAMS",
     "CP_MODES",
     "CP_WAYS",
     "LossChunk",
@@ -18,20 +17,24 @@ __all__ = [
     "chunks_of",
     "divide_by_rank",
     "divide_layers",
-    "microbatch_starts",
+    "even_passes",
+    "microbatch_samples",
     "num_chunks",
     "samples_per_microbatch",
+    "share_out",
     "ulysses_fits",
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.shares.chunk_sizes import BUCKET_BYTES, BUCKET_PARAMS, BUCKETS_UNDER_WAY, LossChunk
+    from weft.spec.shares.chunk_sizes import BUCKET_BYTES, BUCKETS_UNDER_WAY, LossChunk
     from weft.spec.shares.division import (
         batch_unit,
         divide_by_rank,
         divide_layers,
-        microbatch_starts,
+        even_passes,
+        microbatch_samples,
         samples_per_microbatch,
+        share_out,
     )
     from weft.spec.shares.sequence_chunks import CP_MODES, CP_WAYS, choose_cp_mode, chunks_of, num_chunks, ulysses_fits
 
@@ -40,7 +43,6 @@ __getattr__ = loads(
     {
         "BUCKETS_UNDER_WAY": ".chunk_sizes",
         "BUCKET_BYTES": ".chunk_sizes",
-        "BUCKET_PARAMS": ".chunk_sizes",
         "CP_MODES": ".sequence_chunks",
         "CP_WAYS": ".sequence_chunks",
         "LossChunk": ".chunk_sizes",
@@ -49,7 +51,9 @@ __getattr__ = loads(
         "chunks_of": ".sequence_chunks",
         "divide_by_rank": ".division",
         "divide_layers": ".division",
-        "microbatch_starts": ".division",
+        "even_passes": ".division",
+        "microbatch_samples": ".division",
+        "share_out": ".division",
         "num_chunks": ".sequence_chunks",
         "samples_per_microbatch": ".division",
         "ulysses_fits": ".sequence_chunks",

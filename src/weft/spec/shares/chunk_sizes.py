@@ -10,10 +10,6 @@ from typing import Any
 BUCKET_BYTES = 16 * 2**20
 
 
-#: The same as a number of parameters.
-BUCKET_PARAMS = BUCKET_BYTES // 4
-
-
 #: Buckets whose gradients are on their way at once.
 BUCKETS_UNDER_WAY = 3
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, overload
+
+from weft.spec.divisors import common_divisors
 
 
 def batch_unit(data_ranks: int, num_microbatches: int) -> int:
@@ -25,13 +27,25 @@ def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches:
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
 
-def microbatch_starts(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[int]:
-    """The first sample of each microbatch of a rank, counted within the global batch.
+def even_passes(global_batch: int, data_ranks: int) -> list[int]:
+    """Numbers of microbatches that ranks can cut their samples into evenly, ascending; none where ranks cannot."""
+    return [] if global_batch % data_ranks else common_divisors(global_batch // data_ranks)
 
-    Microbatch a of rank r holds the samples (a * data_ranks + r) * b + [0, b), b = samples_per_microbatch(...).
+
+def share_out(count: int, num_parts: int) -> list[range]:
+    """0 to count - 1 as so many runs in order: the first ones may have one more than the others, which may be empty."""
+    size, rest = divmod(count, num_parts)
+    starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[range]:
+    """The samples of each microbatch of a rank, by their numbers in the global batch.
+
+    The batch is shared out as the first microbatch of every rank, then the second of every rank, and so on. So ranks
+    differ by at most one sample, as do microbatches; the last ones may be empty.
     """
-    size = samples_per_microbatch(global_batch, data_ranks, num_microbatches)
-    return [(number * data_ranks + rank) * size for number in range(num_microbatches)]
+    return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
 
 
 def divide_layers(

@@ -8,12 +8,10 @@ from weft.lazy import loads
 
 __all__ = [
     "LiveTensors",
-    "live_bytes",
     "peak_of_step",
 ]
 
 if TYPE_CHECKING:
-    from weft.testing.memory.between_steps import live_bytes
     from weft.testing.memory.live_tensors import LiveTensors
     from weft.testing.memory.step_bytes import peak_of_step
 
@@ -21,7 +19,6 @@ __getattr__ = loads(
     __name__,
     {
         "LiveTensors": ".live_tensors",
-        "live_bytes": ".between_steps",
         "peak_of_step": ".step_bytes",
     },
 )

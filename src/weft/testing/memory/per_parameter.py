@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from weft.mesh import build_mesh
 from weft.models import build_decoder
@@ -18,10 +19,10 @@ from weft.planner.space import Columns, Job, Shape
 from weft.spec import ClusterSpec, DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.shares import batch_unit
-from weft.testing.memory.between_steps import live_bytes, plain_tensors
 from weft.testing.memory.live_tensors import LiveTensors
 from weft.testing.memory.step_bytes import peak_of_step
 from weft.train import TrainStep
+from weft.train.step import live_bytes
 from weft.train.tasks import model_forward, token_cross_entropy
 
 MODEL = DecoderSpec(
@@ -94,7 +95,8 @@ def _alive_bytes(plan: Plan, num_layers: int) -> int:
     parallelize(model, mesh)
     ids = torch.zeros(_ROWS, _TOKENS, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids, "positions": torch.arange(_TOKENS).repeat(_ROWS, 1)}
-    with LiveTensors(plain_tensors(model.parameters())) as live:
+    held = (param.to_local() if isinstance(param, DTensor) else param for param in model.parameters())
+    with LiveTensors(held) as live:
         loss_sum, _ = token_cross_entropy(model_forward(model, batch), batch)
         found = live.now
     loss_sum.backward()  # some engines wait for it
@@ -157,4 +159,4 @@ def measure(plan_text: str) -> PerParameter:
     ids = torch.zeros(2, 8, dtype=torch.int64)
     step({"input_ids": ids, "labels": ids, "positions": torch.arange(8).repeat(2, 1)})
     live = live_bytes(model, step.optimizer)
-    return PerParameter(live.params / num_params, live.grads / num_params, live.optimizer / num_params)
+    return PerParameter(live.parameters / num_params, live.gradients / num_params, live.optimizer / num_params)

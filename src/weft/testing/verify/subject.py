@@ -5,10 +5,11 @@
 | run.toml | the model and optimizer of a run's config, or the task that it names |
 | llama3-8b | a size that has a name, whatever lies in the working directory |
 | folder with config.json | a Hugging Face model of that config, with random weights; no code of the folder is run |
-| package.module:function | what the function returns: a model, or (model, batch_fn) or (model, batch_fn, loss_fn) |
+| package.module:function | what the function returns: a model, or (model, data) or (model, data, loss_fn) |
 
-batch_fn(step, size) gives `size` samples: a tensor, tuple or dict of tensors. loss_fn(output, batch) gives the sum of
-the losses and their number.
+data: a DataLoader, of whose dataset each step takes samples in their order, cut as the plan says, and collated after;
+or batch_fn(step, size), which gives `size` samples as a tensor, tuple or dict of tensors with a row for each sample.
+loss_fn(output, batch) gives the sum of the losses and their number.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 from weft.data.batch import map_tensors
 from weft.errors import ConfigError, ModelError
 from weft.models import BATCH_NORMS, build_decoder
 from weft.optim import build_optimizer
-from weft.spec import DecoderSpec, Layout, RunConfig, decoder_spec, resolve_decoder
+from weft.spec import DecoderSpec, Layout, RunConfig, decoder_spec, resolve_decoder, shares
 from weft.spec.config import OptimizerSection
 from weft.spec.files import load_config
 from weft.spec.model import decoder_shape, model_names, shape_problems
 from weft.spec.plan import Plan
-from weft.structure import call_function, hugging_face
+from weft.structure import call_function, dry_run, hugging_face
+from weft.testing.parity import SampleCase, local_microbatches
 from weft.testing.verify.foreign_config import has_inputs, inputs_of, read_config, token_labels
-from weft.train.step import call_model
+from weft.train import Task
+from weft.train.step import Microbatches, call_model
 from weft.train.task import Share
 from weft.train.tasks import find_task, model_forward, token_cross_entropy
 
@@ -74,6 +78,11 @@ class Subject:
     layout: Layout | None = None
     config: RunConfig | None = None
 
+    @property
+    def even_batch(self) -> int | None:
+        """Samples of a step where they must come out even, as in `weft train`; None where ranks may differ."""
+        return self.settings.global_batch if self.kind in ("decoder", "task") else None
+
     def build(self) -> BuiltCase:
         """The model with its data and loss. Raises ModelError where it cannot be had."""
         torch.manual_seed(self.settings.seed)
@@ -87,31 +96,39 @@ class Subject:
         if self.kind == "hf":
             return BuiltCase(self, hugging_face.model_of_config(_config(self.source, self.settings)).to(dtype))
         model, rest = call_function(self.source)
-        batch_fn, loss_fn = (*rest, None, None)[:2]
+        self._check_parameters(model)
+        data, loss_fn = (*rest, None, None)[:2]
         vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
-        if batch_fn is None and vocab_size is None and not has_inputs(model):
+        if data is None and vocab_size is None and not has_inputs(model):
             raise ModelError(
-                f"model={self.source}: nothing says what its inputs are. "
-                f"Return (model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
+                f"model={self.source}: nothing says what its inputs are. Return (model, loader) with a DataLoader, or "
+                f"(model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
             )
-        return BuiltCase(self, model.to(dtype), batch_fn=batch_fn, loss_fn=loss_fn, vocab_size=vocab_size)
+        return BuiltCase(self, model.to(dtype), data=data, loss_fn=loss_fn, vocab_size=vocab_size)
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if is_lazy(param):
+                rule = f"parameter {name!r} has no shape yet. Run one batch through the model before you return it"
+            elif param.is_complex():
+                rule = f"parameter {name!r} is complex. Keep it as torch.view_as_real of it"
+            else:
+                continue
+            raise ModelError(f"model={self.source}: {rule}.")
 
     def _build_task(self, dtype: torch.dtype) -> BuiltCase:
         """The task's own model, training batches, forward and loss."""
         assert self.config is not None
         task = find_task(self.config)
-        batches = task.batches(Share(self.settings.global_batch))
-        return BuiltCase(
-            self,
-            task.initial_model(Plan()).to(dtype),
-            forward=task.forward,
-            batch_fn=lambda step, size: batches.batches(step)[0],
-            loss_fn=task.loss,
-        )
+        model = task.initial_model(Plan()).to(dtype)
+        return BuiltCase(self, model, forward=task.forward, task=task, loss_fn=task.loss)
 
 
-class BuiltCase:
-    """A `Case` around a built model; `model()` gives that model once."""
+class BuiltCase(SampleCase):
+    """A `Case` around a built model; `model()` gives that model once.
+
+    data: samples of a loader, or batch_fn(step, size). task: whose batches a rank asks for as in a run.
+    """
 
     def __init__(
         self,
@@ -119,14 +136,15 @@ class BuiltCase:
         model: nn.Module,
         *,
         forward: Callable[[nn.Module, Any], Any] | None = None,
-        batch_fn: Callable[[int, int], Any] | None = None,
+        data: Callable[[int, int], Any] | None = None,
+        task: Task | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         vocab_size: int | None = None,
     ):
         self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
         self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
-        self._built, self._forward, self._batch_fn, self._loss_fn = model, forward, batch_fn, loss_fn
-        self._vocab_size, self._optimizer = vocab_size, subject.optimizer
+        self._built, self._forward, self._data, self._task = model, forward, data, task
+        self._loss_fn, self._vocab_size, self._optimizer = loss_fn, vocab_size, subject.optimizer
         self.notes = _quieten(model)
         if subject.settings.dtype == "float64":
             _loop_over_experts(model)
@@ -140,11 +158,14 @@ class BuiltCase:
         return build_optimizer(model.named_parameters(), self._optimizer)
 
     def batch(self, step: int) -> Any:
-        """Random tokens or images; the last sample has no trained token, so that counts are uneven."""
+        """Of the subject's own data; else random tokens or images, of which the last sample has no trained token, so
+        that counts are uneven."""
         size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
+        if self._task is not None:
+            return self.microbatches(step, Plan(), 0)[0]
+        if self._data is not None:
+            return _floats(self._data(step, size), dtype)
         generator = torch.Generator().manual_seed(self.settings.seed * 1000 + step)
-        if self._batch_fn is not None:
-            return _floats(self._batch_fn(step, size), dtype)
         if self._vocab_size is None:
             return inputs_of(self._built, size, self.settings.seq_len, dtype, generator)
         shape = (size, self.settings.seq_len)
@@ -154,6 +175,27 @@ class BuiltCase:
         if self.kind == "decoder":
             batch["positions"] = torch.arange(shape[1]).repeat(size, 1)
         return batch
+
+    def samples(self, step: int) -> list[Any]:
+        assert isinstance(self._data, dry_run.LoadedSamples)
+        return self._data.samples(step, self.settings.global_batch)
+
+    def collate(self, samples: list[Any]) -> Any:
+        assert isinstance(self._data, dry_run.LoadedSamples)
+        return _floats(self._data.collate(samples), DTYPES[self.settings.dtype])
+
+    def microbatches(self, step: int, plan: Plan, dp_rank: int) -> Microbatches:
+        if isinstance(self._data, dry_run.LoadedSamples):
+            return super().microbatches(step, plan, dp_rank)
+        if self._task is not None:
+            share = Share(self.settings.global_batch, plan.microbatches_per_step, dp_rank, plan.dp_size)
+            batches = self._task.batches(share).batches(step)
+            cut = Microbatches(batches)
+            if cut.samples is None:
+                own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
+                cut = Microbatches(batches, own)
+            return cut.map(lambda batch: _floats(batch, DTYPES[self.settings.dtype]))
+        return local_microbatches(self.batch(step), plan, dp_rank)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return self._forward(model, batch) if self._forward else call_model(model, batch)

@@ -23,16 +23,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weft.errors import CommError, ModelError, WeftError
-from weft.mesh import Mesh
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check_plan
-from weft.spec.shares import microbatch_starts, samples_per_microbatch
-from weft.testing.parity import ParityResult, train_case, train_plain
+from weft.testing.parity import ParityResult, Watch, train_case, train_plain
 from weft.testing.spawn import RankError, RankPool
 from weft.testing.verify.compare import TOLERANCES, Difference, number_differences, tensor_difference
 from weft.testing.verify.first_difference import OutputRecorder, Watcher, watching
 from weft.testing.verify.float64 import Float64Throughout
 from weft.testing.verify.subject import BuiltCase, Subject
+from weft.train import Microbatches
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: How long (s) a rank may take for one plan.
@@ -90,7 +89,7 @@ class Verifier:
             case = subject.build()
             self.notes = list(case.notes)
             self.reference_s = time.perf_counter()
-            self._reference = _make_reference(subject, case, Path(self._folder))
+            self._reference = _make_reference(subject, case, Path(self._folder), self.notes)
             self.reference_s = time.perf_counter() - self.reference_s
             del case
             self._pool = pool or self._exits.enter_context(RankPool(num_ranks, timeout_s=LONGEST_S))
@@ -116,7 +115,7 @@ class Verifier:
         try:
             answers = self._pool.run(_compare_on_rank, self.subject, text, self._reference)
         except RankError as error:
-            verdict.refused, verdict.error = error.refusal, "" if error.refusal else str(error)
+            verdict.refused, verdict.error = error.refusal, "" if error.refusal else error.said or str(error)
         else:
             self._judge(verdict, answers)
             if not verdict.passed and explain:
@@ -184,9 +183,8 @@ def check_subject(subject: Subject, plan: Plan) -> None:
 
 def facts_of(subject: Subject, world_size: int | None = None) -> Facts:
     """What the rules may know of a subject."""
-    settings = subject.settings
     return Facts(
-        model=subject.shape, global_batch=settings.global_batch, seq_len=settings.seq_len, world_size=world_size
+        model=subject.shape, global_batch=subject.even_batch, seq_len=subject.settings.seq_len, world_size=world_size
     )
 
 
@@ -200,12 +198,19 @@ def _throughout(subject: Subject) -> AbstractContextManager[Any]:
     return Float64Throughout() if foreign else nullcontext()
 
 
-def _make_reference(subject: Subject, case: BuiltCase, folder: Path) -> _Reference:
+def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list[str] | None = None) -> _Reference:
+    """notes: gets what the reference shows besides."""
     start = {f"start/{name}": tensor.detach().clone() for name, tensor in _state(case.model())}
     with _throughout(subject):
         half = subject.settings.dtype in ("bfloat16", "float16")
         one = f"precision={PRECISIONS[subject.settings.dtype]}"
         result = train_case(one, case) if half else _plainly(subject, case)
+    unused = [name for name, grad in result.grads.items() if not grad.any()]
+    if unused and notes is not None:
+        first, every = unused[0], len(result.grads)
+        notes.append(
+            f"{len(unused)} of {every} parameters have no gradient in the last step, {first} the first of them"
+        )
     tensors = start if subject.kind == "function" else {}
     tensors |= {f"gradient/{name}": tensor.contiguous() for name, tensor in result.grads.items()}
     tensors |= {f"weight/{name}": tensor.contiguous() for name, tensor in result.weights.items()}
@@ -235,7 +240,7 @@ def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Any = None) -> _Answer:
+def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: Watch | None = None) -> _Answer:
     """On each rank. Raises WeftError where the model cannot be laid out so."""
     tolerance = TOLERANCES[subject.settings.dtype]
     found: list[Difference] = []
@@ -254,8 +259,9 @@ def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: 
                 tensor.copy_(file.get_tensor(f"start/{name}"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result: ParityResult = train_case(plan, case, see, watch)
-    found += [Difference(*key.split("/", 1), float("inf"), tolerance.tensor) for key in sorted(missing)]
+            result = train_case(plan, case, see, watch)
+    for what, _, name in (key.partition("/") for key in sorted(missing)):
+        found.append(Difference(what, name, float("inf"), tolerance.tensor))
     found += number_differences(result, reference.losses, reference.grad_norms, tolerance)
     return _Answer(result.losses, result.grad_norms, found)
 
@@ -269,12 +275,8 @@ def _trace_on_rank(subject: Subject, plan: str, reference: _Reference) -> _Answe
         }
     eyes: list[Watcher] = []
 
-    def watch(model: nn.Module, mesh: Mesh) -> AbstractContextManager[None]:
-        num_micro, size = mesh.plan.microbatches_per_step, mesh.data.size
-        rows = samples_per_microbatch(subject.settings.global_batch, size, num_micro)
-        starts = microbatch_starts(subject.settings.global_batch, size, num_micro, mesh.data.rank)
-        limit = TOLERANCES[subject.settings.dtype].tensor
-        eyes.append(Watcher(outputs, [slice(first, first + rows) for first in starts], limit))
+    def watch(model: nn.Module, own: Microbatches, every: Microbatches) -> AbstractContextManager[None]:
+        eyes.append(Watcher(outputs, own, every, TOLERANCES[subject.settings.dtype].tensor))
         return watching(model, eyes[0])
 
     answer = _compare_on_rank(subject, plan, reference, watch)

@@ -20,6 +20,7 @@ __all__ = [
     "evaluate",
     "from_loader",
     "mean_loss",
+    "live_bytes",
 ]
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from weft.train.step.forward import call_model
     from weft.train.step.loss_check import LossFn
     from weft.train.step.microbatches import Microbatches, from_loader
+    from weft.train.step.oom import live_bytes
     from weft.train.step.train_step import ForwardFn, StepMetrics, TrainStep
 
 __getattr__ = loads(
@@ -41,5 +43,6 @@ __getattr__ = loads(
         "evaluate": ".evaluation",
         "from_loader": ".microbatches",
         "mean_loss": ".evaluation",
+        "live_bytes": ".oom",
     },
 )

@@ -1,17 +1,19 @@
-"""A batch and its microbatches: handed over cut by samples, or cut here along dim 0."""
+"""A batch and its microbatches: cut by samples and collated after, or, where each row is a sample, along dim 0."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
 from weft.data.batch import move_batch, parts_of, tensors_in, with_parts
+from weft.data.order import rows_of
 from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.randomness import SampleNumbers, even_samples
+from weft.parallel.randomness import SampleNumbers
+from weft.spec import shares
 from weft.spec.plan import Plan
 
 #: What `mark` leaves at tensors of a batch.
@@ -37,7 +39,7 @@ class Microbatches:
         rows: Iterable[Sequence[Sequence[int]]] | None = None,
     ):
         self._batches = tuple(batches)
-        self._samples: tuple[SampleNumbers, ...] | None = None
+        self._samples = _all_marked(self._batches)
         if samples is not None:
             numbers = [one if isinstance(one, range) else tuple(map(int, one)) for one in samples]
             counts = [()] * len(numbers) if rows is None else list(rows)
@@ -48,6 +50,29 @@ class Microbatches:
                 )
             self._samples = tuple(map(SampleNumbers, numbers, counts))
 
+    @classmethod
+    def of_samples(
+        cls, sample_at: Callable[[int], Any], own: Sequence[range], collate: Callable[[list[Any]], Any]
+    ) -> Microbatches:
+        """A rank's microbatches, each made of its samples. sample_at: gives a sample by its number in the global batch.
+
+        own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them. collate: makes a
+        batch of a list of samples.
+        """
+        parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
+        return cls([collate(part) for part in parts], own, [rows_of(part) for part in parts])
+
+    @classmethod
+    def of_rows(cls, batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
+        """A rank's microbatches of a global batch in whose tensors each row is a sample.
+
+        Raises ModelError where rows are not samples.
+        """
+        count = samples_in(batch)
+        own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
+        runs = [part or _stand_in(own) for part in own]
+        return cls(_Splitting(runs, count, f"plan={plan.format()}").split(batch, "batch"), own)
+
     @property
     def samples(self) -> tuple[SampleNumbers, ...] | None:
         """Of each microbatch; None where nobody said."""
@@ -55,9 +80,18 @@ class Microbatches:
 
     def to(self, device: torch.device) -> Microbatches:
         """The same on `device`."""
-        moved = Microbatches(move_batch(batch, device) for batch in self._batches)
-        moved._samples = self._samples
-        return moved
+        return self.map(lambda batch: move_batch(batch, device))
+
+    def map(self, change: Callable[[Any], Any]) -> Microbatches:
+        """The same samples, in changed batches."""
+        changed = Microbatches(map(change, self._batches))
+        changed._samples = self._samples
+        return changed
+
+    def marked(self) -> list[Any]:
+        """The microbatches in a list, each marked so that a step knows its samples."""
+        return [batch if samples is None else mark(batch, samples)
+                for batch, samples in zip(self._batches, self._samples or [None] * len(self), strict=True)]  # fmt: skip
 
     def counted(self) -> Iterator[tuple[Any, bool]]:
         """Each microbatch, and whether it counts: those that stand in for none do not."""
@@ -85,15 +119,37 @@ class Microbatches:
         return self._batches[index]
 
 
+def _stand_in(own: Sequence[range]) -> range:
+    """The sample that a rank runs where it has none: its first, or the first of the batch."""
+    return own[0][:1] or range(1)
+
+
 def from_loader(
-    batches: list[Any], numbers: list[range], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
+    batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
 ) -> Any:
     """What `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of."""
     if not is_plain:
         return Microbatches(batches, numbers, rows)
-    for tensor in tensors_in(batches[0]):
-        setattr(tensor, _MARK, SampleNumbers(numbers[0], rows[0]))
-    return batches[0]
+    return mark(batches[0], SampleNumbers(numbers[0], rows[0]))
+
+
+def mark(batch: Any, samples: SampleNumbers) -> Any:
+    """The same batch, whose samples a step then knows."""
+    for tensor in tensors_in(batch):
+        setattr(tensor, _MARK, samples)
+    return batch
+
+
+def _marked(batch: Any) -> SampleNumbers | None:
+    return next((found for one in tensors_in(batch) if (found := getattr(one, _MARK, None)) is not None), None)
+
+
+def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
+    """The samples of batches that are all marked, and parts of one global batch: no sample is in two of them."""
+    marks = [_marked(batch) for batch in batches]
+    known = tuple(found for found in marks if found is not None)
+    numbers = [number for found in known for number in found.numbers]
+    return known if len(known) == len(marks) and len(set(numbers)) == len(numbers) else None
 
 
 def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
@@ -110,18 +166,20 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
 def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[SampleNumbers]:
     """Which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
 
-    A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to come one after another, each
-    from all ranks. data: the ranks that read different samples.
+    A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to be equally large. data: the
+    ranks that read different samples.
     """
     if isinstance(batch, Microbatches):
-        size = samples_in(batch[0])
-        return list(batch.samples or (even_samples(index, size, data.rank, data.size) for index in range(len(batch))))
-    marked = next((found for one in tensors_in(batch) if (found := getattr(one, _MARK, None)) is not None), None)
-    if num_microbatches == 1 and marked is not None:
-        return [marked]
-    size = samples_in(batch) // num_microbatches
-    first = data.rank * num_microbatches
-    return [even_samples(first + index, size, 0, 1) for index in range(num_microbatches)]
+        count = samples_in(batch[0]) * data.size * len(batch)
+        return list(
+            batch.samples or map(SampleNumbers, shares.microbatch_samples(count, data.size, len(batch), data.rank))
+        )
+    found = _marked(batch)
+    if num_microbatches == 1 and found is not None:
+        return [found]
+    size = samples_in(batch)
+    numbers = range(data.rank * size, (data.rank + 1) * size) if found is None else found.numbers
+    return [SampleNumbers(numbers[part.start : part.stop]) for part in shares.share_out(len(numbers), num_microbatches)]
 
 
 def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:
@@ -133,7 +191,14 @@ def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[An
     if num_parts == 1:
         return [batch]
     field = f"{'microbatches' if plan is not None and plan.pp > 1 else 'accumulation'}={num_parts}"
-    return _Splitting(num_parts, samples_in(batch), field).split(batch, "batch")
+    count = samples_in(batch)
+    parts = _Splitting(shares.share_out(count, num_parts), count, field).split(batch, "batch")
+    if count % num_parts:
+        raise ModelError(
+            f"{field}: the batch has {count} samples on this rank, which is not a multiple of {num_parts}. "
+            f"Use a batch that is, or another accumulation."
+        )
+    return parts
 
 
 def samples_in(batch: Any) -> int:
@@ -146,11 +211,22 @@ def values_in(batch: Any) -> int:
     return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
-class _Splitting:
-    """How one batch is cut. field: the setting that asks for it, for errors."""
+def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
+    """Samples, and values in the first tensor, of the first microbatch of what a step was given; zeros where the batch
+    has no tensor with rows."""
+    is_cut = isinstance(batch, Microbatches)
+    first = next((tensor for tensor in tensors_in(batch[0] if is_cut else batch) if tensor.ndim), None)
+    if first is None:
+        return 0, 0
+    parts = 1 if is_cut else num_microbatches
+    return first.shape[0] // parts, first.numel() // parts
 
-    def __init__(self, num_parts: int, num_samples: int, field: str):
-        self._num_parts, self._num_samples, self._field = num_parts, num_samples, field
+
+class _Splitting:
+    """How one batch of `num_samples` is cut. runs: the samples of each part. field: what asks for it, for errors."""
+
+    def __init__(self, runs: Sequence[range], num_samples: int, field: str):
+        self._runs, self._num_samples, self._field = runs, num_samples, field
 
     def split(self, batch: Any, name: str) -> list[Any]:
         """The parts of a batch, or of what it holds under that name."""
@@ -159,33 +235,27 @@ class _Splitting:
         parts = parts_of(batch)
         if parts is None:
             if batch is None or isinstance(batch, bool | int | float | str | bytes):
-                return [batch] * self._num_parts
+                return [batch] * len(self._runs)
             raise ModelError(
                 f"{self._field}: the batch holds a {type(batch).__name__}, which Weft cannot cut into "
                 f"microbatches. Give it cut: step(weft.Microbatches([...])), or use accumulation=1."
             )
         is_column = isinstance(batch, tuple | list) and len(batch) == self._num_samples
         if is_column and next(tensors_in(batch), None) is None:
-            size = self._num_samples // self._num_parts
-            return [batch[index * size : (index + 1) * size] for index in range(self._num_parts)]
+            return [batch[run.start : run.stop] for run in self._runs]
         columns = [self.split(part, inner) for part, inner in zip(parts, _names_in(batch, name), strict=True)]
-        return [with_parts(batch, [column[index] for column in columns]) for index in range(self._num_parts)]
+        return [with_parts(batch, [column[index] for column in columns]) for index in range(len(self._runs))]
 
     def _split_tensor(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
         if not tensor.ndim:
-            return [tensor] * self._num_parts
+            return [tensor] * len(self._runs)
         if tensor.shape[0] != self._num_samples:
             raise ModelError(
                 f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, so "
                 f"its rows are no samples and a cut would tear them apart. Pass the DataLoader through run.shard, "
                 f"which cuts by samples before they are collated, or give the step weft.Microbatches([...])."
             )
-        if tensor.shape[0] % self._num_parts:
-            raise ModelError(
-                f"{self._field}: the batch has {tensor.shape[0]} samples on this rank, which is not a "
-                f"multiple of {self._num_parts}. Use a batch that is, or another accumulation."
-            )
-        return list(tensor.chunk(self._num_parts))
+        return [tensor[run.start : run.stop] for run in self._runs]
 
 
 def _names_in(batch: Any, name: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -18,10 +18,11 @@ from weft.errors import OutOfMemory
 from weft.mesh import Mesh
 from weft.monitor.times import memory_bytes
 from weft.planner.tell import footprint
-from weft.private_torch import storage_key
+from weft.private_torch import storage_key, tree_leaves
 from weft.spec import DecoderSpec
 from weft.spec.rules import Facts
 from weft.structure import repeated_blocks
+from weft.train.step.microbatches import microbatch_size
 from weft.units import format_bytes, parse_bytes
 
 _P = ParamSpec("_P")
@@ -95,7 +96,8 @@ def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: It
     # Shards and master weights are the optimizer's own parameters.
     owned = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [*gradients, *(param.grad for param in (*params, *owned) if param.grad is not None)]
-    states = [value for state in optimizer.state.values() for value in _tensors(state)]
+    leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
+    states = [value for value in leaves if isinstance(value, torch.Tensor)]
     counted = [_count(part, seen) for part in (params, grads, [*owned, *states], model.buffers())]
     return HeldBytes(*counted, expected_optimizer=0 if states else _expected(optimizer, owned))
 
@@ -110,7 +112,7 @@ def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
         lines[2] += f"  ({later})" if not live.optimizer else f"  ({later} of states)"
     shape = getattr(step.model, "spec", None)
     shape = shape if isinstance(shape, DecoderSpec) else None
-    rows, tokens = _size(batch, mesh.plan.microbatches_per_step)
+    rows, tokens = microbatch_size(batch, mesh.plan.microbatches_per_step)
     usage = footprint.Usage(
         parameters=live.parameters,
         gradients=live.gradients,
@@ -170,28 +172,6 @@ def _asked(error: BaseException) -> int:
         return 0
     number, unit = match.groups()
     return parse_bytes(int(number)) if unit == "bytes" else parse_bytes(f"{number}{unit}")
-
-
-def _size(batch: Any, num_micro: int) -> tuple[int, int]:
-    """(rows, elements) of the first tensor in one microbatch; zeros where there is none."""
-    parts = num_micro
-    if isinstance(batch, list):
-        parts, batch = 1, batch[0] if batch else None
-    first = next(_tensors(batch), None)
-    if first is None or first.dim() == 0:
-        return 0, 0
-    return first.shape[0] // parts, first.numel() // parts
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:

@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-from torch.utils.data import default_collate
 
 from weft.data import Prefetch
 from weft.data.batch import map_tensors
 from weft.data.order import permutation
 from weft.errors import DataError
+from weft.spec import shares
+from weft.train.step import Microbatches
 from weft.train.task.share import MapDataset, Share
+
+Collate = Callable[[list[Any]], Any]
 
 
 class IndexedBatches:
     """The microbatches of one rank.
 
-    Microbatch a of rank r at step s holds the places s * global_batch + (a * size + r) * rows + [0, rows) of an
-    endless row of epochs, each a permutation of all samples. Samples are read in a thread, two steps ahead.
+    Step s takes the places s * global_batch + [0, global_batch) of an endless row of epochs, each a permutation of all
+    samples; `microbatch_samples` shares them out. Samples are read in a thread, two steps ahead.
     """
 
-    def __init__(self, samples: MapDataset, share: Share, *, seed: int):
+    def __init__(self, samples: MapDataset, share: Share, collate: Collate, *, seed: int):
         if not len(samples):
             raise DataError("task: it has no training samples. Let samples('train') return some.")
-        self._samples, self._share, self._seed = samples, share, seed
+        self._samples, self._share, self._collate, self._seed = samples, share, collate, seed
 
     @property
     def samples_per_epoch(self) -> int:
         return len(self._samples)
 
     def batches(self, step: int) -> list[Any]:
-        share = self._share
-        first = step * share.global_batch + share.rank * share.rows
-        starts = [first + number * share.size * share.rows for number in range(share.microbatches)]
-        return [_stacked([self._at(start + row) for row in range(share.rows)], share) for start in starts]
+        first = step * self._share.global_batch
+        return _own_microbatches(lambda number: self._at(first + number), self._share, self._collate)
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
         return Prefetch(self, start_step, end_step)
@@ -51,17 +51,17 @@ class IndexedBatches:
 class _EvalBatches:
     """The first samples of an evaluation set, in whole global batches, in order."""
 
-    def __init__(self, samples: MapDataset, share: Share, num_batches: int):
-        self._samples, self._share, self._num_batches = samples, share, num_batches
+    def __init__(self, samples: MapDataset, share: Share, collate: Collate, num_batches: int):
+        self._samples, self._share, self._collate, self._num_batches = samples, share, collate, num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        share = self._share
-        for call in range(self._num_batches * share.microbatches):
-            first = (call * share.size + share.rank) * share.rows
-            yield _stacked([self._samples[first + row] for row in range(share.rows)], share)
+        for start in range(0, self._num_batches * self._share.global_batch, self._share.global_batch):
+            yield from _own_microbatches(
+                lambda number, first=start: self._samples[first + number], self._share, self._collate
+            )
 
 
-def evaluation_batches(samples: MapDataset | None, share: Share, most: int) -> Iterable[Any] | None:
+def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collate, most: int) -> Iterable[Any] | None:
     """At most `most` global batches of the samples, the same ones at any number of ranks; None of no samples.
 
     Raises DataError where there are fewer than one global batch.
@@ -73,9 +73,15 @@ def evaluation_batches(samples: MapDataset | None, share: Share, most: int) -> I
             f"task: it has {len(samples)} evaluation samples, and an evaluation reads whole batches of "
             f"train.global_batch={share.global_batch}. Give at least as many, or return None."
         )
-    return _EvalBatches(samples, share, min(most, len(samples) // share.global_batch))
+    return _EvalBatches(samples, share, collate, min(most, len(samples) // share.global_batch))
 
 
-def _stacked(samples: list[Any], share: Share) -> Any:
-    batch = default_collate(samples)
-    return map_tensors(lambda tensor: tensor.pin_memory(), batch) if share.pin else batch
+def _own_microbatches(sample_at: Callable[[int], Any], share: Share, collate: Collate) -> list[Any]:
+    """The rank's microbatches of a global batch, marked with the samples that they hold."""
+    own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
+    cut = Microbatches.of_samples(sample_at, own, collate)
+    return (cut.map(_pinned) if share.pin else cut).marked()
+
+
+def _pinned(batch: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.pin_memory(), batch)

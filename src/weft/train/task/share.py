@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    pass
+from weft.spec import shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Share:
     @property
     def rows(self) -> int:
         """Samples of one microbatch on this rank."""
-        return self.global_batch // (self.size * self.microbatches)
+        return shares.samples_per_microbatch(self.global_batch, self.size, self.microbatches)
 
 
 class MapDataset(Protocol):

@@ -82,7 +82,7 @@ class Task(Protocol):
     def samples(self, split: str) -> MapDataset | None:
         """The samples of "train" or "eval" by index; None of "eval": nothing is evaluated.
 
-        Weft shuffles by `seed` and stacks samples as torch's DataLoader does: (x, y) gives a batch (x, y).
+        Weft shuffles by `seed`, cuts global batches by samples, and calls `collate` for each part.
         """
         raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
 
@@ -92,11 +92,17 @@ class Task(Protocol):
 
     # --- batches ---
 
+    def collate(self, samples: list[Any]) -> Any:
+        """A batch of some samples. By default stacked as torch's DataLoader does: (x, y) gives a batch (x, y)."""
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
     def batches(self, share: Share) -> Batches:
         """The training batches of one rank."""
         from weft.train.task.indexed import IndexedBatches
 
-        return IndexedBatches(self.samples("train") or (), share, seed=self.config.seed)
+        return IndexedBatches(self.samples("train") or (), share, self.collate, seed=self.config.seed)
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
         """The evaluation set of one rank, equally many batches on each; None where there is none.
@@ -105,7 +111,7 @@ class Task(Protocol):
         """
         from weft.train.task.indexed import evaluation_batches
 
-        return evaluation_batches(self.samples("eval"), share, self.config.eval.batches)
+        return evaluation_batches(self.samples("eval"), share, self.collate, self.config.eval.batches)
 
     def nominal_count(self) -> int:
         """About how many of `unit` one global batch holds. It keeps scaled losses in range and changes no result."""
@@ -176,7 +182,7 @@ class Task(Protocol):
         """The model in the planner's words; by default from tracing it with two of its samples."""
         from weft.train.task.traced_task import describe_by_samples
 
-        return describe_by_samples(self.shapes(), self.samples("train") or (), self.name(), self.config)
+        return describe_by_samples(self.shapes(), self.samples("train") or (), self.collate, self.name(), self.config)
 
     # --- what people see ---
 

@@ -21,7 +21,7 @@ from weft.planner.cost.pipeline import in_flight
 from weft.planner.measured.host.crowd import ranks_of
 from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
 from weft.spec.plan import RECOMPUTES, RESHARDS
-from weft.spec.shares import BUCKET_PARAMS, BUCKETS_UNDER_WAY
+from weft.spec.shares import BUCKET_BYTES, BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
@@ -96,7 +96,7 @@ def _on_their_way(columns: Columns, layers: Array, unit: Array, head: Array) -> 
     where it keeps what it gathered until then, that unit's weights.
     """
     one_pass = columns.num_micro == 1
-    made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, float(BUCKETS_UNDER_WAY * BUCKET_PARAMS))
+    made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, float(BUCKETS_UNDER_WAY * BUCKET_BYTES // 4))
     is_divided = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     by_bucket = (columns.zero < 3) & one_pass & is_divided & (columns.pp == 1)
     lets_go = columns.reshard == RESHARDS.index("after_forward")

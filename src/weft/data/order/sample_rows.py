@@ -1,23 +1,9 @@
-"""Samples shared out: which of a global batch a rank reads, and which of those lie in which microbatch."""
+"""Rows that samples bring to tensors whose rows are no samples, such as patches of images."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
-
-
-def share_out(count: int, num_parts: int) -> list[range]:
-    """0 to count - 1 as so many runs in order: the first ones may have one more than the others, which may be empty."""
-    size, rest = divmod(count, num_parts)
-    starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
-
-
-def numbers_of(global_batch: int, dp_rank: int, dp_size: int, num_microbatches: int) -> list[range]:
-    """Numbers in the global batch of one rank's samples, by microbatch: the rank has one run, cut into runs."""
-    own = share_out(global_batch, dp_size)[dp_rank]
-    return [range(own.start + part.start, own.start + part.stop) for part in share_out(len(own), num_microbatches)]
 
 
 def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

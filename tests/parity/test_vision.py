@@ -1,0 +1,88 @@
+"""Models that see images, of which samples have none, one or more: what one process computes, every cut computes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.parity.vision_cases import losses_of_script, train_all
+from weft.cli.app import run
+from weft.testing import verify
+from weft.testing.spawn import RankError
+
+RTOL = 1e-10
+PLANS = [
+    "dp_shard=2 zero=1",
+    "dp_shard=2 zero=2 accumulation=2",
+    "dp_shard=2 zero=3",
+    "dp_shard=2 zero=3 accumulation=3 recompute=full",
+    "tp=2 accumulation=2",
+]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return train_all("")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_images_and_patches_are_cut_with_their_samples(plan, one_process, ranks2):
+    for found in ranks2.run(train_all, f"{plan} precision=fp64"):
+        different = {name: result.largest_difference(one_process[name]) for name, result in found.items()}
+        assert max(different.values()) < RTOL, different
+
+
+def test_a_script_cuts_its_loader_by_samples(ranks2):
+    [alone] = losses_of_script(["accumulation=2"]).values()
+    for found in ranks2.run(losses_of_script, ["dp_shard=2 zero=2", "dp_replicate=2 accumulation=2"]):
+        for losses in found.values():
+            torch.testing.assert_close(losses, alone, rtol=RTOL, atol=0.0)
+
+
+@pytest.mark.parametrize("plan, text", [
+    ("cp=2", "takes pixel_values beside its tokens, and a rank that has a part of the tokens cannot tell which of it"),
+    ("pp=2 microbatches=2", "a pipeline cuts one chain of blocks, and it has 2 lists of blocks"),
+    ("tp=2 sp=on", "sp=on: one chain of blocks is needed, and LlavaForConditionalGeneration has 2. Use sp=off."),
+])  # fmt: skip
+def test_what_such_a_model_cannot_do_is_said_in_a_sentence(plan, text, ranks2):
+    with pytest.raises(RankError) as caught:
+        ranks2.run(train_all, f"{plan} precision=fp64")
+    assert text in caught.value.refusal
+    assert "\n" not in caught.value.refusal
+
+
+@pytest.fixture
+def shared_ranks(ranks2, monkeypatch):
+    """Verify on the ranks that are there already."""
+
+    class There:
+        def __init__(self, num_ranks, timeout_s):
+            pass
+
+        def __enter__(self):
+            return ranks2
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(verify, "RankPool", There)
+
+
+@pytest.mark.parametrize("model", ["llava", "qwen2_vl"])
+def test_verify_takes_the_loader_of_a_user(model, shared_ranks, capsys):
+    """Of batches of 3 samples, which neither two ranks nor two microbatches share evenly."""
+    words = ["--plan", "dp_shard=2 zero=3 accumulation=2", "--global-batch", "3", "--steps", "2", "--json"]
+    assert run(["verify", "--model", f"tests.parity.vision_cases:{model}", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["passed"]
+    assert told["max_rel_diff"] < RTOL
+
+
+def test_verify_says_in_a_sentence_that_zero_3_needs_the_same_modules_on_all_ranks(shared_ranks, capsys):
+    words = ["--plan", "dp_shard=2 zero=3", "--global-batch", "2", "--steps", "1"]
+    assert run(["verify", "--model", "tests.parity.vision_cases:without_blanks", *words]) == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failed")]
+    assert "gathers the weights of model.vision_tower" in line
+    assert line.endswith("where one has nothing to compute, multiply its output by zero.")
