@@ -9,7 +9,7 @@ import torch
 
 from tests.parity.vision_cases import losses_of_script, train_all
 from weft.cli.app import run
-from weft.testing import verify
+from weft.testing.verify import verifier as verify
 from weft.testing.spawn import RankError
 
 RTOL = 1e-10
