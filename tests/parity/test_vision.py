@@ -9,8 +9,8 @@ import torch
 
 from tests.parity.vision_cases import losses_of_script, train_all
 from weft.cli.app import run
-from weft.testing.verify import verifier as verify
 from weft.testing.spawn import RankError
+from weft.testing.verify import verifier as verify
 
 RTOL = 1e-10
 PLANS = [
