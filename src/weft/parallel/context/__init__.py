@@ -5,7 +5,7 @@
 in attention, cut or not.
 """
 
-from weft.parallel.context.apply import apply_context, context_of, cut_sequence, sequence_in_use
+from weft.parallel.context.apply import apply_context, context_of, cut_sequence, hold_context, sequence_in_use
 from weft.parallel.context.context import Context
 from weft.parallel.context.dropped import AttentionDrop, dropped_attention
 
@@ -16,5 +16,6 @@ __all__ = [
     "context_of",
     "cut_sequence",
     "dropped_attention",
+    "hold_context",
     "sequence_in_use",
 ]
