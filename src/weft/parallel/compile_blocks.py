@@ -1,20 +1,86 @@
-"""torch.compile on each repeated block of a model, and what of it stays uncompiled."""
+"""torch.compile on each repeated block of a model, what a graph holds as one operator, and what stays uncompiled."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from weft.errors import WeftWarning
+from weft.memory import Handle, Opaque
 from weft.mesh import Mesh
 from weft.models import MoE
-from weft.parallel.dropout import FunctionalDropout
+from weft.parallel.context import hold_context
+from weft.parallel.dropout import FunctionalDropout, hold_dropped_attention
 from weft.parallel.expert import SpreadExperts
 from weft.parallel.private_torch import leave_side_effects_to_forward
-from weft.structure import repeated_blocks
+from weft.private_torch import without_modes
+from weft.spec.plan import Plan
+from weft.structure import become, repeated_blocks
+
+
+class OpaqueModule(nn.Module):
+    """A module that a compiled graph holds as one operator, because its forward looks at values on the host.
+
+    Its output is shaped like its first argument, and its other arguments are tensors too.
+    """
+
+    _weft_handle: Handle
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Selective recompute sees nothing of it in a graph, so the run that chooses what to keep must not either.
+        with without_modes() if not torch.compiler.is_compiling() else nullcontext():
+            return super().__call__(*args, **kwargs)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        """What its own class computes."""
+        handle = self._weft_handle
+        if not torch.compiler.is_compiling() or not handle.is_open or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x, *others)
+        return handle(x.shape, x.dtype, [x, *others, *self.parameters()])
+
+
+def hold_as_operators(model: nn.Module, plan: Plan) -> None:
+    """Let compiled blocks hold experts, and attention over cp, as operators. Call it before the blocks are compiled."""
+    recomputes = plan.recompute_policy != "none"
+    hold_context(model, recomputes)
+    hold_dropped_attention(model, recomputes)
+    if _gathers_experts(plan):
+        return
+    opaque, within = Opaque(recomputes=recomputes), ""
+    for path, module in model.named_modules():
+        if isinstance(module, MoE | SpreadExperts) and not (within and path.startswith(within)):
+            within = f"{path}."
+            become(module, OpaqueModule, handle=opaque.handle(_run_module, module))
+
+
+def _gathers_experts(plan: Plan) -> bool:
+    """Whether experts are gathered apart from the block around them: an operator is given parameters that are there."""
+    return plan.zero == 3 and plan.ep > 1
+
+
+def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
+    """The module's own forward, of its arguments and a stand-in for each of its parameters."""
+    del numbers
+    names = [f"module.{name}" for name, _ in module.named_parameters()]
+    count = len(inputs) - len(names)
+    given = dict(zip(names, inputs[count:], strict=True))
+    return torch.func.functional_call(_OwnForward(module), given, tuple(inputs[:count]))
+
+
+class _OwnForward(nn.Module):
+    """Calls a module's forward without its hooks, which ran in the graph."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.module.forward(*args)
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -36,9 +102,8 @@ def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None
         return
     kinds = {type(part) for block in repeated_blocks(model).values() for part in block.modules()}
     reasons = (
-        (plan.cp > 1, "attention over cp"),
-        (any(issubclass(kind, MoE | SpreadExperts) for kind in kinds), "experts"),
-        (any(issubclass(kind, FunctionalDropout) for kind in kinds), "dropout inside of attention"),
+        (plan.cp > 1 and any(issubclass(kind, FunctionalDropout) for kind in kinds), "dropout in attention over cp"),
+        (_gathers_experts(plan) and any(issubclass(kind, SpreadExperts) for kind in kinds), "experts under zero=3"),
     )
     if (reason := next((words for holds, words in reasons if holds), None)) is not None:
         warnings.warn(

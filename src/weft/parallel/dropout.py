@@ -11,7 +11,7 @@ takes these calls over; attention with dropout then runs in plain arithmetic, si
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from weft.memory import Handle, Opaque
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context, context_of, dropped_attention
 from weft.parallel.randomness import CutPart, SampleNumbers, cut_part_of, kept_at, key_of, rows_of_samples
@@ -152,6 +153,7 @@ class DropSite:
     def __init__(self, drops: Drops, path: str, cuts_tokens: bool):
         self.calls = 0
         self.keys: Tensor | None = None  # of the first calls, for compiled blocks
+        self.handle = Handle()  # of attention, for compiled blocks
         self._drops = drops  # None once the module went through a pickle: then it is a plain one
         self._path = path
         self._cuts_tokens = cuts_tokens
@@ -178,10 +180,19 @@ class DropSite:
             return x * 0.0
         if x.ndim == 1:
             return self.drop(x[:, None], rate)[:, 0]
-        if not torch.compiler.is_compiling() or self.keys is None or self.calls == _CALLS or not self._drops.is_told:
+        if not torch.compiler.is_compiling() or not self.is_told:
             return self._drop_by_number(x, rate)
+        return self._drop(x, rate, self._told_key())
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a compiled block can make the next call itself."""
+        return self.keys is not None and self.calls < _CALLS and self._drops.is_told
+
+    def _told_key(self) -> Tensor:
+        assert self.keys is not None
         self.calls += 1
-        return self._drop(x, rate, self.keys[self.calls - 1])
+        return self.keys[self.calls - 1]
 
     @torch.compiler.disable
     def _drop_by_number(self, x: Tensor, rate: float) -> Tensor:
@@ -203,7 +214,8 @@ class DropSite:
         """What a call of attention drops of its weights. num_heads: of this rank."""
         part = self._drops.part
         first_head = part.axis.rank * num_heads if part.is_open else 0
-        return AttentionDrop(rate, self._next_key(), self._drops.samples(num_samples, device), first_head)
+        key = self._told_key() if torch.compiler.is_compiling() else self._next_key()
+        return AttentionDrop(rate, key, self._drops.samples(num_samples, device), first_head)
 
 
 class PositionDropout(nn.Module):
@@ -224,13 +236,19 @@ class FunctionalDropout(nn.Module):
 
     _weft_site: DropSite
 
-    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What its own class computes."""
-        if not self.training or self._weft_site.is_plain:
+        site = self._weft_site
+        if not self.training or site.is_plain:
             return super().forward(*args, **kwargs)
-        with _ByPosition(self._weft_site):
+        if torch.compiler.is_compiling() and not (site.is_told and site.handle.is_open):
+            return self._uncompiled(*args, **kwargs)
+        with _ByPosition(site):
             return super().forward(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        return FunctionalDropout.forward(self, *args, **kwargs)
 
 
 class DroppingBlock(nn.Module):
@@ -260,6 +278,8 @@ class _ByPosition(TorchFunctionMode):
             return self._site.drop(x, rate) if training and rate > 0 else x
         if func is F.scaled_dot_product_attention and _read(args, kwargs, 4, "dropout_p", 0.0) > 0:
             return self._attend(*args, **kwargs)
+        if func is Tensor.unflatten:  # which torch.compile does not follow from here; the two are the same
+            return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _attend(
@@ -276,7 +296,33 @@ class _ByPosition(TorchFunctionMode):
         del enable_gqa  # heads are read off the shapes
         drop = self._site.attention(dropout_p, query.shape[0], query.shape[1], query.device)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return dropped_attention(query, key, value, attn_mask, is_causal, scale, drop)
+        if not torch.compiler.is_compiling():
+            return dropped_attention(query, key, value, attn_mask, is_causal, scale, drop)
+        assert isinstance(drop.key, Tensor)
+        inputs = [query, key, value, drop.key, drop.samples, *([] if attn_mask is None else [attn_mask])]
+        shape = (*query.shape[:3], value.shape[3])
+        return self._site.handle(
+            shape, query.dtype, inputs, [float(is_causal), scale, dropout_p, float(drop.first_head)]
+        )
+
+
+def hold_dropped_attention(model: nn.Module, recomputes: bool) -> None:
+    """Let compiled blocks hold attention that drops as one operator each. Call it before they are compiled."""
+    sites = [module._weft_site for module in model.modules() if isinstance(module, FunctionalDropout)]
+    if sites:
+        opaque = Opaque(is_attention=True, recomputes=recomputes)
+        for site in sites:
+            site.handle = opaque.handle(_attend_dropping, site)
+
+
+def _attend_dropping(site: DropSite, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
+    """What `_ByPosition._attend` computes, of what it gives an operator."""
+    del site
+    query, key, value, drop_key, samples = inputs[:5]
+    is_causal, scale, rate, first_head = numbers
+    drop = AttentionDrop(rate, drop_key, samples, int(first_head))
+    mask = inputs[5] if len(inputs) > 5 else None
+    return dropped_attention(query, key, value, mask, bool(is_causal), scale, drop)
 
 
 def _read(args: Any, kwargs: dict[str, Any], place: int, name: str, usual: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 from weft.errors import ModelError, WeftWarning
 from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations, offload_lines, open_host
 from weft.mesh import Mesh
-from weft.parallel.compile_blocks import compile_blocks, warn_of_uncompiled
+from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn_of_uncompiled
 from weft.parallel.context import apply_context, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
@@ -54,6 +54,7 @@ def parallelize(
     move(model, mesh.device)
     apply_recompute(model, mesh.plan, mesh["dp_replicate", "dp_shard", "cp", "tp"])
     if mesh.plan.compile:
+        hold_as_operators(model, mesh.plan)
         warn_of_uncompiled(model, mesh, stacklevel=3)
         compile_blocks(model)
     host = open_host(mesh.plan, mesh.device, pinned_limit)

@@ -7,7 +7,7 @@ in attention, cut or not.
 
 from __future__ import annotations
 
-from weft.parallel.context.apply import apply_context, context_of, cut_sequence, sequence_in_use
+from weft.parallel.context.apply import apply_context, context_of, cut_sequence, hold_context, sequence_in_use
 from weft.parallel.context.context_mode import Context
 from weft.parallel.context.dropped import AttentionDrop, dropped_attention
 
@@ -18,5 +18,6 @@ __all__ = [
     "context_of",
     "cut_sequence",
     "dropped_attention",
+    "hold_context",
     "sequence_in_use",
 ]

@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from weft.errors import ModelError
+from weft.memory import Opaque
 from weft.mesh import Mesh
 from weft.models import Decoder
-from weft.parallel.context.attention_functions import replace_attention
+from weft.parallel.context.attention_functions import hold_attention, replace_attention
 from weft.parallel.context.context_mode import Context
-from weft.parallel.context.decoder_attention import replace_cores
+from weft.parallel.context.decoder_attention import hold_cores, replace_cores
 from weft.parallel.placement import Placement
 from weft.structure import hugging_face
 
@@ -46,6 +47,14 @@ def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         )
     setattr(model, _ATTRIBUTE, context)
     return {}
+
+
+def hold_context(model: nn.Module, recomputes: bool) -> None:
+    """Let compiled blocks hold attention over cut sequences as one operator each. Call it before they are compiled."""
+    if context_of(model) is not None:
+        opaque = Opaque(is_attention=True, recomputes=recomputes)
+        hold_cores(model, opaque)
+        hold_attention(model, opaque)
 
 
 def context_of(model: nn.Module) -> Context | None:

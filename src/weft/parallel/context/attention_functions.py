@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.memory import Handle, Opaque
 from weft.parallel.context.context_mode import Context
 from weft.parallel.context.document_borders import PADDING
 from weft.parallel.context.kernel import Scoring
@@ -27,7 +30,7 @@ from weft.structure import hugging_face, repeated_blocks, token_flow
 
 #: Our attention functions are registered under this and the name of the one whose place they take.
 PREFIX = "weft_context_parallel_"
-_ATTRIBUTE, _OWN = "_weft_context", "_weft_own_attention"
+_ATTRIBUTE, _OWN, _HANDLE = "_weft_context", "_weft_own_attention", "_weft_handle"
 _SITE = "_weft_site"  # where dropout by position put what it knows of a module
 #: Inputs that models of several kinds of data merge into their tokens, or read beside them.
 _BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
@@ -67,6 +70,21 @@ def replace_attention(model: Any, context: Context) -> None:
         setattr(module, _OWN, own)
     model.register_forward_pre_hook(_before, with_kwargs=True)
     model.register_forward_hook(_after)
+
+
+def hold_attention(model: nn.Module, opaque: Opaque) -> None:
+    """Let compiled blocks hold attention over a cut sequence as an operator, where it drops nothing."""
+    for module in model.modules():
+        if hasattr(module, _ATTRIBUTE) and hasattr(module, _OWN):
+            setattr(module, _HANDLE, opaque.handle(_attend, module))
+
+
+def _attend(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
+    (query, key, value), ids_BT = inputs[:3], inputs[3] if len(inputs) > 3 else None
+    scaling, is_causal, window, softcap = (None if math.isnan(one) else one for one in numbers)
+    asked = {"sliding_window": None if window is None else int(window), "softcap": softcap}
+    causal = None if is_causal is None else bool(is_causal)
+    return _attend_cut(module, getattr(module, _ATTRIBUTE), query, key, value, ids_BT, 0.0, scaling, causal, asked)
 
 
 def _refuse_mixers(model: nn.Module, context: Context) -> None:
@@ -110,6 +128,12 @@ def attend_by_name(
             f"cp={context.axis.size}: {type(module).__name__} makes its own attention mask, which a cut "
             f"sequence does not support. Use cp=1 for this model."
         )
+    handle: Handle | None = getattr(module, _HANDLE, None)
+    known = (scaling, is_causal, kwargs.get("sliding_window"), kwargs.get("softcap"))
+    if handle is not None and handle.is_open and not dropout and not _unknown(kwargs):
+        inputs = [query, key, value] if ids_BT is None else [query, key, value, ids_BT]
+        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        return handle(shape, query.dtype, inputs, [math.nan if one is None else float(one) for one in known]), None
     return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
 
 
@@ -149,11 +173,14 @@ def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str
             f"{where} drops {dropout:g} of its attention weights in training, at a rate that it does not keep under a "
             f"usual name. Keep it as module.attention_dropout, or set it to 0."
         )
-    unknown = [name for name in _UNKNOWN if asked.get(name) is not None]
-    if unknown:
+    if unknown := _unknown(asked):
         raise ModelError(
             f"{where} asks for {unknown[0]}, which attention over a cut sequence does not support. Use cp=1."
         )
+
+
+def _unknown(asked: dict[str, Any]) -> list[str]:
+    return [name for name in _UNKNOWN if asked.get(name) is not None]
 
 
 def refuse_chunks(module: nn.Module, context: Context, seq_len: int) -> None:

@@ -6,12 +6,14 @@ B sequences, T tokens of this rank, H query heads, K key-value heads, C width of
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
+from weft.memory import Handle, Opaque
 from weft.models import Decoder
 from weft.models.attention import Attention, SdpaCore, Visible
 from weft.parallel.context.context_mode import Context
@@ -24,6 +26,7 @@ class ContextCore(SdpaCore):
     def __init__(self, context: Context):
         super().__init__()
         self.context: Context | None = context
+        self.handle = Handle()
 
     @property
     def takes_ids(self) -> bool:
@@ -34,10 +37,15 @@ class ContextCore(SdpaCore):
         """Mix the values; (B, H, T, C)."""
         if self.context is None or not self.context.in_use:
             return super().forward(q_BHTC, k_BKSC, v_BKSC, visible)
-        return self._attend_cut(q_BHTC, k_BKSC, v_BKSC, visible.document_ids_BT)
+        ids_BT = visible.document_ids_BT
+        if self.handle.is_open:
+            inputs = [q_BHTC, k_BKSC, v_BKSC] if ids_BT is None else [q_BHTC, k_BKSC, v_BKSC, ids_BT]
+            return self.handle(q_BHTC.shape, q_BHTC.dtype, inputs)
+        return self.attend(q_BHTC, k_BKSC, v_BKSC, ids_BT)
 
     @torch.compiler.disable
-    def _attend_cut(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor | None) -> Tensor:
+    def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor | None = None) -> Tensor:
+        """Over the whole sequence; (B, H, T, C)."""
         assert self.context is not None
         return self.context.attend(q_BHTC, k_BKTC, v_BKTC, Scoring(q_BHTC.shape[-1] ** -0.5), ids_BT)
 
@@ -50,6 +58,17 @@ def replace_cores(model: nn.Module, context: Context) -> int:
     if isinstance(model, Decoder):
         model.register_forward_pre_hook(_Places(context, model), with_kwargs=True)
     return len(found)
+
+
+def hold_cores(model: nn.Module, opaque: Opaque) -> None:
+    """Let compiled blocks hold attention over a cut sequence as an operator."""
+    for core in [module for module in model.modules() if isinstance(module, ContextCore)]:
+        core.handle = opaque.handle(_attend, core)
+
+
+def _attend(core: ContextCore, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
+    del numbers
+    return core.attend(*inputs)
 
 
 class _Places:

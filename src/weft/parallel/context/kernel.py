@@ -45,7 +45,7 @@ class AttentionDrop:
     """
 
     rate: float
-    key: int
+    key: int | Tensor
     samples: Tensor
     first_head: int
 

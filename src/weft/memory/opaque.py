@@ -1,0 +1,210 @@
+"""Code that a compiled graph holds as one operator, and that runs as it stands.
+
+torch.compile breaks a graph where the host must look at values: which rows go to which expert, what part of a sequence
+a rank attends to; and a recomputed block with a break stays uncompiled as a whole. As an operator the code is one node
+of the graph. Its forward records a graph of autograd's own, which the operator's backward goes back through.
+
+What a forward records lives as long as the memory of the operator's second result. A graph that computes the operator
+anew in backward drops the first result at once, so recompute frees what it is meant to free.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from weft.memory.private_torch import above_autograd
+
+#: An operator's code: whose it is, tensors and numbers in, one new tensor out.
+_Code = Callable[[Any, Sequence[Tensor], Sequence[float]], Tensor]
+
+_FORWARD = (
+    "(Tensor code, Tensor[] inputs, float[] numbers, SymInt[] shape, ScalarType dtype, bool[] needs)"
+    " -> (Tensor, Tensor)"
+)
+_BACKWARD = "(Tensor record, Tensor grad, Tensor[] inputs) -> Tensor[]"
+_GONE = "the model is gone, and so is what was compiled for it"
+
+
+class _Record(np.ndarray[Any, Any]):
+    """Memory of a tensor with one number, and what one forward recorded."""
+
+    inputs: list[Tensor]
+    output: Tensor
+
+
+class Opaque:
+    """The operators of one model, in a name space of torch's that goes when this goes.
+
+    is_attention: says so to recompute, whose policies keep or drop attention.
+    recomputes: blocks are checkpoints. They would count what a forward records, and find less in a replay that has kept
+    the result, so they do not see it. Hooks that bring activations to the host see it where blocks are none.
+    """
+
+    def __init__(self, *, is_attention: bool = False, recomputes: bool = False) -> None:
+        self.recomputes = recomputes
+        self._codes: list[tuple[_Code, weakref.ref[Any]]] = []
+        self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
+        self._num_records = 0
+        self._space = f"weft_{id(self)}"
+        self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
+        name = "scaled_dot_product_attention" if is_attention else "forward"
+        self._define(name, _FORWARD, _forward, _forward_shapes)
+        self._define("backward", _BACKWARD, _backward, _backward_shapes)
+        library: Any = torch.library
+        library.register_autograd(
+            f"{self._space}::{name}", _autograd(weakref.ref(self)), setup_context=_keep, lib=self._library
+        )
+        operators = getattr(torch.ops, self._space)
+        self.forward: Callable[..., tuple[Tensor, Tensor]] = getattr(operators, name).default
+        shown: Any = self.forward
+        shown.is_attention = is_attention
+        self.backward: Callable[..., list[Tensor]] = operators.backward.default
+
+    def _define(self, name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+        known = weakref.ref(self)
+
+        def call(*args: Any) -> Any:
+            opaque = known()
+            assert opaque is not None, _GONE
+            return run(opaque, *args)
+
+        library: Any = torch.library
+        self._library.define(f"{name}{schema}")
+        self._library.impl(name, call, "CompositeExplicitAutograd")
+        library.register_fake(f"{self._space}::{name}", shapes, lib=self._library)
+
+    def handle(self, code: _Code, owner: object) -> Handle:
+        """What `owner` calls while it is compiled. `code` is given the owner, which is not kept alive, and its inputs;
+        it reads no other tensors that need a gradient."""
+        self._codes.append((code, weakref.ref(owner)))
+        return Handle(self, torch.tensor(len(self._codes) - 1))
+
+    def run(self, number: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
+        """Run the code that a graph has by this number."""
+        code, known = self._codes[int(number)]
+        owner = known()
+        assert owner is not None, _GONE
+        return code(owner, inputs, numbers)
+
+    def keep(self, inputs: list[Tensor], output: Tensor) -> Tensor:
+        """Keep what a forward recorded until the tensor that is returned is gone."""
+        self._num_records += 1
+        record = np.array([self._num_records]).view(_Record)
+        record.inputs, record.output = inputs, output
+        self._records[self._num_records] = record
+        library: Any = torch  # whose function has no types
+        return library.from_numpy(record)
+
+    def kept(self, number: Tensor) -> _Record:
+        """By what `keep` returned."""
+        return self._records[int(number)]
+
+    @property
+    def num_kept(self) -> int:
+        """Forwards whose backward may still come."""
+        return len(self._records)
+
+
+class Handle:
+    """One module's code. A graph is given its number as a tensor, so that all blocks of one class share a graph.
+
+    A copy, of a module that was copied, is closed: the copy's code would be the original's.
+    """
+
+    def __init__(self, opaque: Opaque | None = None, number: Tensor | None = None):
+        self._opaque, self._number = opaque, number
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return Handle()
+
+    def __reduce__(self) -> tuple[type[Handle], tuple[()]]:
+        return Handle, ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be called."""
+        return self._opaque is not None
+
+    def __call__(
+        self, shape: Sequence[int], dtype: torch.dtype, inputs: Sequence[Tensor], numbers: Sequence[float] = ()
+    ) -> Tensor:
+        """Run the code as one operation. shape, dtype: of what it gives, which is on the device of the first input."""
+        assert self._opaque is not None
+        assert self._number is not None
+        records = torch.is_grad_enabled()
+        needs = [records and x.requires_grad for x in inputs]
+        return self._opaque.forward(self._number, inputs, numbers, shape, dtype, needs)[0]
+
+
+def _forward(
+    opaque: Opaque,
+    number: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[float],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    hooks = saved_tensors_hooks(Tensor.detach, _same) if opaque.recomputes else nullcontext()
+    with above_autograd(), torch.set_grad_enabled(any(needs)), hooks:
+        own = [x.detach().requires_grad_() if need else x for x, need in zip(inputs, needs, strict=True)]
+        output = opaque.run(number, own, numbers)
+    if output.shape != tuple(shape) or output.dtype != dtype:
+        found = f"{tuple(output.shape)} of {output.dtype}"
+        raise RuntimeError(f"an operator of a graph gave {found}, not {tuple(shape)} of {dtype}")
+    record = opaque.keep(own, output) if output.requires_grad else torch.zeros(1, dtype=torch.int64)
+    return output.detach().contiguous(), record
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _forward_shapes(
+    number: Tensor,
+    inputs: Sequence[Tensor],
+    numbers: Sequence[float],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor]:
+    return inputs[0].new_empty(shape, dtype=dtype), number.new_empty(1)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(output[1], *inputs[1])
+    ctx.has_numbers, ctx.needs = len(inputs[2]) > 0, inputs[5]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _autograd(known: weakref.ref[Opaque]) -> Callable[..., Any]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        opaque = known()
+        assert opaque is not None, _GONE
+        record, *inputs = ctx.saved_tensors
+        found = iter(opaque.backward(record, grad, [x for x, need in zip(inputs, ctx.needs, strict=True) if need]))
+        no_numbers: list[None] | None = None if ctx.has_numbers else []  # torch takes an empty list for one of tensors
+        return None, [next(found) if need else None for need in ctx.needs], no_numbers, None, None, None
+
+    return backward
+
+
+def _backward(opaque: Opaque, number: Tensor, grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    del inputs  # their shapes are those of the results
+    record = opaque.kept(number)
+    wanted = [x for x in record.inputs if x.requires_grad]
+    with above_autograd():
+        found: Sequence[Any] = torch.autograd.grad(record.output, wanted, grad, allow_unused=True)
+    return [torch.zeros_like(x) if one is None else one.contiguous() for x, one in zip(wanted, found, strict=True)]
+
+
+def _backward_shapes(record: Tensor, grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
