@@ -216,10 +216,10 @@ def test_tensors_are_read_when_asked_for(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     opened: list[str] = []
     checkpoint = load_checkpoint(path)
-    import weft.checkpoint.load as load
+    import weft.checkpoint.read as read
 
-    original = load.open_tensors
-    monkeypatch.setattr(load, "open_tensors", lambda file: opened.append(file.name) or original(file))
+    original = read.open_tensors
+    monkeypatch.setattr(read, "open_tensors", lambda file: opened.append(file.name) or original(file))
     group = checkpoint.tensors("optimizer")
     assert len(group) == 1
     assert opened == []

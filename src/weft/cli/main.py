@@ -33,10 +33,11 @@ VERBS = {
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
+    "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),
     "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
     "layout": Verb("Print how tensor parallelism cuts a model, and why.", "weft.cli.layout", "layout"),
     "doctor": Verb("Check this machine, and report it for a bug report.", "weft.cli.doctor.verb", "doctor"),
-    "version": Verb("Print Weft's version.", "weft.cli.version", "version"),
+    "version": Verb("Print Weft's version.", "weft.cli.main", "version"),
 }
 
 # Older typers carry click as a dependency, newer ones inside; the public BadParameter leads to the bases of either.
@@ -73,6 +74,13 @@ app = typer.Typer(
 @app.callback()
 def _root() -> None:
     """Weft: one plan for training PyTorch models, from a laptop to a cluster."""
+
+
+def version() -> None:
+    """Print Weft's version."""
+    import weft
+
+    print(weft.__version__)
 
 
 def run(args: Sequence[str]) -> int:

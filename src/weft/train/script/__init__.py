@@ -11,10 +11,12 @@ __all__ = [
     "Evaluated",
     "Loaded",
     "ScriptState",
+    "pretrained_from_whole",
 ]
 
 if TYPE_CHECKING:
     from weft.train.script.ema import Ema
+    from weft.train.script.export import pretrained_from_whole
     from weft.train.script.script_state import Evaluated, Loaded, ScriptState
 
 __getattr__ = loads(
@@ -24,5 +26,6 @@ __getattr__ = loads(
         "Evaluated": ".script_state",
         "Loaded": ".script_state",
         "ScriptState": ".script_state",
+        "pretrained_from_whole": ".export",
     },
 )
