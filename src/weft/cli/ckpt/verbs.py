@@ -128,6 +128,42 @@ def prune(
         say(f"nothing was deleted. Repeat the command with --yes to delete {len(gone)} checkpoints, {total}.")
 
 
+@app.command("import")
+def import_them(
+    source: Annotated[Path, typer.Argument(help="A folder of torch.distributed.checkpoint or DeepSpeed ZeRO.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, which need not exist yet.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Optimizer steps done.", show_default="as the source says")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the table of weights, where the source has several.", show_default=False)
+    ] = None,
+    limit: Annotated[str, typer.Option(help="Most time that reading may take.")] = "30min",
+) -> None:
+    """Import weights and optimizer states of another trainer; weft train and run.load go on from them.
+
+    A process without network and secrets reads the files, and refuses whatever is no weight.
+    """
+    from weft.checkpoint import step_in_name
+    from weft.train.foreign import bring_in
+    from weft.units import parse_seconds
+
+    try:
+        limit_s = parse_seconds(limit)
+    except ValueError as error:
+        raise ConfigError(f"--limit {limit}: {error}.") from error
+    holds_steps = run.is_dir() and any(step_in_name(path.name) is not None for path in run.iterdir())
+    root = run if holds_steps or run.name == "checkpoints" else run / "checkpoints"
+    found = bring_in(source, root, step=step, model_key=model, limit_s=limit_s)
+    counts = f"{found.num_weights} weights and {found.num_states} states"
+    say(f"{found.kind}: {counts} of step {found.step}, in {found.path}.")
+    if found.left_out:
+        shown = ", ".join(found.left_out[:5]) + (
+            f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
+        )
+        say(f"left out, since no checkpoint of Weft has it: {shown}.")
+
+
 def _print(lines: list[str]) -> None:
     for line in lines:
         typer.echo(line)
