@@ -16,6 +16,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.foreign.bring_in import BroughtIn, bring_in
+    from weft.train.foreign.into_weft import BroughtIn, bring_in
 
-__getattr__ = loads(__name__, {"BroughtIn": ".bring_in", "bring_in": ".bring_in"})
+__getattr__ = loads(__name__, {"BroughtIn": ".into_weft", "bring_in": ".into_weft"})

@@ -111,7 +111,7 @@ def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _stage(states: dict[str, Any]) -> int:
     found = states.get("zero_stage")
-    value = found.arguments[0] if isinstance(found, _Plain) and found.arguments else found
+    value: Any = found.arguments[0] if isinstance(found, _Plain) and found.arguments else found
     if value not in (1, 2, 3):
         raise Refused(f"zero_stage is {value!r}; stages 1, 2 and 3 are imported")
     return value
@@ -184,7 +184,9 @@ def _moments(
     base = [one.get(key) for one in states]
     if not all(isinstance(one, dict) and isinstance(one.get("state"), dict) for one in base):
         raise Refused(f"{key} has no states; save it without elastic checkpoints")
-    by_rank = [list(one["state"].values()) for one in base]  # a group, or a part of one under stage 3
+    by_rank: list[list[dict[str, Any]]] = [
+        list(_table(one or {}, "state").values()) for one in base
+    ]  # a group, or a part of one under stage 3
     if not by_rank[0]:
         return
     for kind, sample in by_rank[0][0].items():
