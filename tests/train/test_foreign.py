@@ -21,7 +21,7 @@ from weft.errors import CheckpointError
 from weft.train.foreign import bring_in
 from weft.train.foreign.dcp_files import read_dcp
 from weft.train.foreign.sorted_names import sorted_names
-from weft.train.foreign.taken import Refused, Taken
+from weft.train.foreign.taken import NotTaken, Taken
 from weft.train.foreign.zero_files import read_zero
 
 
@@ -33,7 +33,7 @@ def here(monkeypatch) -> None:
         taken = Taken(work)
         try:
             (read_dcp if kind == "dcp" else read_zero)(source, taken)
-        except Refused as error:
+        except NotTaken as error:
             raise CheckpointError(f"SOURCE={source}: {error}. Import a checkpoint that you saved yourself.") from error
         taken.close()
 
@@ -78,7 +78,7 @@ def test_deepspeeds_own_files(tmp_path, stage):
     script = tmp_path / "script.py"
     script.write_text(DEEPSPEED_SCRIPT)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{os.getcwd()}:{os.getcwd()}/src"}
     subprocess.run([*ranks, str(script), str(stage), str(tmp_path / "ds")], check=True, env=environment, timeout=300)
     opened = load_checkpoint(bring_in(tmp_path / "ds", tmp_path / "run").path)
     for name, tensor in torch.load(tmp_path / "ds" / "want.pt", weights_only=True).items():

@@ -34,6 +34,8 @@ VERBS = {
     "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),
+    "resume-diff": Verb("Show what changed since a run was started.", "weft.cli.ckpt.since", "resume_diff"),
+    "launch": Verb("Print a job for several machines from a config.", "weft.cli.launcher.jobs.verb_of_jobs", "launch"),
     "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
     "layout": Verb("Print how tensor parallelism cuts a model, and why.", "weft.cli.layout", "layout"),
     "doctor": Verb("Check this machine, and report it for a bug report.", "weft.cli.doctor.verb", "doctor"),

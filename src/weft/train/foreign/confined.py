@@ -34,7 +34,7 @@ def main() -> int:
     import torch  # noqa: F401
 
     from weft.train.foreign.dcp_files import read_dcp
-    from weft.train.foreign.taken import Refused, Taken
+    from weft.train.foreign.taken import NotTaken, Taken
     from weft.train.foreign.zero_files import read_zero
 
     _stand_wall(out.resolve())
@@ -42,7 +42,7 @@ def main() -> int:
     try:
         (read_dcp if kind == "dcp" else read_zero)(source, taken)
         taken.close()
-    except Refused as error:
+    except NotTaken as error:
         print(json.dumps({"refused": str(error)}))
         return REFUSED
     return 0

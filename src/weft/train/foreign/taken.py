@@ -19,7 +19,7 @@ TABLE = "taken.json"
 _GLOBAL = re.compile(r"(?:GLOBAL|global|class|type)[: ]+`?([A-Za-z_][\w.]*\.[\w.]+)`?")
 
 
-class Refused(Exception):
+class NotTaken(Exception):
     """The files cannot be taken: a sentence."""
 
 
@@ -70,12 +70,12 @@ class Taken:
 
 
 def load_weights(source: Path | bytes, name: str, *, mapped: bool = False) -> Any:
-    """torch.load of weights and plain values alone. Raises Refused, with the name of what else was in the file."""
+    """torch.load of weights and plain values alone. Raises NotTaken, with the name of what else was in the file."""
     try:
         stream: Any = io.BytesIO(source) if isinstance(source, bytes) else str(source)
         return torch.load(stream, map_location="cpu", weights_only=True, mmap=mapped)  # noqa: TID251, confined
     except Exception as error:  # whatever a damaged or hostile file brings about
-        raise Refused(f"{name}: {reason_of(error)}") from error
+        raise NotTaken(f"{name}: {reason_of(error)}") from error
 
 
 def reason_of(error: Exception) -> str:
@@ -88,12 +88,12 @@ def reason_of(error: Exception) -> str:
 
 
 def within(folder: Path, name: Any) -> Path:
-    """A plain file of a folder. Raises Refused for a name that leads elsewhere, a link, and what is not there."""
+    """A plain file of a folder. Raises NotTaken for a name that leads elsewhere, a link, and what is not there."""
     if not isinstance(name, str) or not name or name != Path(name).name or name in (".", ".."):
-        raise Refused(f"{str(name)[:80]!r} names a file outside of the checkpoint's folder")
+        raise NotTaken(f"{str(name)[:80]!r} names a file outside of the checkpoint's folder")
     path = folder / name
     if path.is_symlink() or not path.is_file():
-        raise Refused(f"{name} is missing or no plain file")
+        raise NotTaken(f"{name} is missing or no plain file")
     return path
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.train.foreign.taken import Refused, Taken, load_weights, numel, within
+from weft.train.foreign.taken import NotTaken, Taken, load_weights, numel, within
 
 _STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -47,7 +47,7 @@ class _Lines:
 
 
 def read_zero(source: Path, taken: Taken) -> None:
-    """Hand over weights and moments, whole, and the counters. Raises Refused."""
+    """Hand over weights and moments, whole, and the counters. Raises NotTaken."""
     torch.serialization.add_safe_globals([argparse.Namespace, *((_Plain, name) for name in _DEEPSPEED)])
     folder = _tag_folder(source)
     ranks = [_load(path) for path in _files(folder, _STATES)]
@@ -57,7 +57,7 @@ def read_zero(source: Path, taken: Taken) -> None:
     stage = _stage(states[0])
     world_size = _world_size(states[0])
     if world_size != len(states):
-        raise Refused(f"{len(states)} files of optimizer states of {world_size} are there")
+        raise NotTaken(f"{len(states)} files of optimizer states of {world_size} are there")
     shapes = _shapes(first.get("param_shapes"))
     paddings = states[0].get("param_alignment_paddings") if stage < 3 else None
     weights = _Lines(stage, [_flat(one, stage) for one in states])
@@ -76,7 +76,7 @@ def _tag_folder(source: Path) -> Path:
     tag = within(source, "latest").read_text(errors="replace").strip()
     folder = source / tag
     if tag != Path(tag).name or tag in (".", "..") or folder.is_symlink() or not folder.is_dir():
-        raise Refused(f"`latest` names {tag[:80]!r}, which is no folder in it")
+        raise NotTaken(f"`latest` names {tag[:80]!r}, which is no folder in it")
     return folder
 
 
@@ -88,24 +88,24 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         if match is None:
             continue
         if int(match[2]):
-            raise Refused(f"{path.name}: it was saved with tensor or pipeline parallelism, which is not imported")
+            raise NotTaken(f"{path.name}: it was saved with tensor or pipeline parallelism, which is not imported")
         found[int(match[1] or 0)] = within(folder, path.name)
     if sorted(found) != list(range(len(found))) or not found:
         kind = "optimizer states" if pattern is _STATES else "model states"
-        raise Refused(f"files of {kind} are missing: there are those of ranks {sorted(found)}")
+        raise NotTaken(f"files of {kind} are missing: there are those of ranks {sorted(found)}")
     return [found[rank] for rank in sorted(found)]
 
 
 def _load(path: Path) -> dict[str, Any]:
     found = load_weights(path, path.name, mapped=True)
     if not isinstance(found, dict):
-        raise Refused(f"{path.name} holds no table")
+        raise NotTaken(f"{path.name} holds no table")
     return found
 
 
 def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(table.get(key), dict):
-        raise Refused(f"it has no {key}")
+        raise NotTaken(f"it has no {key}")
     return table[key]
 
 
@@ -113,7 +113,7 @@ def _stage(states: dict[str, Any]) -> int:
     found = states.get("zero_stage")
     value: Any = found.arguments[0] if isinstance(found, _Plain) and found.arguments else found
     if value not in (1, 2, 3):
-        raise Refused(f"zero_stage is {value!r}; stages 1, 2 and 3 are imported")
+        raise NotTaken(f"zero_stage is {value!r}; stages 1, 2 and 3 are imported")
     return value
 
 
@@ -121,7 +121,7 @@ def _world_size(states: dict[str, Any]) -> int:
     found = states.get("partition_count")
     found = max(found) if isinstance(found, list) and found else found
     if type(found) is not int:
-        raise Refused("partition_count is no number")
+        raise NotTaken("partition_count is no number")
     return found
 
 
@@ -129,14 +129,14 @@ def _shapes(found: Any) -> list[dict[str, tuple[int, ...]]]:
     """Groups of parameters: name -> shape, in order."""
     groups = found if isinstance(found, list) else [found]
     if not groups or not all(isinstance(group, dict) for group in groups):
-        raise Refused("param_shapes is no list of tables")
+        raise NotTaken("param_shapes is no list of tables")
     return [{str(name): tuple(shape) for name, shape in group.items()} for group in groups]
 
 
 def _flat(states: dict[str, Any], stage: int) -> list[torch.Tensor]:
     found = states.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(found, list) or not all(isinstance(one, torch.Tensor) for one in found):
-        raise Refused("the fp32 partitions are missing: optimizer states were left out when it was saved")
+        raise NotTaken("the fp32 partitions are missing: optimizer states were left out when it was saved")
     return [one.reshape(-1) for one in found]
 
 
@@ -148,7 +148,7 @@ def _tensors(
         yield from _equal_pieces(lines, {name: shape for group in shapes for name, shape in group.items()})
         return
     if len(lines.groups[0]) != len(shapes):
-        raise Refused(f"{len(lines.groups[0])} partitions for {len(shapes)} groups of parameters")
+        raise NotTaken(f"{len(lines.groups[0])} partitions for {len(shapes)} groups of parameters")
     for number, group in enumerate(shapes):
         line = torch.cat([rank[number] for rank in lines.groups])
         gaps = paddings[number] if isinstance(paddings, list) and number < len(paddings) else [0] * len(group)
@@ -164,7 +164,7 @@ def _equal_pieces(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator
     for name, shape in shapes.items():
         each = -(-numel(shape) // len(ranks))
         if any(start + each > rank.numel() for rank in ranks):
-            raise Refused(f"{name}: the partitions end before it")
+            raise NotTaken(f"{name}: the partitions end before it")
         line = torch.cat([rank[start : start + each] for rank in ranks])
         yield name, _cut(line, name, 0, shape)
         start += each
@@ -172,7 +172,7 @@ def _equal_pieces(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator
 
 def _cut(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...]) -> torch.Tensor:
     if start + numel(shape) > line.numel():
-        raise Refused(f"{name}: the partitions end before it")
+        raise NotTaken(f"{name}: the partitions end before it")
     return line[start : start + numel(shape)].view(shape)
 
 
@@ -183,7 +183,7 @@ def _moments(
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     base = [one.get(key) for one in states]
     if not all(isinstance(one, dict) and isinstance(one.get("state"), dict) for one in base):
-        raise Refused(f"{key} has no states; save it without elastic checkpoints")
+        raise NotTaken(f"{key} has no states; save it without elastic checkpoints")
     by_rank: list[list[dict[str, Any]]] = [
         list(_table(one or {}, "state").values()) for one in base
     ]  # a group, or a part of one under stage 3

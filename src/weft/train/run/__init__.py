@@ -10,6 +10,7 @@ __all__ = [
     "RunFolder",
     "RunResult",
     "Start",
+    "circumstances",
     "prepare_run",
     "run_rank",
 ]
@@ -17,6 +18,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.run.folder import RunFolder, prepare_run
     from weft.train.run.rank_run import RunResult, Start, run_rank
+    from weft.train.run.surroundings import circumstances
 
 __getattr__ = loads(
     __name__,
@@ -24,6 +26,7 @@ __getattr__ = loads(
         "RunFolder": ".folder",
         "RunResult": ".rank_run",
         "Start": ".rank_run",
+        "circumstances": ".surroundings",
         "prepare_run": ".folder",
         "run_rank": ".rank_run",
     },

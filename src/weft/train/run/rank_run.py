@@ -23,6 +23,7 @@ from weft.train.run.recorder import Recorder
 from weft.train.run.run_lock import run_lock
 from weft.train.run.signals import stop_on_signal
 from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
+from weft.train.run.surroundings import circumstances
 from weft.train.run.time_limit import TimeLimit
 from weft.train.run.voice import Voice
 from weft.train.tasks import find_task
@@ -182,7 +183,7 @@ class _RankRun:
             "plan": str(engine.plan),
             "world_size": engine.plan.world_size,
             "device": engine.device.partition(":")[0],
-            "weft": env.weft_version(),
+            **circumstances(self.folder, config),
             **engine.versions(),
         }
         return Recorder(self.folder, self.task, display, start)
