@@ -266,7 +266,10 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
-    text = _read_small(path / STATE_NAME, manifest.files[STATE_NAME].num_bytes)
+    try:
+        text = _read_small(path / STATE_NAME, manifest.files[STATE_NAME].num_bytes)
+    except FileNotFoundError:
+        raise CheckpointError(f"{STATE_NAME} is missing") from None
     if hashlib.sha256(text).hexdigest() != manifest.files[STATE_NAME].sha256:
         raise CheckpointError(f"{STATE_NAME} does not match its digest: its bytes changed after it was written")
     state = strict_json.decode(text, STATE_NAME)
