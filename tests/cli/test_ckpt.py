@@ -147,6 +147,36 @@ def test_export_writes_whole_tensors_that_the_public_reader_reads(three, capsys,
     assert "it exists, and nothing is overwritten" in capsys.readouterr().err
 
 
+def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path / "like")
+    (tmp_path / "like" / "tokenizer.json").write_text("{}")
+    (tmp_path / "like" / "model.safetensors.index.json").write_text("{}")
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+    save_checkpoint(tmp_path / "checkpoints", 1, {"model": weights, "optimizer": {}}, {})
+    like = ["--like", str(tmp_path / "like")]
+    assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "out"), "--dtype", "bf16", *like]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for name, tensor in loaded.named_parameters():
+        assert torch.equal(tensor, weights[name].bfloat16())
+    config.num_hidden_layers = 2
+    config.save_pretrained(tmp_path / "like")
+    assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
+    assert "the checkpoint lacks it. Give the folder of the model that was trained." in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def test_rounding_to_bf16_is_torchs():
     from weft.checkpoint.tensor_file import block_of, tensor_of
     from weft.cli.ckpt.whole_weights import converted

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.train.foreign_cases import NAMES, STEPS, go_on, train_fsdp2, write_zero
 from weft.checkpoint import load_checkpoint, verify_checkpoint
@@ -56,6 +57,26 @@ def test_fsdp2s_checkpoint_goes_on_in_weft(tmp_path, ranks2, here, flatten):
         after = ranks2.run(go_on, str(tmp_path / "run"), plan)[0]
         for name in NAMES:
             torch.testing.assert_close(after[name], wanted[f"after/{name}"], rtol=1e-6, atol=1e-7)
+
+
+def test_weft_train_goes_on_to_the_bit(tmp_path, start, here):
+    """A run's own step 6, saved by torch and imported into another run, ends with the same weights and moments."""
+    first, _, _ = start("run.name=first", "checkpoint.keep=9")
+    opened = load_checkpoint(first.checkpoint(6))
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in opened.tensors("optimizer").items():
+        weight, _, kind = name.rpartition("/")
+        states.setdefault(weight, {})[kind] = tensor
+    saved = {"model": dict(opened.tensors("model")), "optimizer": {"state": states}, "step": 6}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    bring_in(tmp_path / "dcp", tmp_path / "second" / "checkpoints")
+    second, _, shown = start("run.name=second")
+    assert "resumed from step 6 (imported from torch.distributed.checkpoint)" in shown
+    ends = [load_checkpoint(folder.checkpoint(12)) for folder in (first, second)]
+    for group in ("model", "optimizer"):
+        for name, tensor in ends[0].tensors(group).items():
+            assert torch.equal(ends[1].tensors(group)[name], tensor), name
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -134,8 +155,6 @@ class Opens(Evil):
 @pytest.fixture(scope="module")
 def dcp_folder(tmp_path_factory) -> Path:
     """A plain one, of one process."""
-    import torch.distributed.checkpoint as dcp
-
     folder = tmp_path_factory.mktemp("dcp")
     tensors = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "step": 5}
     with warnings.catch_warnings(action="ignore"):
