@@ -185,6 +185,12 @@ def child_env(**extra: str) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
+def bare_env() -> dict[str, str]:
+    """The environment for a child that is to know no secrets: where programs, modules and temporary files are."""
+    names = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR", "LANG", "LC_ALL")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def take_over(environment: Mapping[str, str]) -> None:
     """Have the environment that another process gave (`child_env`), and nothing of one's own."""
     os.environ.clear()

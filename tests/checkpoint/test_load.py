@@ -172,6 +172,13 @@ def test_the_state_is_digested_even_without_digests(tmp_path):
         load_checkpoint(path)
 
 
+def test_a_missing_state_is_told_where_files_are_not_looked_at(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json is missing\. Use another checkpoint\.$"):
+        load_checkpoint(path, lazily=True)
+
+
 def test_steps_sort_as_numbers(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         save(tmp_path, step)
@@ -216,10 +223,10 @@ def test_tensors_are_read_when_asked_for(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     opened: list[str] = []
     checkpoint = load_checkpoint(path)
-    import weft.checkpoint.load as load
+    import weft.checkpoint.read as read
 
-    original = load.open_tensors
-    monkeypatch.setattr(load, "open_tensors", lambda file: opened.append(file.name) or original(file))
+    original = read.open_tensors
+    monkeypatch.setattr(read, "open_tensors", lambda file: opened.append(file.name) or original(file))
     group = checkpoint.tensors("optimizer")
     assert len(group) == 1
     assert opened == []

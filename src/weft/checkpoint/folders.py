@@ -88,6 +88,8 @@ def new_temp_folder(root: Path, step: int) -> Path:
 def move_to_trash(path: Path) -> Path:
     """Take a folder out of sight in one rename, and return where it is now."""
     trash = path.parent / _TRASH_NAME
+    if trash.is_symlink():  # somebody's: what is deleted stays in this folder
+        trash.unlink()
     trash.mkdir(exist_ok=True)
     target = trash / f"{path.name}-{secrets.token_hex(4)}"
     path.rename(target)
@@ -125,7 +127,7 @@ def writer_lock(root: Path) -> Iterator[None]:
 
     The kernel lets go of the lock when its holder dies. File systems that know no locks are used without one.
     """
-    handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         if not try_lock(handle):
             raise CheckpointError(

@@ -6,15 +6,23 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, strict_json
 from weft.checkpoint.all_ranks import ALONE, Together
-from weft.checkpoint.arrays import RawArray, header_problems, missing_slices, open_tensors, sha256_of, tensor_of
+from weft.checkpoint.arrays import (
+    RawArray,
+    header_problems,
+    missing_slices,
+    open_tensors,
+    sha256_of,
+    unheard,
+    write_tensors,
+)
 from weft.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -25,7 +33,7 @@ from weft.checkpoint.manifest import (
     parse_manifest,
 )
 from weft.checkpoint.parts import Part
-from weft.checkpoint.read import StretchReader, whole
+from weft.checkpoint.read import StretchReader, TensorGroup, whole
 from weft.checkpoint.slices import shard_name
 from weft.errors import CheckpointError, did_you_mean
 
@@ -59,35 +67,6 @@ class Found:
     passed_over: tuple[PassedOver, ...] = ()
 
 
-class TensorGroup(Mapping[str, "Tensor"]):
-    """The tensors of one group, each read from its memory-mapped file when it is asked for.
-
-    Tensors are on the CPU and private to this process: writing to one never reaches the file, but is seen by a
-    second look-up of the same name. Names that shared memory when saved share it again.
-    """
-
-    def __init__(self, folder: Path, group: str, entries: Mapping[str, TensorEntry], reader: StretchReader):
-        self._folder = folder
-        self._group, self._reader = group, reader
-        self._entries = entries
-        self._handles: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        if entry.slices:
-            data = whole(entry, lambda part, out: self._reader.read(self._group, name, entry, part, 0, out))
-            return tensor_of(RawArray(entry.dtype, entry.shape, data))
-        if entry.file not in self._handles:
-            self._handles[entry.file] = open_tensors(self._folder / entry.file)
-        return self._handles[entry.file].get_tensor(entry.same_as or name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint that was opened. `state` is what was saved; `written_by` has the versions of weft and torch."""
@@ -102,6 +81,30 @@ class Checkpoint:
     @property
     def groups(self) -> tuple[str, ...]:
         return tuple(self._manifest.tensors)
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """Sizes in bytes of the files by name, without manifest.json and COMMIT."""
+        return {name: entry.num_bytes for name, entry in self._manifest.files.items()}
+
+    def files_of(self, group: str, name: str) -> list[str]:
+        """The files that hold a tensor of a group, or a part of it."""
+        entry = self.entries(group)[name]
+        if entry.file:
+            return [entry.file]
+        runs = (one.deal.runs(0, one.part.numel, one.part.numel) for one in entry.slices)
+        return sorted({shard_name(group, rank) for ranks in runs for rank, _, _ in ranks})
+
+    def tensors_in(self, file: str) -> list[str]:
+        """ "group/name" of each tensor of which a file holds something."""
+        whole_ones = [
+            f"{group}/{name}"
+            for group, entries in self._manifest.tensors.items()
+            for name, entry in entries.items()
+            if entry.file == file and entry.same_as is None
+        ]
+        group = file.rpartition("-")[0]
+        return whole_ones or [f"{group}/{name}" for name in _runs_in(file, self._manifest)]
 
     def tensors(self, group: str) -> Mapping[str, Tensor]:
         """The tensors of a group by name, in the order they were saved. CheckpointError for an unknown group."""
@@ -143,6 +146,14 @@ class Checkpoint:
         handle = open_tensors(self.path / file)
         return {name: handle.get_tensor(name) for name in [*handle.keys()]}
 
+    def write_whole(
+        self, file: Path, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
+    ) -> None:
+        """Write tensors of a group, whole, each through `convert`, into a new safetensors file. All are in memory."""
+        blocks = {name: convert(self.block(f"{group}/{name}")) for name in names}
+        entries = self.entries(group)
+        write_tensors(file, blocks, {name: replace(entries[name], dtype=one.dtype) for name, one in blocks.items()})
+
     @property
     def num_bytes_read(self) -> int:
         """Bytes of tensors that `read` took from files so far."""
@@ -168,22 +179,28 @@ def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -
         raise CheckpointError(f"{path}: {error}. Use another checkpoint.") from error
 
 
-def verify_checkpoint(path: Path, *, digests: bool = True, together: Together = ALONE) -> list[str]:
+def verify_checkpoint(
+    path: Path, *, digests: bool = True, together: Together = ALONE, report: Callable[[int], None] = unheard
+) -> list[str]:
     """All problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
 
     together: ranks that divide the files among them, and all learn what each found. digests=False
-    skips the digests of tensor files and finds only missing, resized and mislabelled files.
+    skips the digests of tensor files and finds only missing, resized and mislabelled files. report: called by several
+    threads with the number of bytes that were digested since the last call.
     """
-    found = json.dumps(_problems(Path(path), digests, together)[:_MOST_TOLD])
+    problems = _problems(Path(path), digests, together, report)
+    if together.number == 1:
+        return problems
+    found = json.dumps(problems[:_MOST_TOLD])
     answers = [json.loads(answer) for answer in together.gather(found.encode())]
     return list(dict.fromkeys(problem for answer in answers for problem in answer))
 
 
-def _problems(path: Path, digests: bool, together: Together) -> list[str]:
+def _problems(path: Path, digests: bool, together: Together, report: Callable[[int], None]) -> list[str]:
     """What this rank finds in its share of the files."""
     try:
         manifest = _read_manifest(path)
-        problems = _file_problems(path, manifest, digests=digests, together=together)
+        problems = _file_problems(path, manifest, digests=digests, together=together, report=report)
         if not problems:
             _read_state(path, manifest)
     except CheckpointError as error:
@@ -251,7 +268,10 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
-    text = _read_small(path / STATE_NAME, manifest.files[STATE_NAME].num_bytes)
+    try:
+        text = _read_small(path / STATE_NAME, manifest.files[STATE_NAME].num_bytes)
+    except FileNotFoundError:
+        raise CheckpointError(f"{STATE_NAME} is missing") from None
     if hashlib.sha256(text).hexdigest() != manifest.files[STATE_NAME].sha256:
         raise CheckpointError(f"{STATE_NAME} does not match its digest: its bytes changed after it was written")
     state = strict_json.decode(text, STATE_NAME)
@@ -276,7 +296,14 @@ def _read_small(path: Path, max_bytes: int) -> bytes:
     return text
 
 
-def _file_problems(path: Path, manifest: Manifest, *, digests: bool, together: Together = ALONE) -> list[str]:
+def _file_problems(
+    path: Path,
+    manifest: Manifest,
+    *,
+    digests: bool,
+    together: Together = ALONE,
+    report: Callable[[int], None] = unheard,
+) -> list[str]:
     in_files: dict[str, dict[str, TensorEntry]] = {}
     for members in manifest.tensors.values():
         for name, entry in members.items():
@@ -290,7 +317,9 @@ def _file_problems(path: Path, manifest: Manifest, *, digests: bool, together: T
     def check(name: str) -> list[str]:
         try:
             digest = digests or name == STATE_NAME
-            return _one_file(path / name, manifest, digest, in_files.get(name)) or _slices_in(path / name, manifest)
+            return _one_file(path / name, manifest, digest, in_files.get(name), report) or _slices_in(
+                path / name, manifest
+            )
         except FileNotFoundError:
             return [f"{name} is missing"]
         except OSError as error:
@@ -311,28 +340,40 @@ def _rank_of(file: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _slices_in(path: Path, manifest: Manifest) -> list[str]:
-    """Where a rank's file lacks what the manifest says of it."""
-    group = path.name.rpartition("-")[0]
+def _runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
+    """Of the tensors of which a rank's file holds a run: dtype and number of elements, by name."""
+    group, rank = file.rpartition("-")[0], _rank_of(file)
     entries = manifest.tensors.get(group)
-    if entries is None or path.name != shard_name(group, rank := _rank_of(path.name)):
-        return []
+    if entries is None or file != shard_name(group, rank):
+        return {}
     wanted: dict[str, tuple[str, int]] = {}
     for name, entry in entries.items():
         for one in entry.slices:
             run = one.deal.run_of(rank, 0, one.part.numel, one.part.numel)
             if run is not None:
                 wanted[name] = entry.dtype, run[1] - run[0]
+    return wanted
+
+
+def _slices_in(path: Path, manifest: Manifest) -> list[str]:
+    """Where a rank's file lacks what the manifest says of it."""
+    wanted = _runs_in(path.name, manifest)
     return missing_slices(path, wanted) if wanted else []
 
 
-def _one_file(path: Path, manifest: Manifest, digest: bool, tensors: Mapping[str, TensorEntry] | None) -> list[str]:
+def _one_file(
+    path: Path,
+    manifest: Manifest,
+    digest: bool,
+    tensors: Mapping[str, TensorEntry] | None,
+    report: Callable[[int], None],
+) -> list[str]:
     expected = manifest.files[path.name]
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         return [f"{path.name} is not a plain file"]
     if status.st_size != expected.num_bytes:
         return [f"{path.name} has {status.st_size} bytes instead of {expected.num_bytes}"]
-    if digest and sha256_of(path) != expected.sha256:
+    if digest and sha256_of(path, report) != expected.sha256:
         return [f"{path.name} does not match its digest: its bytes changed after it was written"]
     return header_problems(path, tensors) if tensors is not None else []

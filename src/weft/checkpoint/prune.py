@@ -19,14 +19,15 @@ def prune_checkpoints(
     spared: Collection[int] = (),
     whole: int | None = None,
     verify: bool = True,
+    delete: bool = True,
 ) -> list[Path]:
     """Keep the newest `keep` checkpoints, that of `best_step` and the spared steps; delete the others and return
     where they were.
 
     Before anything is deleted the kept ones are verified, newest first, until one proves whole; when none does, the
     newest whole one of the others stays too. whole: a step that was written and digested just now, and is not read
-    again. verify=False trusts the digests and checks the rest. Deleting is a rename out of sight first, so that a
-    crash in between leaves no half-deleted checkpoint to be found.
+    again. verify=False trusts the digests and checks the rest. delete=False only says what would go.
+    Deleting is a rename out of sight first, so that a crash in between leaves no half-deleted checkpoint to be found.
     Folders without COMMIT that are older than the newest checkpoint are left by killed writers, and go too.
     """
     root = Path(root)
@@ -37,9 +38,10 @@ def prune_checkpoints(
     try:
         with folders.writer_lock(root):
             doomed, dead = _doomed(root, keep, {best_step, *spared}, verify, whole)
-            for folder in (*doomed, *dead):
+            for folder in (*doomed, *dead) if delete else ():
                 folders.move_to_trash(folder.path)
-            folders.empty_trash(root)
+            if delete:
+                folders.empty_trash(root)
     except OSError as error:
         raise CheckpointError(f"run.dir={root}: old checkpoints could not be deleted ({error.strerror}).") from error
     return [folder.path for folder in doomed]

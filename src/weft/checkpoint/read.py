@@ -11,16 +11,21 @@ import os
 import stat
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weft.checkpoint.arrays import RawArray, open_tensors, tensor_of
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
 from weft.checkpoint.parts import Box, BoxView, Deal, Part, meet
 from weft.checkpoint.slices import Slice, shard_name
 from weft.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 #: Open files at a time.
@@ -217,3 +222,32 @@ def whole(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memor
     if data:
         read(Part(entry.shape), memoryview(data))
     return memoryview(data)
+
+
+class TensorGroup(Mapping[str, "Tensor"]):
+    """The tensors of one group, each read from its memory-mapped file when it is asked for.
+
+    Tensors are on the CPU and private to this process: writing to one never reaches the file, but is seen by a
+    second look-up of the same name. Names that shared memory when saved share it again.
+    """
+
+    def __init__(self, folder: Path, group: str, entries: Mapping[str, TensorEntry], reader: StretchReader):
+        self._folder = folder
+        self._group, self._reader = group, reader
+        self._entries = entries
+        self._handles: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        if entry.slices:
+            data = whole(entry, lambda part, out: self._reader.read(self._group, name, entry, part, 0, out))
+            return tensor_of(RawArray(entry.dtype, entry.shape, data))
+        if entry.file not in self._handles:
+            self._handles[entry.file] = open_tensors(self._folder / entry.file)
+        return self._handles[entry.file].get_tensor(entry.same_as or name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

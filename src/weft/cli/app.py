@@ -33,10 +33,13 @@ VERBS = {
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config.config_verb", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
+    "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),
+    "resume-diff": Verb("Show what changed since a run was started.", "weft.cli.ckpt.since", "resume_diff"),
+    "launch": Verb("Print a job for several machines from a config.", "weft.cli.launcher.jobs.verb_of_jobs", "launch"),
     "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
     "layout": Verb("Print how tensor parallelism cuts a model, and why.", "weft.cli.layout_verb", "layout"),
     "doctor": Verb("Check this machine, and report it for a bug report.", "weft.cli.doctor.verb", "doctor"),
-    "version": Verb("Print Weft's version.", "weft.cli.version", "version"),
+    "version": Verb("Print Weft's version.", "weft.cli.app", "version"),
 }
 
 # Older typers carry click as a dependency, newer ones inside; the public BadParameter leads to the bases of either.
@@ -73,6 +76,13 @@ app = typer.Typer(
 @app.callback()
 def _root() -> None:
     """Weft: one plan for training PyTorch models, from a laptop to a cluster."""
+
+
+def version() -> None:
+    """Print Weft's version."""
+    import weft
+
+    print(weft.__version__)
 
 
 def run(args: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ __all__ = [
     "sha256_of",
     "tensor_of",
     "torch_formats",
+    "unheard",
     "write_file",
     "write_tensors",
 ]
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         sha256_of,
         tensor_of,
         torch_formats,
+        unheard,
         write_file,
         write_tensors,
     )
@@ -50,6 +52,7 @@ __getattr__ = loads(
         "sha256_of": ".tensor_file",
         "tensor_of": ".tensor_file",
         "torch_formats": ".tensor_file",
+        "unheard": ".tensor_file",
         "write_file": ".tensor_file",
         "write_tensors": ".tensor_file",
     },

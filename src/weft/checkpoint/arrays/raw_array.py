@@ -38,13 +38,16 @@ class RawArray:
         kind = _NUMPY.get(self.dtype, _OF_WIDTH[DTYPE_BYTES[self.dtype]])
         return np.frombuffer(self.data, kind).reshape(self.shape)
 
+    def values(self) -> np.ndarray:
+        """The same numbers as numpy: BF16 widened to float32, and F8 as whole numbers of its width."""
+        values = self.array()
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32) if self.dtype == "BF16" else values
+
     def largest(self) -> float:
         """The largest magnitude, nan where there is one; 0 for what has no floats."""
         if self.dtype not in ("F64", "F32", "F16", "BF16") or not math.prod(self.shape):
             return 0.0
-        values = self.array()
-        if self.dtype == "BF16":
-            values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        values = self.values()
         with np.errstate(invalid="ignore"):
             low, high = float(values.min()), float(values.max())  # nan wins in both
         return math.nan if math.isnan(low) else max(-low, high)

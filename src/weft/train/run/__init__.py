@@ -11,6 +11,7 @@ __all__ = [
     "STOP_SIGNALS",
     "Start",
     "heeded_signals",
+    "circumstances",
     "prepare_run",
     "run_lock",
     "run_rank",
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from weft.train.run.preparation import prepare_run
     from weft.train.run.rank_run import RunResult, Start, run_rank
     from weft.train.run.signals import STOP_SIGNALS, heeded_signals
+    from weft.train.run.surroundings import circumstances
 
 __getattr__ = loads(
     __name__,
@@ -28,6 +30,7 @@ __getattr__ = loads(
         "RunResult": ".rank_run",
         "STOP_SIGNALS": ".signals",
         "Start": ".rank_run",
+        "circumstances": ".surroundings",
         "heeded_signals": ".signals",
         "prepare_run": ".preparation",
         "run_lock": ".folder_lock",

@@ -24,6 +24,7 @@ from weft.train.run.keeping import Keeper
 from weft.train.run.recorder import RunRecorder
 from weft.train.run.signals import stop_on_signal
 from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
+from weft.train.run.surroundings import circumstances
 from weft.train.run.time_limit import TimeLimit
 from weft.train.run.voice import Voice
 from weft.train.tasks import find_task
@@ -183,7 +184,7 @@ class _RankRun:
             "plan": str(engine.plan),
             "world_size": engine.plan.world_size,
             "device": engine.device.partition(":")[0],
-            "weft": env.weft_version(),
+            **circumstances(self.folder, config),
             **engine.versions(),
         }
         return RunRecorder(self.folder, self.task, display, start)

@@ -13,10 +13,12 @@ __all__ = [
     "Run",
     "ScriptState",
     "init",
+    "pretrained_from_whole",
 ]
 
 if TYPE_CHECKING:
     from weft.train.script.ema import Ema
+    from weft.train.script.export import pretrained_from_whole
     from weft.train.script.script_run import Run, init
     from weft.train.script.script_state import Evaluated, Loaded, ScriptState
 
@@ -29,5 +31,6 @@ __getattr__ = loads(
         "Run": ".script_run",
         "ScriptState": ".script_state",
         "init": ".script_run",
+        "pretrained_from_whole": ".export",
     },
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.parallel.local_tensors import Original
+from weft.errors import CheckpointError
+from weft.parallel.local_tensors import Original, originals_of
 
 
 def write_pretrained(
@@ -34,6 +36,28 @@ def write_pretrained(
         if str(getattr(config, field, None)).removeprefix("torch.") != name:
             setattr(config, field, name)
             config.save_pretrained(str(folder))
+
+
+def pretrained_from_whole(
+    model: Any, whole: Mapping[str, torch.Tensor], folder: str | Path, dtype: torch.dtype | None
+) -> None:
+    """Write whole tensors as the Hugging Face folder of a model without numbers, such as one on the meta device.
+
+    dtype: of floating tensors in the files; None: as they are. Raises CheckpointError where they are another model's.
+    """
+    originals = originals_of(model)
+    names = {name for name, one in originals.items() if one.first == name}
+    for name in sorted(names ^ whole.keys()):
+        where = "the checkpoint lacks it" if name in names else "the model has no such tensor"
+        raise CheckpointError(f"tensor {name!r}: {where}. Give the folder of the model that was trained.")
+    for name in names:
+        if tuple(whole[name].shape) != originals[name].shape:
+            raise CheckpointError(
+                f"tensor {name!r}: {tuple(whole[name].shape)} in the checkpoint, {originals[name].shape} in the model. "
+                f"Give the folder of the model that was trained."
+            )
+    saved = {name: replace(one, dtype=whole[one.first].dtype) for name, one in originals.items()}
+    write_pretrained(model, folder, whole, saved, dtype, {})
 
 
 def _in_format(

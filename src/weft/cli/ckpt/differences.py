@@ -1,0 +1,168 @@
+"""`weft ckpt diff`: what two checkpoints do not have in common: tensors, their numbers, settings."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.checkpoint import Checkpoint
+from weft.cli.ckpt.listing import table
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: Elements that are compared at a time: two lines of them in float64 are 64 MiB.
+_AT_ONCE = 2**22
+_MOST_LINES = 20
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersDiffer:
+    """largest: of |a - b|; nan where one of them has a number and the other has none. scale: the largest |a|."""
+
+    name: str
+    largest: float
+    scale: float
+
+
+@dataclass
+class Differences:
+    """only_left, only_right: names. layout: name, and dtype and shape on either side. settings: key, left, right."""
+
+    only_left: list[str] = field(default_factory=list)
+    only_right: list[str] = field(default_factory=list)
+    layout: list[tuple[str, str, str]] = field(default_factory=list)
+    numbers: list[NumbersDiffer] = field(default_factory=list)
+    settings: list[tuple[str, str, str]] = field(default_factory=list)
+    num_equal: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0: the same; 1: something differs."""
+        return int(bool(self.only_left or self.only_right or self.layout or self.numbers or self.settings))
+
+    def lines(self, left: str, right: str, *, everything: bool = False) -> list[str]:
+        """For people, at most 20 lines of each kind unless `everything`."""
+        most = None if everything else _MOST_LINES
+        told: list[str] = []
+        for title, rows in (
+            (f"only in {left}", [(name,) for name in self.only_left]),
+            (f"only in {right}", [(name,) for name in self.only_right]),
+            (f"other dtype or shape: {left}, {right}", list(self.layout)),
+            ("largest difference, and the largest magnitude on the left", [
+                (one.name, f"{one.largest:.4g}", f"{one.scale:.4g}")
+                for one in sorted(self.numbers, key=lambda one: -one.largest if one.largest >= 0 else -math.inf)
+            ]),
+            (f"settings: {left}, {right}", list(self.settings)),
+        ):  # fmt: skip
+            if rows:
+                told += [f"{title} ({len(rows)}):", *(f"  {line}" for line in table(rows[:most]))]
+                if most is not None and len(rows) > most:
+                    told.append(f"  ... and {len(rows) - most} more; --all lists them")
+        return [*told, f"{self.num_equal} tensors are equal in every number"]
+
+    def as_json(self) -> dict[str, object]:
+        """For --json; a difference that is no number is told as text."""
+        numbers = [
+            {"name": one.name, "largest": one.largest if math.isfinite(one.largest) else str(one.largest)}
+            for one in self.numbers
+        ]
+        return {
+            "only_left": self.only_left,
+            "only_right": self.only_right,
+            "layout": [list(row) for row in self.layout],
+            "numbers": numbers,
+            "settings": [list(row) for row in self.settings],
+            "num_equal": self.num_equal,
+        }
+
+
+def differences(left: Checkpoint, right: Checkpoint) -> Differences:
+    """Compare all tensors and settings; two whole tensors are in memory at a time."""
+    found = Differences()
+    ours, theirs = _names(left), _names(right)
+    found.only_left = [name for name in ours if name not in theirs]
+    found.only_right = [name for name in theirs if name not in ours]
+    for name in (name for name in ours if name in theirs):
+        (dtype, shape), (other_dtype, other_shape) = ours[name], theirs[name]
+        if (dtype, shape) != (other_dtype, other_shape):
+            found.layout.append((name, f"{dtype} {list(shape)}", f"{other_dtype} {list(other_shape)}"))
+        if shape != other_shape:
+            continue
+        number = _numbers(name, left.block(name).values(), right.block(name).values())
+        if number is not None:
+            found.numbers.append(number)
+        elif dtype == other_dtype:
+            found.num_equal += 1
+    found.settings = list(changed_values(_settings(left), _settings(right)))
+    return found
+
+
+def _names(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {
+        f"{group}/{name}": (entry.dtype, entry.shape)
+        for group in checkpoint.groups
+        for name, entry in checkpoint.entries(group).items()
+    }
+
+
+def _numbers(name: str, left: np.ndarray, right: np.ndarray) -> NumbersDiffer | None:
+    """None: they are equal; a nan equals a nan."""
+    import numpy as np
+
+    largest = scale = 0.0
+    ours, theirs = left.reshape(-1), right.reshape(-1)
+    wide = np.complex128 if "c" in (left.dtype.kind, right.dtype.kind) else np.float64
+    for start in range(0, ours.size, _AT_ONCE):
+        a, b = ours[start : start + _AT_ONCE].astype(wide), theirs[start : start + _AT_ONCE].astype(wide)
+        differ = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+        scale = max(scale, float(np.nanmax(np.abs(a), initial=0.0)))
+        if differ.any():
+            with np.errstate(invalid="ignore"):
+                here = float(np.max(np.abs(a[differ] - b[differ])))
+            largest = math.nan if math.isnan(here) or math.isnan(largest) else max(largest, here)
+    return NumbersDiffer(name, largest, scale) if largest else None
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What was saved beside tensors, the versions, and the config of the run where it lies beside."""
+    found = {f"state.{key}": value for key, value in flat(checkpoint.state).items()}
+    found |= {f"written_by.{key}": value for key, value in checkpoint.written_by.items()}
+    config = checkpoint.path.parent.parent / "config.toml"
+    if checkpoint.path.parent.name == "checkpoints" and config.is_file():
+        found |= flat(config_values(config))
+    return found
+
+
+def config_values(file: Path) -> dict[str, Any]:
+    """What a TOML file says, as tables; nothing where it cannot be read."""
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def flat(value: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Tables in tables as one table with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, one in value.items():
+        found |= flat(one, f"{above}{key}.") if isinstance(one, Mapping) and one else {f"{above}{key}": one}
+    return found
+
+
+def changed_values(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(key, left, right) of flat tables where they differ; "-" where a side lacks the key."""
+    for key in dict.fromkeys((*left, *right)):
+        ours, theirs = left.get(key, _ABSENT), right.get(key, _ABSENT)
+        if ours != theirs and not (ours != ours and theirs != theirs):
+            yield key, _short(ours), _short(theirs)
+
+
+def _short(value: Any) -> str:
+    text = "-" if value is _ABSENT else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

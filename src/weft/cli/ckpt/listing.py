@@ -1,0 +1,83 @@
+"""`weft ckpt ls`: every checkpoint of a folder on a line of its own, also those that do not count."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from weft.checkpoint import load_checkpoint, step_in_name
+from weft.errors import CheckpointError
+from weft.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """state: "committed", "unfinished", "set aside" or "unreadable: ...". when: ISO, of the machine's clock."""
+
+    step: int
+    name: str
+    state: str
+    when: str
+    num_bytes: int
+    num_files: int
+    plan: str
+    written_by: str
+
+    def as_json(self) -> dict[str, object]:
+        """For --json."""
+        return asdict(self)
+
+
+def listed(root: Path) -> list[ListedCheckpoint]:
+    """All step folders in a folder, oldest step first. Bytes are not verified."""
+    found = []
+    for path in root.iterdir():
+        step = step_in_name(path.name.split(".")[0])
+        if step is not None and path.is_dir():
+            found.append(_one(path, step))
+    return sorted(found, key=lambda one: (one.step, one.name))
+
+
+def _one(path: Path, step: int) -> ListedCheckpoint:
+    sizes = [status.st_size for file in path.iterdir() if (status := file.lstat()) and not file.is_dir()]
+    commit = path / "COMMIT"
+    when = datetime.fromtimestamp((commit if commit.is_file() else path).stat().st_mtime)
+    plan = written_by = ""
+    state = "set aside" if ".aside" in path.name else "committed" if commit.is_file() else "unfinished"
+    if state == "committed":
+        try:
+            opened = load_checkpoint(path, lazily=True)
+            plan = str(opened.state.get("plan", ""))
+            written_by = ", ".join(f"{name} {version}" for name, version in opened.written_by.items())
+        except CheckpointError as error:
+            state = f"unreadable: {_reason(error, path)}"
+    return ListedCheckpoint(
+        step, path.name, state, when.isoformat(sep=" ", timespec="seconds"), sum(sizes), len(sizes), plan, written_by
+    )
+
+
+def _reason(error: CheckpointError, path: Path) -> str:
+    return str(error).removeprefix(f"{path}: ").removesuffix(". Use another checkpoint.")
+
+
+def listing_text(found: list[ListedCheckpoint]) -> list[str]:
+    """A table as lines."""
+    rows = [("step", "when", "size", "files", "state", "plan")]
+    rows += [
+        (str(one.step), one.when, format_bytes(one.num_bytes), str(one.num_files), one.state, one.plan) for one in found
+    ]
+    return table(rows, right=(0, 2, 3))
+
+
+def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Rows as lines whose columns stand under each other; `right`: columns that end at the same place."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,0 +1,169 @@
+"""`weft ckpt`: look at checkpoints, prove them, compare, take out, bring in and delete them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.ckpt.which import ONE_HELP, RUN_HELP, one_of, root_of, settled_steps
+from weft.cli.console import say
+from weft.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, check, compare and move checkpoints.")
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help=RUN_HELP)]
+One = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=ONE_HELP)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("ls")
+def list_them(run: Run, as_json: Json = False) -> None:
+    """List the checkpoints of a run: step, time, size, whether it is committed, plan."""
+    from weft.cli.ckpt.listing import listed, listing_text
+
+    found = listed(root_of(run))
+    _print([json.dumps([one.as_json() for one in found], indent=1)] if as_json else listing_text(found))
+
+
+@app.command()
+def verify(
+    run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=RUN_HELP)],
+    fast: Annotated[bool, typer.Option("--fast", help="Check sizes and headers only, no digests.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every file against its digest. Exit code 0: all are whole; 1: some are damaged; 2: nothing to check."""
+    from weft.checkpoint import step_in_name
+    from weft.cli.ckpt.damage import inspect
+
+    path = Path(run)
+    if step_in_name(path.name) is not None or not path.is_dir():
+        paths = [path if path.is_dir() else one_of(run)]
+    else:
+        paths = sorted(one for one in root_of(path).iterdir() if step_in_name(one.name) is not None and one.is_dir())
+    found = inspect(paths, digests=not fast)
+    _print([found.as_json()] if as_json else found.lines())
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def show(
+    run: One,
+    pattern: Annotated[str, typer.Argument(help="Tensors to show, such as 'optimizer/*exp_avg'.")] = "*",
+    as_json: Json = False,
+) -> None:
+    """Show the tensors of a checkpoint: name, dtype, shape, size, files."""
+    from weft.checkpoint import load_checkpoint
+    from weft.cli.ckpt.contents import contents_text, shown_tensors
+
+    opened = load_checkpoint(one_of(run), lazily=True)
+    found = list(shown_tensors(opened, pattern))
+    if as_json:
+        said = {"step": opened.step, "path": str(opened.path), "written_by": dict(opened.written_by)}
+        _print([json.dumps({**said, "tensors": [one.as_json() for one in found]}, indent=1)])
+    else:
+        _print([f"{opened.path}: step {opened.step}, {opened.state.get('plan', 'no plan')}", *contents_text(found)])
+
+
+@app.command()
+def diff(
+    left: Annotated[str, typer.Argument(metavar="A", help=ONE_HELP)],
+    right: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    everything: Annotated[bool, typer.Option("--all", help="Print all lines, not 20 of each kind.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints: tensors, numbers, settings. Exit code 0: they are equal; 1: they differ."""
+    from weft.checkpoint import load_checkpoint
+    from weft.cli.ckpt.differences import differences
+
+    found = differences(load_checkpoint(one_of(left)), load_checkpoint(one_of(right)))
+    _print([json.dumps(found.as_json(), indent=1)] if as_json else found.lines(left, right, everything=everything))
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def export(
+    run: One,
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
+    group: Annotated[str, typer.Option(help="model, or ema where a script saved one.")] = "model",
+    like: Annotated[
+        Path | None, typer.Option(help="A Hugging Face model's folder; writes one like it, with its tokenizer.")
+    ] = None,
+) -> None:
+    """Write the whole weights of a checkpoint as safetensors files, or as a Hugging Face folder."""
+    from weft.checkpoint import load_checkpoint
+    from weft.cli.ckpt.whole_weights import DTYPES, export_weights
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: weights are written in one of three formats. Use {', '.join(DTYPES)}.")
+    opened = load_checkpoint(one_of(run), verify=True)
+    files = export_weights(opened, out, group=group, dtype=dtype, like=like)
+    say(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
+
+
+@app.command()
+def prune(
+    run: Run,
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep this many of the newest.")],
+    every: Annotated[int, typer.Option(min=0, help="Keep each step that is a multiple of this; 0: none.")] = 0,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete them. Without it nothing is deleted.")] = False,
+) -> None:
+    """Delete old checkpoints, never the newest whole one, the best one, nor the newest that was evaluated."""
+    from weft.checkpoint import prune_checkpoints
+    from weft.cli.ckpt.spared import spared_steps
+    from weft.units import format_bytes
+
+    root = root_of(run)
+    spared = spared_steps(root, every)
+    sizes = {path: sum(file.lstat().st_size for file in path.iterdir()) for path in settled_steps(root).values()}
+    gone = prune_checkpoints(root, keep_last, spared=spared, delete=yes)
+    total = format_bytes(sum(sizes.get(path, 0) for path in gone))
+    _print([f"{'deleted' if yes else 'would delete'} {path}" for path in gone])
+    if yes or not gone:
+        say(f"{len(gone)} checkpoints deleted, {total} freed.")
+    else:
+        say(f"nothing was deleted. Repeat the command with --yes to delete {len(gone)} checkpoints, {total}.")
+
+
+@app.command("import")
+def import_them(
+    source: Annotated[Path, typer.Argument(help="A folder of torch.distributed.checkpoint or DeepSpeed ZeRO.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, which need not exist yet.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Optimizer steps done.", show_default="as the source says")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the table of weights, where the source has several.", show_default=False)
+    ] = None,
+    limit: Annotated[str, typer.Option(help="Most time that reading may take.")] = "30min",
+) -> None:
+    """Import weights and optimizer states of another trainer; weft train and run.load go on from them.
+
+    A process without network and secrets reads the files, and refuses whatever is no weight.
+    """
+    from weft.checkpoint import step_in_name
+    from weft.train.foreign import bring_in
+    from weft.units import parse_seconds
+
+    try:
+        limit_s = parse_seconds(limit)
+    except ValueError as error:
+        raise ConfigError(f"--limit {limit}: {error}.") from error
+    holds_steps = run.is_dir() and any(step_in_name(path.name) is not None for path in run.iterdir())
+    root = run if holds_steps or run.name == "checkpoints" else run / "checkpoints"
+    found = bring_in(source, root, step=step, model_key=model, limit_s=limit_s)
+    counts = f"{found.num_weights} weights and {found.num_states} states"
+    say(f"{found.kind}: {counts} of step {found.step}, in {found.path}.")
+    if found.left_out:
+        shown = ", ".join(found.left_out[:5]) + (
+            f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
+        )
+        say(f"left out, since no checkpoint of Weft has it: {shown}.")
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        typer.echo(line)

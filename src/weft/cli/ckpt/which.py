@@ -1,0 +1,64 @@
+"""Which checkpoint a word of the command line means: a run, its folder of checkpoints, one step of either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, step_in_name
+from weft.errors import ConfigError, nearest_name
+
+#: What a word may be, for help texts.
+RUN_HELP = "A run's folder, its folder of checkpoints, or one step_NNNNNNNN in it."
+ONE_HELP = f"{RUN_HELP} RUN@120 is its step 120; without a step the newest whole one is taken."
+
+
+def root_of(word: Path) -> Path:
+    """The folder that holds the checkpoints of a run, or that of a script's. ConfigError where there is none."""
+    if not word.is_dir():
+        siblings = [found.name for found in word.parent.iterdir()] if word.parent.is_dir() else []
+        near = nearest_name(word.name, siblings)
+        hint = f" Did you mean '{word.parent / near}'?" if near else " Give a run's folder, such as runs/quickstart."
+        raise ConfigError(f"RUN={word}: there is no such folder.{hint}")
+    for root in (word / "checkpoints", word):
+        if root.is_dir() and any(_is_named_step(path) for path in root.iterdir()):
+            return root
+    raise ConfigError(
+        f"RUN={word}: there are no checkpoints in it. Give a run's folder, such as runs/quickstart, "
+        f"or the folder in which step_NNNNNNNN lie."
+    )
+
+
+def one_of(word: str) -> Path:
+    """The folder of the one checkpoint that a word names. ConfigError or CheckpointError where there is none."""
+    path = Path(word)
+    if (path / "COMMIT").exists() or (path / "manifest.json").exists():
+        return path
+    run, at, step = word.rpartition("@")
+    if at and not path.exists():
+        return _of_step(root_of(Path(run)), step, word)
+    if step_in_name(path.name) is not None and path.is_dir():
+        load_checkpoint(path, lazily=True)  # says what is missing
+    root = root_of(path)
+    found = newest_checkpoint(root, verify=False)
+    if found is None:
+        raise ConfigError(
+            f"RUN={word}: no checkpoint in it was ever finished. `weft ckpt ls {word}` lists what is there."
+        )
+    return found.path
+
+
+def settled_steps(root: Path) -> dict[int, Path]:
+    """The finished checkpoints by their step, oldest first."""
+    return {step: path for path in list_checkpoints(root) if (step := step_in_name(path.name)) is not None}
+
+
+def _of_step(root: Path, step: str, word: str) -> Path:
+    saved = settled_steps(root)
+    if not step.isdecimal() or int(step) not in saved:
+        known = ", ".join(map(str, saved)) or "none"
+        raise ConfigError(f"RUN={word}: there is no finished checkpoint of step {step!r}. Use one of: {known}.")
+    return saved[int(step)]
+
+
+def _is_named_step(path: Path) -> bool:
+    return step_in_name(path.name.split(".")[0]) is not None and path.is_dir()

@@ -1,0 +1,124 @@
+"""`weft ckpt export`: whole weights of a checkpoint as safetensors, or as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.checkpoint import Checkpoint
+from weft.checkpoint.arrays import RawArray
+from weft.errors import CheckpointError, ConfigError, MissingExtra
+
+if TYPE_CHECKING:
+    import torch
+
+#: What Hugging Face splits its files at.
+MAX_FILE_BYTES = 4 * 2**30
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+#: Beside the weights in a Hugging Face folder.
+_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+
+
+def export_weights(
+    checkpoint: Checkpoint, out: Path, *, group: str = "model", dtype: str | None = None, like: Path | None = None
+) -> list[Path]:
+    """Write a group's tensors whole into a new folder, which appears when it is complete; its files.
+
+    dtype: a key of DTYPES for floating tensors; None: as saved. like: a Hugging Face folder whose config says the
+    model's class, and whose tokenizer comes along. Raises ConfigError, CheckpointError or MissingExtra.
+    """
+    if group not in checkpoint.groups:
+        checkpoint.tensors(group)  # says which groups there are
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"OUT={out}: it exists, and nothing is overwritten. Give another name, or delete it.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-export-") as work:
+            draft = Path(work) / "out"
+            draft.mkdir()
+            if like is not None:
+                _write_pretrained(checkpoint, group, draft, dtype, like)
+            else:
+                _write_shards(checkpoint, group, draft, dtype)
+            if out.exists():
+                out.rmdir()
+            os.rename(draft, out)
+    except OSError as error:
+        raise CheckpointError(f"OUT={out}: it cannot be written ({error.strerror}). Give another folder.") from error
+    return sorted(out.iterdir())
+
+
+def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
+    """Files as Hugging Face names them, with the index of names where there are several."""
+    entries = checkpoint.entries(group)
+    own = [name for name, entry in entries.items() if entry.same_as is None]
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in own:
+        if filled and filled + entries[name].num_bytes > MAX_FILE_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += entries[name].num_bytes
+    where: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards, start=1):
+        file = f"{group}.safetensors" if len(shards) == 1 else f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
+        checkpoint.write_whole(out / file, group, names, lambda block: converted(block, dtype))
+        total += (out / file).stat().st_size
+        where |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (out / f"{group}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    tied = {name: entry.same_as for name, entry in entries.items() if entry.same_as is not None}
+    if tied:
+        (out / "shared_names.json").write_text(json.dumps(tied, indent=1) + "\n")
+
+
+def converted(block: RawArray, dtype: str | None) -> RawArray:
+    """A block with its floats in the format `dtype`, rounded to nearest; whole numbers stay."""
+    wanted = None if dtype is None else DTYPES[dtype]
+    if wanted is None or wanted == block.dtype or block.dtype not in ("F64", "F32", "F16", "BF16"):
+        return block
+    import numpy as np
+
+    values = block.values().astype(np.float32)
+    if wanted != "BF16":
+        return RawArray.of(values.astype({"F32": np.float32, "F16": np.float16}[wanted]))
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded[np.isnan(values)] = 0x7FC0  # rounding may carry a nan into an infinity
+    plain = RawArray.of(np.ascontiguousarray(rounded))
+    return RawArray("BF16", block.shape, plain.data)
+
+
+def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None, like: Path) -> None:
+    """Let transformers write what it would load, and copy what lies beside the weights of `like`."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", "hf", "--like") from error
+    from weft.train.script import pretrained_from_whole
+
+    if not (like / "config.json").is_file():
+        raise ConfigError(f"--like {like}: it has no config.json. Give the folder of the Hugging Face model.")
+    try:
+        config = transformers.AutoConfig.from_pretrained(like, local_files_only=True, trust_remote_code=False)
+        kind = getattr(transformers, (getattr(config, "architectures", None) or ["AutoModelForCausalLM"])[0])
+        with torch.device("meta"):
+            model = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(
+            f"--like {like}: transformers cannot make its model ({error}). Give another folder."
+        ) from error
+    wanted: torch.dtype | None = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
+    pretrained_from_whole(model, checkpoint.tensors(group), out, wanted)
+    for pattern in _COMPANIONS:
+        for file in like.glob(pattern):
+            if not (out / file.name).exists() and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, out / file.name)

@@ -1,0 +1,188 @@
+"""Make a checkpoint of another trainer into one of Weft's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import env
+from weft.checkpoint import folder_name, save_checkpoint
+from weft.errors import CheckpointError
+from weft.train.foreign.sorted_names import Place, SortedNames, sorted_names
+
+if TYPE_CHECKING:
+    import torch
+
+_KINDS = {"dcp": "torch.distributed.checkpoint", "zero": "DeepSpeed ZeRO"}
+_TABLE = "taken.json"
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtIn:
+    """What was imported. left_out: what of the source has no place in a checkpoint of Weft."""
+
+    path: Path
+    step: int
+    kind: str
+    num_weights: int
+    num_states: int
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    tensors: Mapping[Place, torch.Tensor]
+    values: Mapping[Place, Any]
+    left_out: tuple[str, ...]
+
+
+def bring_in(
+    source: Path, root: Path, *, step: int | None = None, model_key: str | None = None, limit_s: float = 1800.0
+) -> BroughtIn:
+    """Read a folder of torch.distributed.checkpoint or DeepSpeed, and commit its weights and states under `root`.
+
+    step: optimizer steps done; None: as the source says. model_key: the table of weights, where the source has several.
+    limit_s: how long (s) reading may take. The disk of `root` holds everything twice for a moment.
+    Raises CheckpointError for what cannot be read, or holds anything but weights and plain values.
+    """
+    kind = _kind_of(source)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix=".import-") as work:
+            _run_child(kind, source, Path(work), limit_s)
+            found = _read(Path(work))
+            return _commit(found, kind, source, root, step, model_key)
+    except OSError as error:
+        raise CheckpointError(f"{root}: it cannot be written ({error.strerror}). Give another run.") from error
+
+
+def _kind_of(source: Path) -> str:
+    if (source / ".metadata").is_file():
+        return "dcp"
+    if (source / "latest").is_file() or any(source.glob("*_optim_states.pt")):
+        return "zero"
+    raise CheckpointError(
+        f"SOURCE={source}: this is no checkpoint that Weft imports. Give a folder of torch.distributed.checkpoint "
+        f"(with .metadata) or of DeepSpeed (with `latest`)."
+    )
+
+
+def _run_child(kind: str, source: Path, work: Path, limit_s: float) -> None:
+    """Let the confined process read. Raises CheckpointError with its reason."""
+    command = [sys.executable, "-P", "-m", "weft.train.foreign.confined", kind, str(source.resolve()), str(work)]
+    try:
+        ended = subprocess.run(command, env=env.bare_env(), capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(
+            f"SOURCE={source}: reading it took longer than {limit_s:g} s. Raise --limit where it is large."
+        ) from None
+    if ended.returncode == 0:
+        return
+    lines = ended.stdout.strip().splitlines()
+    try:
+        reason = json.loads(lines[-1])["refused"]
+    except (IndexError, ValueError, KeyError, TypeError):
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        reason = f"the process that reads it ended with exit code {ended.returncode} ({last})"
+    raise CheckpointError(f"SOURCE={source}: {reason}. Import a checkpoint that you saved yourself.")
+
+
+def _read(work: Path) -> _Found:
+    from safetensors import safe_open
+
+    said = json.loads((work / _TABLE).read_text())
+    handles: dict[int, Any] = {}
+    tensors: dict[Place, torch.Tensor] = {}
+    for one in said["tensors"]:
+        number = one["file"]
+        if number not in handles:
+            handles[number] = safe_open(str(work / f"{number}.safetensors"), framework="pt", device="cpu")
+        tensors[tuple(one["place"])] = handles[number].get_tensor(one["name"])
+    values = {tuple(place): value for place, value in said["values"]}
+    return _Found(tensors, values, tuple(said["left_out"]))
+
+
+def _commit(found: _Found, kind: str, source: Path, root: Path, step: int | None, model_key: str | None) -> BroughtIn:
+    names = sorted_names(found.tensors, model_key)
+    weights = {name: found.tensors[place] for name, place in names.weights.items()}
+    states = {name: found.tensors[place] for name, place in names.states.items()}
+    states |= _numbers(found.values, names)
+    shared = _second_names(weights, states, found.values.get(("shared",)) or {})
+    for name in shared:
+        del weights[name]
+    step = _step(found, states) if step is None else step
+    if (root / folder_name(step)).exists():
+        raise CheckpointError(f"{root}: it has a checkpoint of step {step} already. Give another run, or --step.")
+    state = {
+        "progress": {"step": step},
+        "plan": f"imported from {_KINDS[kind]}",
+        "loss_scale": _fresh_loss_scale(),
+        "evaluated": False,
+        "imported": {"source": str(source), "kind": kind, "shared": shared},
+    }
+    path = save_checkpoint(root, step, {"model": weights, "optimizer": states}, state)
+    left_out = [*(".".join(map(str, place)) for place in names.left_out), *found.left_out]
+    return BroughtIn(path, step, _KINDS[kind], len(weights), len(states), tuple(left_out))
+
+
+def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch.Tensor]:
+    """States that were saved as plain numbers, such as Adam's step."""
+    import torch
+
+    places = [place for place, value in values.items() if type(value) in (int, float)]
+    found = sorted_names(
+        [*names.weights.values(), *places], ".".join(map(str, next(iter(names.weights.values()))[:-1]))
+    )
+    return {name: torch.tensor(float(values[place])) for name, place in found.states.items()}
+
+
+def _second_names(
+    weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor], said: Mapping[str, str]
+) -> dict[str, str]:
+    """Names of a tensor that has another one, as a tied head has: no state is theirs, and the bytes are the same."""
+    import torch
+
+    shared = {name: first for name, first in said.items() if name in weights and first in weights}
+    owners = {name.rpartition("/")[0] for name in states}
+    if not owners:
+        return shared
+    for name, tensor in weights.items():
+        if name in owners or name in shared or tensor.dim() < 2:
+            continue
+        twin = next(
+            (
+                other
+                for other in weights
+                if other in owners and weights[other].shape == tensor.shape and torch.equal(weights[other], tensor)
+            ),
+            None,
+        )
+        if twin is not None:
+            shared[name] = twin
+    return shared
+
+
+def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
+    """Optimizer steps done, as the source says, or as the optimizer counted."""
+    for place in (("global_steps",), ("step",), ("global_step",)):
+        value = found.values.get(place)
+        if type(value) is int and value >= 0:
+            return value
+        if place in found.tensors and found.tensors[place].numel() == 1:
+            return int(found.tensors[place])
+    counted = [int(tensor) for name, tensor in states.items() if name.endswith("/step") and tensor.numel() == 1]
+    if not counted:
+        raise CheckpointError("--step: the checkpoint does not say how many optimizer steps were done. Give --step N.")
+    return max(counted)
+
+
+def _fresh_loss_scale() -> dict[str, Any]:
+    from weft.optim import LossScale
+
+    return dict(LossScale().state())

@@ -1,0 +1,250 @@
+"""`weft ckpt`: what it says of checkpoints that are whole, damaged, alike and different."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weft.checkpoint import load_checkpoint, save_checkpoint
+from weft.cli.app import run
+
+
+def saved(root: Path, step: int, scale: float = 1.0, **state: object) -> Path:
+    weight = torch.arange(12.0).reshape(3, 4) * scale
+    tensors = {
+        "model": {"w": weight, "head": weight, "b": torch.ones(4, dtype=torch.bfloat16)},
+        "optimizer": {"w/exp_avg": torch.zeros(3, 4)},
+    }
+    return save_checkpoint(root / "checkpoints", step, tensors, {"plan": "dp_shard=2", **state})
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    for step in (10, 20, 30):
+        saved(tmp_path, step, progress={"step": step, "best_step": 10})
+    return tmp_path
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def test_ls_says_step_size_state_and_plan(three, capsys):
+    (three / "checkpoints" / "step_00000040").mkdir()
+    (three / "checkpoints" / "step_00000010").rename(three / "checkpoints" / "step_00000010.aside")
+    assert run(["ckpt", "ls", str(three)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "10", "20", "30", "40"]
+    assert "set aside" in lines[1]
+    assert lines[2].endswith("committed   dp_shard=2")
+    assert "unfinished" in lines[4]
+    assert run(["ckpt", "ls", str(three / "checkpoints"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    size = sum(file.stat().st_size for file in (three / "checkpoints" / "step_00000030").iterdir())
+    assert (found[2]["step"], found[2]["num_bytes"], found[2]["num_files"]) == (30, size, 5)
+
+
+def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys):
+    assert run(["ckpt", "verify", str(three)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("newest whole checkpoint: step 30, ")
+    root = three / "checkpoints"
+    flip(root / "step_00000030" / "model.safetensors")
+    flip(root / "step_00000020" / "manifest.json")
+    (root / "step_00000010" / "optimizer.safetensors").unlink()
+    saved(three, 5)
+    (root / "step_00000040").mkdir()
+    assert run(["ckpt", "verify", str(three)]) == 1
+    told = capsys.readouterr().out
+    assert told.splitlines() == [
+        "step_00000005  whole",
+        "step_00000010  damaged",
+        "  optimizer.safetensors is missing",
+        "    holds optimizer/w/exp_avg",
+        "step_00000020  damaged",
+        "  COMMIT does not hold the digest of manifest.json: one of them changed",
+        "step_00000030  damaged",
+        "  model.safetensors does not match its digest: its bytes changed after it was written",
+        "    holds model/w, model/b",
+        "step_00000040  unfinished: it has no COMMIT and never counted",
+        f"newest whole checkpoint: step 5, {root / 'step_00000005'}",
+    ]
+    assert run(["ckpt", "verify", str(three), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["newest_whole"] == 5
+    assert found["checkpoints"][3]["damages"][0]["tensors"] == ["model/w", "model/b"]
+
+
+def test_verify_names_the_tensors_beyond_a_cut(three, capsys):
+    file = three / "checkpoints" / "step_00000030" / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    assert run(["ckpt", "verify", str(three / "checkpoints" / "step_00000030")]) == 1
+    told = capsys.readouterr().out
+    assert "    holds model/b\n" in told  # the narrower elements lie last
+    assert told.endswith("no checkpoint is whole\n")
+
+
+def test_a_flip_passes_unseen_where_no_digests_are_asked_for(three, capsys):
+    flip(three / "checkpoints" / "step_00000030" / "model.safetensors")
+    assert run(["ckpt", "verify", str(three), "--fast"]) == 0
+    assert run(["ckpt", "verify", f"{three}@30"]) == 1
+    capsys.readouterr()
+
+
+def test_show_filters_by_pattern(three, capsys):
+    assert run(["ckpt", "show", str(three), "exp_avg"]) == 0
+    assert "optimizer/w/exp_avg  F32    [3, 4]  48 B  optimizer.safetensors" in capsys.readouterr().out
+    assert run(["ckpt", "show", f"{three}@20", "model/*", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 20
+    assert [(one["name"], one["shape"], one["same_as"]) for one in found["tensors"]] == [
+        ("model/w", [3, 4], None),
+        ("model/head", [3, 4], "w"),
+        ("model/b", [4], None),
+    ]
+
+
+def test_diff_says_what_is_missing_misshapen_and_different(tmp_path, capsys):
+    left = saved(tmp_path / "a", 1, rate={"lr": 0.1})
+    (tmp_path / "a" / "config.toml").write_text("seed = 1\n[train]\nsteps = 5\n")
+    tensors = {
+        "model": {"w": torch.arange(12.0).reshape(3, 4) + 0.5, "b": torch.ones(5), "new": torch.ones(1)},
+        "optimizer": {"w/exp_avg": torch.full((3, 4), torch.nan)},
+    }
+    right = save_checkpoint(tmp_path / "b" / "checkpoints", 1, tensors, {"plan": "zero=3", "rate": {"lr": 0.2}})
+    (tmp_path / "b" / "config.toml").write_text("seed = 2\n[train]\nsteps = 5\n")
+    assert run(["ckpt", "diff", str(left), str(right), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "only_left": ["model/head"],
+        "only_right": ["model/new"],
+        "layout": [["model/b", "BF16 [4]", "F32 [5]"]],
+        "numbers": [{"name": "model/w", "largest": 0.5}, {"name": "optimizer/w/exp_avg", "largest": "nan"}],
+        "settings": [["state.plan", "dp_shard=2", "zero=3"], ["state.rate.lr", "0.1", "0.2"], ["seed", "1", "2"]],
+        "num_equal": 0,
+    }
+    assert run(["ckpt", "diff", str(left), str(right)]) == 1
+    assert "  model/w              0.5  11" in capsys.readouterr().out
+    assert run(["ckpt", "diff", str(left), str(left)]) == 0
+    assert capsys.readouterr().out == "4 tensors are equal in every number\n"
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
+def test_export_writes_whole_tensors_that_the_public_reader_reads(three, capsys, dtype):
+    out = three / "out"
+    assert run(["ckpt", "export", str(three), str(out), *([] if dtype is None else ["--dtype", dtype])]) == 0
+    found, whole = load_file(out / "model.safetensors"), load_checkpoint(three / "checkpoints/step_00000030")
+    wanted = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert torch.equal(found["w"], whole.tensors("model")["w"].to(wanted))
+    assert json.loads((out / "shared_names.json").read_text()) == {"head": "w"}
+    assert run(["ckpt", "export", str(three), str(out)]) == 2
+    assert "it exists, and nothing is overwritten" in capsys.readouterr().err
+
+
+def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path / "like")
+    (tmp_path / "like" / "tokenizer.json").write_text("{}")
+    (tmp_path / "like" / "model.safetensors.index.json").write_text("{}")
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+    save_checkpoint(tmp_path / "checkpoints", 1, {"model": weights, "optimizer": {}}, {})
+    like = ["--like", str(tmp_path / "like")]
+    assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "out"), "--dtype", "bf16", *like]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for name, tensor in loaded.named_parameters():
+        assert torch.equal(tensor, weights[name].bfloat16())
+    config.num_hidden_layers = 2
+    config.save_pretrained(tmp_path / "like")
+    assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
+    assert "the checkpoint lacks it. Give the folder of the model that was trained." in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_rounding_to_bf16_is_torchs():
+    from weft.checkpoint.arrays import block_of, tensor_of
+    from weft.cli.ckpt.whole_weights import converted
+
+    numbers = torch.cat([torch.randn(10_000) * 10.0**k for k in (-40, -3, 0, 37)])
+    numbers = torch.cat([numbers, torch.tensor([torch.nan, torch.inf, -torch.inf, 3.4e38, -0.0])])
+    found = tensor_of(converted(block_of(numbers), "bf16"))
+    assert torch.equal(found.nan_to_num(), numbers.bfloat16().nan_to_num())
+    assert found.isnan().equal(numbers.isnan())
+
+
+def test_prune_is_a_dry_run_until_yes(three, capsys):
+    for step in (40, 50):
+        saved(three, step, progress={"step": step, "best_step": 10}, evaluated=step == 40)
+    root = three / "checkpoints"
+    before = sorted(os.listdir(root))
+    assert run(["ckpt", "prune", str(three), "--keep-last", "1"]) == 0
+    told = capsys.readouterr()
+    assert told.out.split() == [
+        "would",
+        "delete",
+        str(root / "step_00000020"),
+        "would",
+        "delete",
+        str(root / "step_00000030"),
+    ]
+    assert "Repeat the command with --yes to delete 2 checkpoints" in told.err
+    assert sorted(os.listdir(root)) == before
+    assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--every", "15", "--yes"]) == 0
+    assert sorted(path.name for path in root.glob("step_*")) == [
+        "step_00000010", "step_00000030", "step_00000040", "step_00000050",
+    ]  # fmt: skip
+
+
+def test_prune_never_takes_the_last_whole_one(three, capsys):
+    for step in (20, 30):
+        flip(three / "checkpoints" / f"step_000000{step}" / "model.safetensors")
+    assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--yes"]) == 0
+    assert run(["ckpt", "verify", str(three)]) == 1
+    assert "newest whole checkpoint: step 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["ls", "{}/nowhere"], "RUN={}/nowhere: there is no such folder. Give a run's folder"),
+        (["ls", "{}/empty"], "RUN={}/empty: there are no checkpoints in it. "),
+        (["show", "{}@7"], "RUN={}@7: there is no finished checkpoint of step '7'. Use one of: 10, 20, 30."),
+        (["export", "{}", "{}/out", "--dtype", "int4"], "--dtype int4: weights are written in one of three formats."),
+        (["export", "{}", "{}/out", "--group", "modle"], "has no tensors named 'modle'"),
+        (["export", "{}", "{}/out", "--like", "{}/empty"], "it has no config.json. Give the folder of the"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_sentences(three, capsys, words, text):
+    (three / "empty").mkdir()
+    assert run(["ckpt", *(word.replace("{}", str(three)) for word in words)]) == 2
+    assert text.replace("{}", str(three)) in capsys.readouterr().err
+
+
+def test_looking_needs_no_torch(three):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from weft.cli.main import run;"
+        "run(['ckpt', 'ls', sys.argv[1]]); run(['ckpt', 'verify', sys.argv[1]]);"
+        "run(['ckpt', 'show', sys.argv[1]]); run(['ckpt', 'diff', sys.argv[1] + '@10', sys.argv[1] + '@20']);"
+        "run(['ckpt', 'export', sys.argv[1], sys.argv[1] + '/out', '--dtype', 'bf16']);"
+        "run(['ckpt', 'prune', sys.argv[1], '--keep-last', '1']); assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(three)], capture_output=True).returncode == 0

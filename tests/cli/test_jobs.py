@@ -1,0 +1,201 @@
+"""`weft launch`: the text of each kind of job, checked by what reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from weft.cli.app import run
+from weft.cli.launcher.jobs.verb_of_jobs import MAKERS
+
+GOLDEN = Path(__file__).parent / "jobs"
+ASKED = ["--nodes", "4", "--time", "4h", "--workdir", "/shared/work", "--venv", "/shared/venv"]
+#: The options of sbatch that its manual lists and that jobs here use.
+SBATCH = {
+    "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "requeue", "open-mode", "array",
+    "output",
+}  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch, capsys):
+    """The text of a job for a run named after its file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "big.toml").write_text('plan = "dp_shard=* zero=3"\n[train]\nsteps = 500\n')
+
+    def make(kind: str, *options: str) -> str:
+        image = ["--container", "registry.local/weft:1"] if kind == "kubernetes" else []
+        assert run(["launch", kind, "big.toml", "optimizer.lr=1e-4", *ASKED, *image, *options]) == 0
+        return capsys.readouterr().out
+
+    return make
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_text_is_the_golden_one(text, kind):
+    assert text(kind) == (GOLDEN / f"{kind}.txt").read_text()
+
+
+@pytest.mark.parametrize("options", [[], ["--array", "5"], ["--container", "weft:1"]])
+def test_sbatch_knows_all_options_and_bash_the_rest(text, options):
+    job = text("slurm", *options)
+    said = [line.removeprefix("#SBATCH --") for line in job.splitlines() if line.startswith("#SBATCH")]
+    assert {one.partition("=")[0] for one in said} <= SBATCH
+    assert not any(line.startswith("#SBATCH") for line in job.partition("\n\n")[2].splitlines())
+    assert subprocess.run(["bash", "-n"], input=job.encode(), capture_output=True).stderr == b""
+
+
+@pytest.mark.parametrize(("last", "code", "queued"), [("finished", 0, False), ("asked", 0, True), ("asked", 3, False)])
+def test_a_slurm_job_is_queued_again_until_the_run_is_finished(text, tmp_path, last, code, queued):
+    job = text("slurm").replace("/shared/work", str(tmp_path)).replace("source /shared/venv/bin/activate\n", "")
+    events = tmp_path / "runs" / "big" / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    events.write_text('{"event":"start"}\n' + json.dumps({"event": "end", "reason": last}) + "\n")
+    told = tmp_path / "told"
+    for name, body in (("srun", f'echo "$@" > {told}.srun; exit {code}'), ("scontrol", f'echo "$@" > {told}')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    assert subprocess.run(["bash"], input=job.encode(), env=environment).returncode == code
+    assert told.exists() == queued
+    assert not queued or told.read_text() == "requeue 77\n"
+    assert Path(f"{told}.srun").read_text() == "--kill-on-bad-exit=1 weft train big.toml optimizer.lr=1e-4\n"
+
+
+def check_torchrun(words: list[str], endpoint: str) -> None:
+    """By the parser of torchrun itself."""
+    from torch.distributed.run import get_args_parser
+
+    assert words[0] == "torchrun"
+    found = get_args_parser().parse_args(words[1:])
+    assert (found.nnodes, found.nproc_per_node, found.rdzv_backend, found.rdzv_id) == ("4", "8", "c10d", "big")
+    assert (found.rdzv_endpoint, found.max_restarts, found.module) == (endpoint, 3, True)
+    assert "SIGUSR1" in found.signals_to_handle.split(",")
+    assert found.training_script == "weft"
+    assert found.training_script_args == ["train", "big.toml", "optimizer.lr=1e-4", "train.max_time=14100s"]
+
+
+def test_torchrun_parses_its_line(text):
+    job = text("torchrun", "--head", "node-1")
+    assert subprocess.run(["bash", "-n"], input=job.encode(), capture_output=True).stderr == b""
+    assert "HEAD=node-1\n" in job
+    check_torchrun(shlex.split(job.splitlines()[-1])[1:], "$HEAD:29500")
+
+
+def test_kubernetes_finds_its_head(text):
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all(text("kubernetes"))
+    assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"] == "big"
+    pod = job["spec"]["template"]["spec"]
+    check_torchrun(pod["containers"][0]["command"], "big-0.big:29500")
+    assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert {one["name"] for one in pod["containers"][0]["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+
+
+def test_kubernetes_schema_has_nothing_against_it(text):
+    validate = pytest.importorskip("kubernetes_validate")
+    import yaml
+
+    for one in yaml.safe_load_all(text("kubernetes")):
+        validate.validate(one, "1.29", strict=True)
+
+
+#: Of a task, in SkyPilot's reference of its YAML.
+SKY = {"name", "num_nodes", "resources", "volumes", "run"}
+SKY_RESOURCES = {"accelerators", "cpus", "image_id", "job_recovery"}
+
+
+def test_skypilot_has_the_keys_of_its_reference(text):
+    yaml = pytest.importorskip("yaml")
+    task = yaml.safe_load(text("skypilot", "--container", "weft:1"))
+    assert task.keys() <= SKY
+    assert task["resources"].keys() <= SKY_RESOURCES
+    assert task["resources"]["accelerators"] == "H100:8"
+    assert subprocess.run(["bash", "-n"], input=task["run"].encode(), capture_output=True).stderr == b""
+    check_torchrun(shlex.split(task["run"].splitlines()[-1]), "$HEAD:29500")
+
+
+class FakeRay(types.ModuleType):
+    """Runs tasks at once; the first `losses` of them lose their machine."""
+
+    def __init__(self, losses: int):
+        super().__init__("ray")
+        self.exceptions = types.SimpleNamespace(RayError=RuntimeError)
+        self.util = types.SimpleNamespace(remove_placement_group=lambda group: None)
+        self.losses = losses
+
+    def init(self) -> None:
+        """Nothing to join."""
+
+    def get(self, found):
+        return found
+
+    def remote(self, **options):
+        def wrap(function):
+            def call(*arguments):
+                if function.__name__ == "train" and self.losses:
+                    self.losses -= 1
+                    raise RuntimeError("a machine is gone")
+                return function(*arguments)
+
+            task = types.SimpleNamespace(remote=call)
+            task.options = lambda **_: task
+            return task
+
+        return wrap
+
+
+def test_ray_starts_torchrun_on_each_machine_and_again_after_a_loss(text, monkeypatch):
+    ray = FakeRay(losses=1)
+    groups, ran = [], []
+
+    def group(bundles, strategy):
+        groups.append((bundles, strategy))
+        return types.SimpleNamespace(ready=lambda: None)
+
+    modules = {
+        "ray": ray,
+        "ray.util": types.ModuleType("ray.util"),
+        "ray.util.placement_group": types.SimpleNamespace(placement_group=group),
+        "ray.util.scheduling_strategies": types.SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *_, **__: None),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "10.0.0.1")
+    monkeypatch.setattr(subprocess, "run", lambda words: ran.append(words) or types.SimpleNamespace(returncode=0))
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(text("ray"), "job.py", "exec"), {"__name__": "__main__"})
+    assert ended.value.code == 0
+    assert groups == [([{"CPU": 8, "GPU": 8}] * 4, "STRICT_SPREAD")] * 2
+    assert len(ran) == 4
+    assert ran[0][:3] == ["bash", "-c", 'set -e && cd /shared/work && source /shared/venv/bin/activate && exec "$@"']
+    check_torchrun(ran[0][4:], "10.0.0.1:29500")
+
+
+def test_jobs_without_gpus_ask_for_none(text):
+    assert "gpu" not in text("slurm", "launch.device=cpu")
+    assert "nvidia.com/gpu" not in text("kubernetes", "launch.device=cpu")
+    assert "GPUS, CPUS, PORT, TRIES = 4, 0, 8" in text("ray", "launch.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["slrm", "big.toml"], "KIND=slrm: Weft knows no such launcher. Did you mean 'slurm'?"),
+        (["slurm", "train.steps=5"], "CONFIG: a job trains from a file."),
+        (["kubernetes", "big.toml"], "--container: a pod needs an image. Use --container IMAGE"),
+        (["slurm", "big.toml", "plan=dp_replicate=2"], "plan=dp_replicate=2: it is made for 2 ranks, and 1 nodes"),
+        (["slurm", "big.toml", "--time", "1min"], "--time 60s: the run saves and stops 300 s before the end."),
+        (["slurm", "big.toml", "--time", "soon"], "--time soon: "),
+    ],
+)  # fmt: skip
+def test_mistakes_are_sentences(text, capsys, words, said):
+    assert run(["launch", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,278 @@
+"""Checkpoints of torch.distributed.checkpoint and DeepSpeed become Weft's; hostile ones are refused in a sentence."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.train.foreign_cases import NAMES, STEPS, go_on, train_fsdp2, write_zero
+from weft.checkpoint import load_checkpoint, verify_checkpoint
+from weft.cli.app import run
+from weft.errors import CheckpointError
+from weft.train.foreign import bring_in
+from weft.train.foreign.dcp_files import read_dcp
+from weft.train.foreign.sorted_names import sorted_names
+from weft.train.foreign.taken import NotTaken, Taken
+from weft.train.foreign.zero_files import read_zero
+
+
+@pytest.fixture
+def here(monkeypatch) -> None:
+    """Read in this process: starting one that loads torch takes seconds, and only walls need it."""
+
+    def read(kind: str, source: Path, work: Path, limit_s: float) -> None:
+        taken = Taken(work)
+        try:
+            (read_dcp if kind == "dcp" else read_zero)(source, taken)
+        except NotTaken as error:
+            raise CheckpointError(f"SOURCE={source}: {error}. Import a checkpoint that you saved yourself.") from error
+        taken.close()
+
+    monkeypatch.setattr("weft.train.foreign.into_weft._run_child", read)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_fsdp2s_checkpoint_goes_on_in_weft(tmp_path, ranks2, here, flatten):
+    wanted = ranks2.run(train_fsdp2, str(tmp_path / "dcp"), flatten)[0]
+    found = bring_in(tmp_path / "dcp", tmp_path / "run")
+    assert (found.step, found.num_weights, found.num_states) == (STEPS, 4, 9)
+    assert found.left_out == ("extra.rng",)
+    assert verify_checkpoint(found.path) == []
+    opened = load_checkpoint(found.path)
+    for name, tensor in wanted.items():
+        if not name.startswith("after/"):
+            assert torch.equal(opened.tensors("optimizer" if "/" in name else "model")[name], tensor)
+    assert opened.tensors("optimizer")["a.bias/step"].item() == STEPS
+    for plan in ("dp_replicate=2", "dp_shard=2 zero=3"):
+        after = ranks2.run(go_on, str(tmp_path / "run"), plan)[0]
+        for name in NAMES:
+            torch.testing.assert_close(after[name], wanted[f"after/{name}"], rtol=1e-6, atol=1e-7)
+
+
+def test_weft_train_goes_on_to_the_bit(tmp_path, start, here):
+    """A run's own step 6, saved by torch and imported into another run, ends with the same weights and moments."""
+    first, _, _ = start("run.name=first", "checkpoint.keep=9")
+    opened = load_checkpoint(first.checkpoint(6))
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in opened.tensors("optimizer").items():
+        weight, _, kind = name.rpartition("/")
+        states.setdefault(weight, {})[kind] = tensor
+    saved = {"model": dict(opened.tensors("model")), "optimizer": {"state": states}, "step": 6}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    bring_in(tmp_path / "dcp", tmp_path / "second" / "checkpoints")
+    second, _, shown = start("run.name=second")
+    assert "resumed from step 6 (imported from torch.distributed.checkpoint)" in shown
+    ends = [load_checkpoint(folder.checkpoint(12)) for folder in (first, second)]
+    for group in ("model", "optimizer"):
+        for name, tensor in ends[0].tensors(group).items():
+            assert torch.equal(ends[1].tensors(group)[name], tensor), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_deepspeeds_layout(tmp_path, here, stage, world_size):
+    wanted = write_zero(tmp_path / "ds", stage, world_size, gaps=stage == 2)
+    found = bring_in(tmp_path / "ds", tmp_path / "run")
+    assert (found.step, found.num_weights, found.num_states) == (STEPS, 4, 9)
+    opened = load_checkpoint(found.path, verify=True)
+    for name, tensor in wanted.items():
+        assert torch.equal(opened.tensors("optimizer" if "/" in name else "model")[name], tensor)
+    assert torch.equal(opened.tensors("model")["count"], torch.arange(3.0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_own_files(tmp_path, stage):
+    """Where DeepSpeed is installed (the extra `bench`), it writes the files."""
+    pytest.importorskip("deepspeed")
+    script = tmp_path / "script.py"
+    script.write_text(DEEPSPEED_SCRIPT)
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{os.getcwd()}:{os.getcwd()}/src"}
+    subprocess.run([*ranks, str(script), str(stage), str(tmp_path / "ds")], check=True, env=environment, timeout=300)
+    opened = load_checkpoint(bring_in(tmp_path / "ds", tmp_path / "run").path)
+    for name, tensor in torch.load(tmp_path / "ds" / "want.pt", weights_only=True).items():
+        torch.testing.assert_close(opened.tensors("optimizer" if "/" in name else "model")[name], tensor)
+
+
+DEEPSPEED_SCRIPT = """
+import sys, torch, deepspeed
+from tests.train.foreign_cases import STEPS, batch, small
+stage, out = int(sys.argv[1]), sys.argv[2]
+deepspeed.init_distributed("gloo")
+def groups(m):
+    return [{"params": [m.a.weight, m.b.weight], "weight_decay": 0.1}, {"params": [m.a.bias], "weight_decay": 0.0}]
+model = small()
+config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True,
+          "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+for step in range(STEPS):
+    engine.backward(engine(batch(step, engine.global_rank)).pow(2).mean())
+    engine.step()
+engine.save_checkpoint(out)
+if engine.global_rank == 0:
+    plain = small()
+    optimizer = torch.optim.AdamW(groups(plain), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        plain(torch.cat([batch(step, 0), batch(step, 1)])).pow(2).mean().backward()
+        optimizer.step()
+    want = {}
+    for name, parameter in plain.named_parameters():
+        want[name] = parameter.detach()
+        want |= {f"{name}/{kind}": optimizer.state[parameter][kind] for kind in ("exp_avg", "exp_avg_sq")}
+    torch.save(want, out + "/want.pt")
+"""
+
+
+class Evil:
+    """Unpickled, it would touch a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+class Opens(Evil):
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+@pytest.fixture(scope="module")
+def dcp_folder(tmp_path_factory) -> Path:
+    """A plain one, of one process."""
+    folder = tmp_path_factory.mktemp("dcp")
+    tensors = {"model": {"w": torch.arange(12.0).reshape(3, 4)}, "step": 5}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [Evil, pytest.param(Opens, marks=pytest.mark.full)])
+def test_a_hostile_metadata_is_refused_in_one_sentence(tmp_path, dcp_folder, capsys, kind):
+    source = Path(shutil.copytree(dcp_folder, tmp_path / "source"))
+    (source / ".metadata").write_bytes(pickle.dumps(kind(tmp_path / "touched")))
+    assert run(["ckpt", "import", str(source), str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    name = "posix.system" if kind is Evil else "io.open"
+    assert f".metadata: it holds {name}, which is no weight, so nothing of it was run or loaded. Import" in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "touched").exists()
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == []
+
+
+@pytest.mark.parametrize("kind", [Opens, pytest.param(Evil, marks=pytest.mark.full)])
+def test_hostile_weights_are_refused(tmp_path, dcp_folder, kind):
+    write_zero(tmp_path / "ds", 2, 2)
+    torch.save({"module": kind(tmp_path / "touched")}, tmp_path / "ds/global_step3/mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="which is no weight, so nothing of it was run or loaded"):
+        bring_in(tmp_path / "ds", tmp_path / "run")
+    assert not (tmp_path / "touched").exists()
+
+
+def test_the_second_wall_ends_what_gets_past_the_first(tmp_path):
+    """Were something run all the same, it starts no program, opens no connection and writes nowhere."""
+    for attempt in (
+        "os.system('touch {touched}')",
+        "open('{touched}', 'w')",
+        "os.open('{touched}', os.O_CREAT)",
+        "os.mkdir('{touched}')",
+        "__import__('subprocess').run(['touch', '{touched}'])",
+        "__import__('socket').create_connection(('127.0.0.1', 9))",
+        "os.fork()",
+        "os.remove('{out}/../kept')",
+    ):
+        (tmp_path / "kept").write_text("")
+        code = (
+            "import os, pathlib; from weft.train.foreign.confined import _stand_wall\n"
+            f"_stand_wall(pathlib.Path('{tmp_path}/out'))\n" + attempt
+        ).format(touched=tmp_path / "touched", out=tmp_path / "out")
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert "PermissionError: reading a checkpoint wanted" in ended.stderr, attempt
+        assert not (tmp_path / "touched").exists()
+        assert (tmp_path / "kept").exists()
+
+
+def climb(source: Path) -> None:
+    text = (source / ".metadata").read_bytes()
+    (source / ".metadata").write_bytes(text.replace(b"__0_0.distcp", b"../secret.dc"))
+
+
+def link(source: Path) -> None:
+    (source / "__0_0.distcp").rename(source.parent / "elsewhere")
+    (source / "__0_0.distcp").symlink_to(source.parent / "elsewhere")
+
+
+DAMAGES = {
+    "climbs": (climb, "'../secret.dc' names a file outside of the checkpoint's folder"),
+    "link": (link, "__0_0.distcp is missing or no plain file"),
+    "missing": (lambda source: (source / "__0_0.distcp").unlink(), "__0_0.distcp is missing or no plain file"),
+    "cut": (lambda source: os.truncate(source / "__0_0.distcp", 100), "__0_0.distcp is shorter than .metadata says"),
+    "empty": (lambda source: (source / ".metadata").write_bytes(b""), ".metadata: it cannot be read as weights"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_sources_are_sentences(tmp_path, dcp_folder, here, name):
+    source = Path(shutil.copytree(dcp_folder, tmp_path / "source"))
+    damage, reason = DAMAGES[name]
+    damage(source)
+    with pytest.raises(CheckpointError) as caught:
+        bring_in(source, tmp_path / "run")
+    assert str(caught.value).startswith(f"SOURCE={source}: ")
+    assert reason in str(caught.value)
+
+
+def test_the_confined_process_imports_too(tmp_path, dcp_folder, capsys):
+    assert run(["ckpt", "import", str(dcp_folder), str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().err
+    path = tmp_path / "run" / "checkpoints" / "step_00000005"
+    assert told == f"weft: torch.distributed.checkpoint: 1 weights and 0 states of step 5, in {path}.\n"
+    assert torch.equal(load_checkpoint(path).tensors("model")["w"], torch.arange(12.0).reshape(3, 4))
+
+
+def test_a_source_that_takes_too_long_is_given_up(tmp_path, dcp_folder):
+    with pytest.raises(CheckpointError, match=r"took longer than 0\.01 s\. Raise --limit where it is large\."):
+        bring_in(dcp_folder, tmp_path, limit_s=0.01)
+
+
+def test_what_is_no_checkpoint(tmp_path, capsys):
+    assert run(["ckpt", "import", str(tmp_path), str(tmp_path / "run")]) == 2
+    assert "this is no checkpoint that Weft imports." in capsys.readouterr().err
+
+
+def test_a_step_is_not_overwritten(tmp_path, dcp_folder, here):
+    assert bring_in(dcp_folder, tmp_path).step == 5
+    with pytest.raises(CheckpointError, match="it has a checkpoint of step 5 already"):
+        bring_in(dcp_folder, tmp_path)
+    assert bring_in(dcp_folder, tmp_path, step=6).step == 6
+
+
+def test_names_are_told_apart():
+    places = [
+        ("app", "model", "module.w"), ("app", "model", "module.b.w"), ("rng", "cpu"),
+        ("app", "optim", "state", "module.w", "exp_avg"), ("app", "optim", "state.module.b.w.exp_avg"),
+    ]  # fmt: skip
+    found = sorted_names(places)
+    assert dict(found.weights) == {"w": places[0], "b.w": places[1]}
+    assert dict(found.states) == {"w/exp_avg": places[3], "b.w/exp_avg": places[4]}
+    assert found.left_out == (("rng", "cpu"),)
+    with pytest.raises(CheckpointError, match=r"Name the table with --model; there are: x, y\."):
+        sorted_names([("x", "w"), ("y", "w")])
+    assert dict(sorted_names([("x", "w"), ("y", "w")], "y").weights) == {"w": ("y", "w")}
+    with pytest.raises(CheckpointError, match="have numbers instead of names"):
+        sorted_names([("model", "w"), ("optim", "state", 0, "exp_avg")], "model")
