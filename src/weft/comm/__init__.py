@@ -15,6 +15,7 @@ from weft.comm.hang_watch import Watch
 from weft.comm.ledger import Ledger
 from weft.comm.meet import Choice, transports
 from weft.comm.pending import Pending
+from weft.comm.store_talk import StoreTalk
 from weft.comm.word import FirstWord
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "FirstWord",
     "Ledger",
     "Pending",
+    "StoreTalk",
     "Watch",
     "all_gather",
     "all_reduce",

@@ -1,6 +1,7 @@
 """What is kept in memory between forward and backward, and where."""
 
 from weft.memory.activations import offload_activations
+from weft.memory.host_copy import HostCopies
 from weft.memory.link import Waitable
 from weft.memory.offload import Host, HostPart, choose, offload_lines, open_host, shard_offload, step_on_host
 from weft.memory.pool import MOST_OF_HOST
@@ -8,6 +9,7 @@ from weft.memory.recompute import Recompute, apply_recompute, recompute_of
 
 __all__ = [
     "Host",
+    "HostCopies",
     "HostPart",
     "MOST_OF_HOST",
     "Recompute",
