@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.checkpoint.folders import hold_for_reading
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
 from weft.checkpoint.part import Box, BoxView, Deal, Part, meet
 from weft.checkpoint.slices import Slice, shard_name
@@ -87,6 +88,9 @@ class StretchReader:
 
     def __init__(self, folder: Path, files: Mapping[str, FileEntry]):
         self._folder, self._files = folder, files
+        held = hold_for_reading(folder)
+        if held is not None:
+            weakref.finalize(self, os.close, held)
         self._open: OrderedDict[str, _File] = OrderedDict()
         self.num_bytes = 0
 
