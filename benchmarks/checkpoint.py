@@ -3,8 +3,9 @@
     python benchmarks/checkpoint.py                                  60 M parameters on 2 ranks
     python benchmarks/checkpoint.py --size 500 --ranks 4 --rounds 3  500 M on 4 (needs 12 GB of memory and disk)
 
-save_s: until every rank knows that it is durable. stall_s: how long training waits; Weft waits for all of it, `async`
-of DCP until its copy is made. load_s: into a model that trains. verify_s: digests of all files, which DCP has none of.
+save_s: until every rank knows that it is durable. stall_s: how long training waits; `async` of both until a copy is
+made, of the later saves, whose memory is there. step_s: a step of training alone, and busy_s while a save goes on.
+load_s: into a model that trains. verify_s: digests of all files, which DCP has none of.
 MiB: by how much the peak memory of a rank rose. Medians over rounds of the slowest rank; the order rotates.
 """
 
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from weft.checkpoint import load_checkpoint, save_pieces, verify_checkpoint
+from weft.checkpoint import Together, load_checkpoint, save_pieces, verify_checkpoint
+from weft.comm import StoreTalk
+from weft.memory import HostCopies
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
@@ -62,24 +66,62 @@ def measured(act: Callable[[], object]) -> tuple[float, float]:
     return float(both[0]), float(both[1])
 
 
+def train_until(step: Callable[[], object], is_over: Callable[[], bool]) -> dict[str, float]:
+    """A step alone, and the mean of those until a save is over; all ranks do as many."""
+    found: list[float] = []
+    while True:
+        over = torch.tensor([float(is_over())])
+        dist.all_reduce(over, dist.ReduceOp.MIN)
+        if over:
+            break
+        began = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    step()
+    alone = time.perf_counter() - began
+    return {"step_s": alone, "busy_s": statistics.mean(found or [alone])}
+
+
 class Ours:
     """Weft under zero=3."""
 
-    name = "weft"
+    name, waits = "weft", True
 
     def __init__(self, size: int, root: Path):
-        self.root = root / "weft"
+        self.root = root / self.name
         self.mesh = build_mesh(Plan.parse(f"dp_shard={dist.get_world_size()} zero=3"))
         self.model = parallelize(layers(size), self.mesh, seed=1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         step = TrainStep(self.model, self.optimizer, lambda out, batch: (out.square().sum(), len(batch)), self.mesh)
-        step(torch.ones(2, self.model[0].in_features))
+        self.step = lambda: step(torch.ones(2, self.model[0].in_features))
+        self.step()
+        self.copies, talk = HostCopies(self.mesh.device), StoreTalk(self.mesh.rank, self.mesh.world_size)
+        self.talk = Together(self.mesh.rank, self.mesh.world_size, talk.on_first, talk.gather)
 
     def save(self, number: int) -> dict[str, float]:
-        took, rose = measured(
-            lambda: save_pieces(self.root, number, pieces(self.model, self.optimizer), {}, together(self.mesh))
-        )
-        return {"save_s": took, "stall_s": took, "save_MiB": rose}
+        stalled = [0.0]
+
+        def act() -> None:
+            began = time.perf_counter()
+            if self.waits:
+                save_pieces(self.root, number, pieces(self.model, self.optimizer), {}, together(self.mesh))
+                return
+            found = pieces(self.model, self.optimizer, self.copies)
+            thread = Thread(target=save_pieces, args=(self.root, number, found, {}, self.talk))
+            thread.start()
+            stalled[0] = time.perf_counter() - began
+            thread.join()
+
+        took, rose = measured(act)
+        return {"save_s": took, "stall_s": took if self.waits else stalled[0], "save_MiB": rose}
+
+    def beside(self, number: int) -> dict[str, float]:
+        """Steps while a save goes on."""
+        found = pieces(self.model, self.optimizer, self.copies)
+        thread = Thread(target=save_pieces, args=(self.root, number, found, {}, self.talk))
+        thread.start()
+        return train_until(self.step, lambda: not thread.is_alive())
 
     def load(self, number: int) -> dict[str, float]:
         path = self.root / f"step_{number:08d}"
@@ -88,32 +130,51 @@ class Ours:
         return {"load_s": took, "load_MiB": rose, "verify_s": checked}
 
 
+class OursAsync(Ours):
+    """The same, behind training."""
+
+    name, waits = "weft async", False
+
+
 class Dcp:
     """FSDP2 with torch's distributed checkpoints."""
 
     name, waits = "dcp", True
 
     def __init__(self, size: int, root: Path):
-        self.root = root / self.name
+        self.root, self.group = root / self.name, dist.new_group(backend="gloo")
         torch.manual_seed(1)
         self.model = layers(size)
         for layer in self.model:
             fully_shard(layer)
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.step()
+
+    def step(self) -> None:
         self.model(torch.ones(2, self.model[0].in_features)).square().sum().backward()
         self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def beside(self, number: int) -> dict[str, float]:
+        """Steps while a save goes on."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        pending = dcp.async_save(
+            {"model": model, "optimizer": optimizer}, checkpoint_id=self.root / str(number), process_group=self.group
+        )
+        return train_until(self.step, pending.done)
 
     def save(self, number: int) -> dict[str, float]:
-        began, stalled = time.perf_counter(), [0.0]
+        stalled = [0.0]
 
         def act() -> None:
+            began = time.perf_counter()
             model, optimizer = get_state_dict(self.model, self.optimizer)
             state = {"model": model, "optimizer": optimizer}
             if self.waits:
                 dcp.save(state, checkpoint_id=self.root / str(number))
             else:
-                pending = dcp.async_save(state, checkpoint_id=self.root / str(number))
+                pending = dcp.async_save(state, checkpoint_id=self.root / str(number), process_group=self.group)
                 stalled[0] = time.perf_counter() - began
                 pending.result()
 
@@ -139,11 +200,12 @@ class DcpAsync(Dcp):
 
 def rounds(size: int, number: int, root: str) -> dict[str, list[dict[str, float]]]:
     """All rivals in turn, `number` times."""
-    rivals = [kind(size, Path(root)) for kind in (Ours, Dcp, DcpAsync)]
+    rivals = [kind(size, Path(root)) for kind in (Ours, OursAsync, Dcp, DcpAsync)]
     found: dict[str, list[dict[str, float]]] = {rival.name: [] for rival in rivals}
     for turn in range(number):
-        for rival in rivals[turn % 3 :] + rivals[: turn % 3]:
-            found[rival.name].append(rival.save(turn) | rival.load(turn))
+        for rival in rivals[turn % 4 :] + rivals[: turn % 4]:
+            row = rival.save(turn) | rival.load(turn)
+            found[rival.name].append(row if rival.waits else row | rival.beside(number + turn))
             dist.barrier()
             if dist.get_rank() == 0:
                 for path in rival.root.iterdir():
@@ -159,9 +221,9 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=5)
     words.add_argument("--folder", default=None, help="where to write; a temporary folder")
     chosen = words.parse_args()
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as root, RankPool(chosen.ranks) as pool:
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as root, RankPool(chosen.ranks, timeout_s=3600.0) as pool:
         found = pool.run(rounds, chosen.size, chosen.rounds, root)[0]
-    columns = ["stall_s", "save_s", "load_s", "verify_s", "save_MiB", "load_MiB"]
+    columns = ["stall_s", "save_s", "step_s", "busy_s", "load_s", "verify_s", "save_MiB", "load_MiB"]
     print(f"{'':12}" + "".join(f"{column:>12}" for column in columns))
     for name, rows in found.items():
         values = [statistics.median([row[c] for row in rows]) if c in rows[0] else float("nan") for c in columns]

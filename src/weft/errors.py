@@ -83,6 +83,10 @@ class CheckpointError(WeftError):
     """Nothing valid to load, or a checkpoint file is damaged."""
 
 
+class UnfitError(CheckpointError):
+    """What was to be saved is useless to train on. Nothing was committed."""
+
+
 class CommError(WeftError):
     """Ranks cannot meet, or do not agree with each other."""
 

@@ -8,13 +8,13 @@ import fcntl
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file against other processes; False where one of them holds it.
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file against other processes; False where one of them holds it. shared: others may share it.
 
     A file system without locks is used without one. Raises OSError for any other failure.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

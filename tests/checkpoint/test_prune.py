@@ -1,8 +1,17 @@
 from __future__ import annotations
 
-import pytest
+import gc
 
-from weft.checkpoint import list_checkpoints, newest_checkpoint, prune_checkpoints
+import pytest
+import torch
+
+from weft.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from weft.errors import CheckpointError
 
 from .faults import names, save
@@ -43,6 +52,17 @@ def test_one_whole_one_among_the_kept_is_enough(tmp_path):
     flip(tmp_path / "step_00000003" / "state.json", 2)
     prune_checkpoints(tmp_path, 2)
     assert steps(tmp_path) == [2, 3]
+
+
+def test_one_that_is_being_read_stays_until_it_is_let_go(tmp_path):
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, {"model": {"w": torch.ones(3)}}, {})
+    opened = load_checkpoint(tmp_path / "step_00000001")
+    assert [path.name for path in prune_checkpoints(tmp_path, 1)] == ["step_00000002"]
+    assert torch.equal(opened.tensors("model")["w"], torch.ones(3))
+    del opened
+    gc.collect()
+    assert [path.name for path in prune_checkpoints(tmp_path, 1)] == ["step_00000001"]
 
 
 def test_folders_that_were_never_finished_go_when_a_newer_one_was(tmp_path):

@@ -241,7 +241,7 @@ def test_looking_needs_no_torch(three):
     import sys
 
     code = (
-        "import sys; from weft.cli.main import run;"
+        "import sys; from weft.cli.app import run;"
         "run(['ckpt', 'ls', sys.argv[1]]); run(['ckpt', 'verify', sys.argv[1]]);"
         "run(['ckpt', 'show', sys.argv[1]]); run(['ckpt', 'diff', sys.argv[1] + '@10', sys.argv[1] + '@20']);"
         "run(['ckpt', 'export', sys.argv[1], sys.argv[1] + '/out', '--dtype', 'bf16']);"

@@ -99,7 +99,7 @@ def fail_with(monkeypatch, error: BaseException) -> None:
         """Fails."""
         raise error
 
-    monkeypatch.setattr("weft.cli.main.version", version)
+    monkeypatch.setattr("weft.cli.app.version", version)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from weft import env
+from weft.checkpoint import list_checkpoints, verify_checkpoint
 from weft.monitor import read_events
 from weft.train import RunFolder
 
@@ -136,3 +137,26 @@ def test_a_run_that_is_killed_in_three_ways_ends_on_the_same_bits(undisturbed):
     events = read_events(folder.events)
     assert sum(event["event"] == "step" for event in events) >= STEPS  # some steps were done twice
     assert sum(event["event"] == "start" for event in events) == len(kills) + 1, told
+
+
+@pytest.mark.full
+def test_no_death_at_any_moment_of_a_save_leaves_half_a_checkpoint_that_counts(undisturbed):
+    """Saves behind every step, and deaths of all processes within the second after it."""
+    tmp_path, name = undisturbed.path.parent, "killed_while_saving"
+    folder, chance = RunFolder(tmp_path / name), random.Random()
+    for place in range(1, 6):
+        process = start(tmp_path, name, "checkpoint.every=1", "checkpoint.keep=4")
+        wait_for_step(folder, place, 5 * place, process)
+        delay = chance.random()
+        time.sleep(delay)
+        members = family(process)
+        kill_all(process)
+        process.communicate(timeout=60)
+        _, alive = psutil.wait_procs(members, timeout=20)
+        assert not alive
+        committed = list_checkpoints(folder.checkpoints)
+        assert committed
+        for path in committed:
+            assert verify_checkpoint(path) == [], (place, delay, path.name)
+    finish(tmp_path, name)
+    assert final_bytes(folder) == final_bytes(undisturbed)

@@ -18,7 +18,7 @@ def _only(record: bytes) -> list[bytes]:
 @dataclass(frozen=True, slots=True)
 class Together:
     """This rank among all. on_first: the JSON value that the first rank's function returns, on all ranks; what it
-    raises, all raise. gather: the bytes of every rank, on all ranks, in their order.
+    raises, all raise. gather: the bytes of every rank in their order, on the first rank; others may get none.
     """
 
     rank: int = 0

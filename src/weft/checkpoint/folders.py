@@ -106,6 +106,31 @@ def discard(path: Path) -> None:
         empty_trash(path.parent)
 
 
+def hold_for_reading(path: Path) -> int | None:
+    """A descriptor that keeps a checkpoint from being pruned until it is closed; None where there is no such lock."""
+    try:
+        handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        try_lock(handle, shared=True)
+    return handle
+
+
+def is_being_read(path: Path) -> bool:
+    """Whether some process of this machine, or of those that share the file system's locks, reads a checkpoint."""
+    try:
+        handle = os.open(path / COMMIT_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return not try_lock(handle)
+    except OSError:
+        return False  # no exclusive locks on what is open for reading, as over NFS
+    finally:
+        os.close(handle)
+
+
 def empty_trash(root: Path) -> None:
     """Delete what was moved aside. What cannot be deleted now stays out of sight and is tried again next time."""
     trash = root / _TRASH_NAME

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 #: A manifest of a million tensors is about 150 MB; COMMIT is 65 bytes.
 _MAX_MANIFEST_BYTES = 512 * 2**20
 _VERIFY_THREADS = 4
-#: The most problems that a rank sends to the others.
+#: The most problems that are told.
 _MOST_TOLD = 8
 
 
@@ -188,12 +188,13 @@ def verify_checkpoint(
     skips the digests of tensor files and finds only missing, resized and mislabelled files. report: called by several
     threads with the number of bytes that were digested since the last call.
     """
-    problems = _problems(Path(path), digests, together, report)
-    if together.number == 1:
-        return problems
-    found = json.dumps(problems[:_MOST_TOLD])
-    answers = [json.loads(answer) for answer in together.gather(found.encode())]
-    return list(dict.fromkeys(problem for answer in answers for problem in answer))
+    found = json.dumps(_problems(Path(path), digests, together, report)[:_MOST_TOLD])
+    answers = together.gather(found.encode())
+
+    def joined() -> list[str]:
+        return list(dict.fromkeys(problem for answer in answers for problem in json.loads(answer)))[:_MOST_TOLD]
+
+    return together.on_first(joined)
 
 
 def _problems(path: Path, digests: bool, together: Together, report: Callable[[int], None]) -> list[str]:

@@ -26,7 +26,8 @@ def prune_checkpoints(
 
     Before anything is deleted the kept ones are verified, newest first, until one proves whole; when none does, the
     newest whole one of the others stays too. whole: a step that was written and digested just now, and is not read
-    again. verify=False trusts the digests and checks the rest. delete=False only says what would go.
+    again. One that is being read stays until the next time.
+    verify=False trusts the digests and checks the rest. delete=False only says what would go.
     Deleting is a rename out of sight first, so that a crash in between leaves no half-deleted checkpoint to be found.
     Folders without COMMIT that are older than the newest checkpoint are left by killed writers, and go too.
     """
@@ -55,7 +56,9 @@ def _doomed(
     committed = [folder for folder in found if folder.committed]
     kept_steps = set(sorted({folder.step for folder in committed})[-keep:]) | {*spared}
     # An `.again` folder is a replacement that the next save finishes: it counts as its step does.
-    doomed = [folder for folder in committed if folder.step not in kept_steps]
+    doomed = [
+        folder for folder in committed if folder.step not in kept_steps and not folders.is_being_read(folder.path)
+    ]
     kept = [folder for folder in committed if folder.step in kept_steps]
 
     def is_whole(folder: StepFolder) -> bool:

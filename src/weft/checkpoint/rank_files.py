@@ -10,6 +10,7 @@ What a rank says of a tensor holds for all ranks that have some of it, and it is
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from weft.checkpoint.arrays import RawArray, dtype_name, write_file, write_tenso
 from weft.checkpoint.manifest import DTYPE_BYTES, STATE_NAME, FileEntry, TensorEntry, parse_manifest
 from weft.checkpoint.parts import Deal, Part
 from weft.checkpoint.slices import RankLists, Slice, read_slices, shard_name
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, UnfitError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,26 +71,35 @@ def save_pieces(
     state: Mapping[str, object],
     together: Together,
     groups: Sequence[str] = ("model", "optimizer"),
+    look: save.Look | None = None,
 ) -> Path:
     """Save one step, each rank its own pieces, and return its folder on all ranks. All ranks call it.
 
-    state: JSON values, of the first rank. groups: those that are there even if empty. Raises CheckpointError on all
-    ranks where one cannot write; earlier checkpoints then stand as they were.
+    state: JSON values, of the first rank. groups: those that are there even if empty. look: sees all values as they
+    are written. Raises CheckpointError on all ranks where one cannot write, UnfitError where `look` does; earlier
+    checkpoints then stand as they were.
     """
     members: dict[str, dict[str, SavedPiece]] = {group: {} for group in groups}
     for piece in pieces:
         members.setdefault(piece.group, {})[piece.name] = piece
     if together.number == 1:
         tensors = {group: {name: piece.data for name, piece in found.items()} for group, found in members.items()}
-        return save.save_checkpoint(root, step, tensors, state)
-    return _Saving(Path(root), step, members, together).save(state)
+        return save.save_checkpoint(root, step, tensors, state, look=look)
+    return _Saving(Path(root), step, members, together, look).save(state)
 
 
 class _Saving:
     """One sharded save, on one rank."""
 
-    def __init__(self, root: Path, step: int, members: dict[str, dict[str, SavedPiece]], together: Together):
-        self._root, self._step, self._members, self._together = root, step, members, together
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        members: dict[str, dict[str, SavedPiece]],
+        together: Together,
+        look: save.Look | None,
+    ):
+        self._root, self._step, self._members, self._together, self._look = root, step, members, together, look
         self._held = contextlib.ExitStack()  # the writer's lock, on the first rank
 
     def save(self, state: Mapping[str, object]) -> Path:
@@ -99,14 +109,23 @@ class _Saving:
             place = Path(self._together.on_first(lambda: str(self._open(sum(map(int, sizes))))))
             try:
                 said = {"files": self._write(place)}
+            except UnfitError as error:
+                said = {"unfit": str(error)}
             except (OSError, CheckpointError) as error:
                 said = {"error": f"{getattr(error, 'strerror', None) or error}"[:_SAID]}
             except BaseException as error:
                 # The others wait for word from this rank; who was interrupted says so, and then ends.
-                self._together.gather(json.dumps({"error": type(error).__name__}).encode())
+                with contextlib.suppress(CheckpointError):
+                    self._agree(place, {"error": type(error).__name__}, state)
                 raise
-            answers = self._together.gather(json.dumps(said).encode())
-            return Path(self._together.on_first(lambda: str(self._bind(place, answers, state))))
+            ended = self._agree(place, said, state)
+        if "unfit" in ended:
+            raise UnfitError(ended["unfit"])
+        return Path(ended["path"])
+
+    def _agree(self, place: Path, said: Mapping[str, object], state: Mapping[str, object]) -> dict[str, str]:
+        answers = self._together.gather(json.dumps(said).encode())
+        return self._together.on_first(lambda: self._bind(place, [json.loads(one) for one in answers], state))
 
     def _open(self, num_bytes: int) -> Path:
         save.check_step(self._step)
@@ -125,7 +144,8 @@ class _Saving:
                 continue
             entries = {name: TensorEntry("", _dtype(piece), _shape(piece)) for name, piece in found.items()}
             name = shard_name(group, rank)
-            file = write_tensors(place / name, {one: piece.data for one, piece in found.items()}, entries)
+            look = self._look and functools.partial(self._look, group)
+            file = write_tensors(place / name, {one: piece.data for one, piece in found.items()}, entries, look)
             written[name] = [file.num_bytes, file.sha256]
             if group not in PRIVATE:
                 told[group] = {
@@ -142,21 +162,23 @@ class _Saving:
             write_file(place / _TOLD.format(rank=rank), text)
         return written
 
-    def _bind(self, place: Path, answers: list[bytes], state: Mapping[str, object]) -> Path:
-        """On the first rank: make what all wrote a checkpoint, or nothing."""
+    def _bind(self, place: Path, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
+        """On the first rank: make what all wrote a checkpoint, or nothing. Its path, or why it is unfit."""
         try:
             with save.disk_errors_told(self._root, self._step):
-                files: dict[str, FileEntry] = {}
-                for rank, answer in enumerate(map(json.loads, answers)):
+                for rank, answer in enumerate(answers):
                     if "error" in answer:
                         raise save.not_written(self._root, self._step, f"rank {rank}: {answer['error']}")
-                    files |= {name: FileEntry(*entry) for name, entry in answer["files"].items()}
+                if unfit := [answer["unfit"] for answer in answers if "unfit" in answer]:
+                    folders.discard(place)
+                    return {"unfit": unfit[0]}
+                files = {name: FileEntry(*entry) for answer in answers for name, entry in answer["files"].items()}
                 self._check_there(place, files)
                 entries = self._join(place)
                 files[STATE_NAME] = write_file(place / STATE_NAME, strict_json.encode(dict(state), "state"))
                 manifest = save.write_manifest(place, self._step, files, entries)
                 parse_manifest(manifest)  # what no reader would take is refused here, where it can still be said
-                return save.publish(self._root, self._step, place, manifest)
+                return {"path": str(save.publish(self._root, self._step, place, manifest))}
         except BaseException:
             folders.discard(place)
             raise

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weft.checkpoint.arrays import RawArray, open_tensors, tensor_of
+from weft.checkpoint.folders import hold_for_reading
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
 from weft.checkpoint.parts import Box, BoxView, Deal, Part, meet
 from weft.checkpoint.slices import Slice, shard_name
@@ -92,6 +93,9 @@ class StretchReader:
 
     def __init__(self, folder: Path, files: Mapping[str, FileEntry]):
         self._folder, self._files = folder, files
+        held = hold_for_reading(folder)
+        if held is not None:
+            weakref.finalize(self, os.close, held)
         self._open: OrderedDict[str, _File] = OrderedDict()
         self.num_bytes = 0
 

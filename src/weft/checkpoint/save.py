@@ -8,10 +8,11 @@ beside it and takes its place only when committed, so that one complete copy exi
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 #: Tensors of one group go on in a new file beyond this size.
 MAX_FILE_BYTES = 4 * 2**30
+#: Sees all values of a save, (group, some MiB of a tensor), while they are written; raises UnfitError to end it.
+Look = Callable[[str, RawArray], None]
 
 
 def save_checkpoint(
@@ -46,12 +49,14 @@ def save_checkpoint(
     state: Mapping[str, object],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    look: Look | None = None,
 ) -> Path:
     """Save one step durably and return its folder, `<root>/step_00000120`.
 
     step: optimizer steps done. tensors: named groups, such as {"model": {...}, "optimizer": {...}}; any device,
     strides and sharing, or blocks (a tensor that is stored under two names is written once and comes back as one).
     state: JSON values (floats, also inf and nan, come back exactly; tuples come back as lists).
+    look: sees all values as they are written, and may end the save.
     One process saves; the others wait where the caller makes them. Raises CheckpointError when something cannot be
     stored or the disk is too full; earlier checkpoints then stand as they were, and nothing half-written stays.
     """
@@ -64,7 +69,7 @@ def save_checkpoint(
     with disk_errors_told(root, step), contextlib.ExitStack() as held:
         prepare(root, held)
         _check_space(root, entries, len(state_text))
-        return _write(root, step, tensors, entries, state_text)
+        return _write(root, step, tensors, entries, state_text, look)
 
 
 def check_step(step: object) -> None:
@@ -163,10 +168,11 @@ def _write(
     tensors: Mapping[str, Mapping[str, Tensor | RawArray]],
     entries: Mapping[str, Mapping[str, TensorEntry]],
     state_text: bytes,
+    look: Look | None,
 ) -> Path:
     place = folders.new_temp_folder(root, step)
     try:
-        manifest = _write_files(place, step, tensors, entries, state_text)
+        manifest = _write_files(place, step, tensors, entries, state_text, look)
         return publish(root, step, place, manifest)
     except BaseException:
         folders.discard(place)
@@ -201,13 +207,14 @@ def _write_files(
     tensors: Mapping[str, Mapping[str, Tensor | RawArray]],
     entries: Mapping[str, Mapping[str, TensorEntry]],
     state_text: bytes,
+    look: Look | None,
 ) -> bytes:
     files: dict[str, FileEntry] = {}
     for group, members in entries.items():
         stored = {name: entry for name, entry in members.items() if entry.same_as is None}
         for file in sorted({entry.file for entry in stored.values()}):
             chosen = {name: tensors[group][name] for name, entry in stored.items() if entry.file == file}
-            files[file] = write_tensors(place / file, chosen, stored)
+            files[file] = write_tensors(place / file, chosen, stored, look and functools.partial(look, group))
     files[STATE_NAME] = write_file(place / STATE_NAME, state_text)
     return write_manifest(place, step, files, entries)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.checkpoint import Checkpoint, SavedPiece
-from weft.comm import Ledger, barrier
+from weft.checkpoint import Checkpoint, SavedPiece, Together
+from weft.comm import Ledger, StoreTalk, barrier
 from weft.comm.watch import Watch
 from weft.data.batch import move_batch
-from weft.memory import offload_lines, recompute_of
+from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
@@ -52,6 +52,7 @@ class TorchEngine:
             where_stacks=f"{job.folder.logs}/rank_*.log",
             owns_process=job.place is not None,
         )
+        self._copies = HostCopies(device)
         self._started = False
 
     def build(self) -> None:
@@ -111,8 +112,8 @@ class TorchEngine:
         assert self._eval_batches is not None
         return evaluate(self.model, self._eval_batches, self.mesh, self._task)
 
-    def save(self) -> Iterator[SavedPiece]:
-        return pieces(self.model, self._step.optimizer)
+    def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
+        return pieces(self.model, self._step.optimizer, self._copies if aside else None)
 
     def state(self) -> Mapping[str, Any]:
         return {"loss_scale": self._step.loss_scale.state()}
@@ -127,6 +128,13 @@ class TorchEngine:
 
     def gather(self, record: bytes) -> list[bytes]:
         return gather(self.mesh, record)
+
+    def talk(self) -> Together:
+        rank, number = self.mesh.rank, self.mesh.world_size
+        if number == 1:
+            return Together()
+        found = StoreTalk(rank, number)
+        return Together(rank, number, found.on_first, found.gather)
 
     def close(self, *, failed: bool = False) -> None:
         try:

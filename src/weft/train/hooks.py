@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.monitor import StepRecord
 from weft.train.engine import Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEnd:
+    """What became of a save. path: where it is durable. why: why it was not committed. note: what else is to be told.
+
+    stall_s: how long training waited for it. durable_s: from when it was due until it was committed.
+    """
+
+    step: int
+    path: Path | None = None
+    why: str = ""
+    note: str = ""
+    stall_s: float = 0.0
+    durable_s: float = 0.0
 
 
 class Hook:
@@ -31,8 +47,8 @@ class Hook:
     def on_warning(self, step: int, text: str) -> None:
         """Something that a person should know, in one line: a step that was not saved, a jump of the loss."""
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        """A checkpoint is complete on disk (first rank only)."""
+    def on_checkpoint(self, saved: SaveEnd) -> None:
+        """A checkpoint is complete on disk; later steps than its own may be done already."""
 
     def on_end(self, step: int, reason: str) -> None:
         """The loop ended after `step` steps. reason: "finished", or why it stopped before."""

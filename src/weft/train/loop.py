@@ -14,7 +14,7 @@ from weft.monitor.times import TimeBook, memory_bytes
 from weft.optim import lr_factor
 from weft.spec import RunConfig
 from weft.train.engine import Engine, StepResult
-from weft.train.hooks import Hook
+from weft.train.hooks import Hook, SaveEnd
 from weft.train.progress import Progress
 from weft.train.task import Task
 
@@ -26,14 +26,16 @@ ASKED_TO_STOP = "asked to stop"
 class Trainer:
     """One run on one rank: what to train, on what, and who watches.
 
-    save: writes a checkpoint of the progress given, or says why it does not; its second argument: an evaluation of
-    these weights gave a finite loss. confirm: the weights after so many steps gave a finite loss. halted: where the
-    same command resumes after a first bad step, in words. All three are called on every rank.
+    save: begins to write a checkpoint of the progress given, or says why it does not; its other arguments: an
+    evaluation of these weights gave a finite loss; no step follows. ended: what became of saves; where told to, it
+    waits for the one under way. confirm: the weights after so many steps gave a finite loss. halted: where the same
+    command resumes after a first bad step, in words. All are called on every rank.
     """
 
     task: Task
     engine: Engine
-    save: Callable[[Progress, bool], str | None]
+    save: Callable[[Progress, bool, bool], str | None]
+    ended: Callable[[bool], Sequence[SaveEnd]] = lambda wait: ()
     confirm: Callable[[int], None] = lambda step: None
     halted: Callable[[int], str] = lambda first_bad: "it resumes from the last checkpoint"
     hooks: Sequence[Hook] = ()
@@ -66,7 +68,7 @@ class Trainer:
                 if stop := self._advance(batches, guard):
                     reason = stop
                     break
-        if self._saved_step != self.progress.step and (why := self._save(guard)):
+        if why := self._save_last(guard):
             # However it came to its end: "asked to stop" promises that everything is saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
         self._end(reason)
@@ -83,6 +85,7 @@ class Trainer:
             raise self._halt(str(halt), guard) from None
         if not guard.num_bad:
             self.confirm(record.step - 1)
+        self._tell_ended(self.ended(False))
         stop = ASKED_TO_STOP if metrics.wants_stop else self._evaluate_if_due()
         if not stop and (self._due(self.config.checkpoint.every) or self._is_best_now()):
             self._save(guard)
@@ -110,18 +113,45 @@ class Trainer:
 
     def _halt(self, sentence: str, guard: NonFiniteGuard) -> TrainingHalted:
         """The end of a run that went wrong: nothing more is saved."""
+        self._wait_for_saves()
         text = f"{sentence}: {self.halted(guard.first_bad or self.progress.step + 1)}."
         self._end(text)
         return TrainingHalted(text)
 
-    def _save(self, guard: NonFiniteGuard) -> str | None:
-        """Save what is sound; why it is not, or None. Weights of a bad step wait for one that is good again."""
+    def _save_last(self, guard: NonFiniteGuard) -> str | None:
+        """See to it that the last step is saved; why it is not, or None."""
+        failed = self._wait_for_saves()
+        if self._saved_step == self.progress.step:
+            return failed
+        return self._save(guard, last=True) or self._wait_for_saves()
+
+    def _wait_for_saves(self) -> str | None:
+        """Until the save under way is over; why this step's was not committed, or None."""
+        with self._phase("saving", "checkpoint", "saves a checkpoint"):
+            return self._tell_ended(self.ended(True))
+
+    def _tell_ended(self, ends: Sequence[SaveEnd]) -> str | None:
+        """Tell the hooks what became of saves; why this step's was not committed, or None."""
+        failed = None
+        for end in ends:
+            for hook in self.hooks:
+                if end.path is not None:
+                    hook.on_checkpoint(end)
+                else:
+                    hook.on_warning(end.step, end.note or f"step {end.step} is not saved: {end.why}")
+            if end.why and end.step == self.progress.step:
+                failed = end.why
+        return failed
+
+    def _save(self, guard: NonFiniteGuard, last: bool = False) -> str | None:
+        """Begin to save what is sound; why it is not, or None. Weights of a bad step wait for a good one."""
         is_good = self._sound_step == self.progress.step
         if guard.num_bad and not is_good:
             why: str | None = f"no step since {guard.first_bad} had a finite loss and gradient"
         else:
             with self._phase("saving", "checkpoint", "saves a checkpoint"):
-                why = self.save(self.progress, is_good)
+                why = self.save(self.progress, is_good, last)
+                self._tell_ended(self.ended(False))
         if why is None:
             self._saved_step = self.progress.step
         else:

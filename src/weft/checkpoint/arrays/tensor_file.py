@@ -94,16 +94,21 @@ class DigestingFile:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
         self._num_bytes = 0
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | memoryview, look: Callable[[bytes | memoryview], None] | None = None) -> None:
+        """look: sees each stretch of the data while it is in the processor's cache; what it raises ends the write."""
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
             if len(chunk) < _CHUNK_BYTES // 4:
                 self._digest.update(chunk)
                 self._file.write(chunk)
+                if look:
+                    look(chunk)
             else:
                 job = self._thread.submit(self._digest.update, chunk)
                 try:
                     self._file.write(chunk)
+                    if look:
+                        look(chunk)
                 finally:
                     job.result()
         self._num_bytes += len(data)
@@ -135,9 +140,15 @@ def file_order(names_and_entries: Iterable[tuple[str, TensorEntry]]) -> list[str
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor | RawArray], entries: Mapping[str, TensorEntry]
+    path: Path,
+    tensors: Mapping[str, Tensor | RawArray],
+    entries: Mapping[str, TensorEntry],
+    look: Callable[[RawArray], None] | None = None,
 ) -> FileEntry:
-    """Write one safetensors file, durable on return. One tensor at a time is copied to the CPU."""
+    """Write one safetensors file, durable on return. One tensor at a time is copied to the CPU.
+
+    look: sees all values, some MiB at a time, as they are written; what it raises ends the write.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
     end = 0
@@ -150,8 +161,13 @@ def write_tensors(
     with DigestingFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            file.write(_bytes_of(tensors[name]))
+            file.write(_bytes_of(tensors[name]), look and _in_stretches(look, entries[name].dtype))
         return file.close()
+
+
+def _in_stretches(look: Callable[[RawArray], None], dtype: str) -> Callable[[bytes | memoryview], None]:
+    width = DTYPE_BYTES[dtype]
+    return lambda chunk: look(RawArray(dtype, (len(chunk) // width,), memoryview(chunk)))
 
 
 def _bytes_of(tensor: Tensor | RawArray) -> memoryview:

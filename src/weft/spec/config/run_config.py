@@ -314,6 +314,16 @@ class CheckpointSection(Section):
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
     """Whether to keep the checkpoint with the lowest evaluation loss too."""
+    keep_every: Count = 0
+    """Keep the checkpoints of steps that are a multiple of this for good; 0: none."""
+    background: bool = True
+    """Whether training goes on while a checkpoint is written: it waits for a copy in host memory only."""
+    busy: Literal["wait", "skip"] = "wait"
+    """What a save does that is due while the one before is still being written."""
+    retries: Count = 2
+    """How often a save that failed is tried again, with growing pauses; training goes on meanwhile."""
+    on_failure: Literal["stop", "hold"] = "stop"
+    """After the last try: stop the run, or hold training and try on until it works."""
 
 
 class ResumeSection(Section):

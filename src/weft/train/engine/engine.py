@@ -6,18 +6,15 @@ The torch engine (weft/engines/torch_engine.py) is the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-from weft.checkpoint import Checkpoint, SavedPiece
+from weft.checkpoint import Checkpoint, SavedPiece, Together
 from weft.mesh import Pulse
 from weft.monitor.times import Meter, TimeBook
 from weft.spec.plan import Plan
 from weft.train.engine.results import Evaluation, StepResult
 from weft.train.task import Batches
-
-if TYPE_CHECKING:
-    pass
 
 #: Arrays of a checkpoint have names that begin with one of these and a slash.
 GROUPS = ("model", "optimizer")
@@ -64,9 +61,10 @@ class Engine(Protocol):
         """Loss and metrics over the task's evaluation set."""
         ...
 
-    def save(self) -> Iterator[SavedPiece]:
+    def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
         """What this rank writes of weights and optimizer states, to be written before the next step.
 
+        aside: as copies in host memory, which last until the next such call. CheckpointError where they do not fit.
         Paths are "model/<name>" and "optimizer/<name>"; pieces of all ranks together are all of it, each element once.
         """
         ...
@@ -87,7 +85,11 @@ class Engine(Protocol):
         ...
 
     def gather(self, record: bytes) -> list[bytes]:
-        """The bytes of every rank, on all ranks, in their order."""
+        """The bytes of every rank in their order, on the first rank; others may get none."""
+        ...
+
+    def talk(self) -> Together:
+        """The ranks as a thread beside training asks them, which leaves the collectives of training alone."""
         ...
 
     def close(self, *, failed: bool = False) -> None:

@@ -7,7 +7,9 @@ whose loss was finite can still have spoilt the weights, and the step after tell
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,31 +26,34 @@ from weft.checkpoint import (
     step_in_name,
     verify_checkpoint,
 )
-from weft.checkpoint.arrays import RawArray, block_of
-from weft.errors import CheckpointError
+from weft.checkpoint.arrays import RawArray
+from weft.errors import CheckpointError, UnfitError
 from weft.spec import RunConfig
 from weft.train.engine import GROUPS, Engine
 from weft.train.folder import RunFolder
+from weft.train.hooks import SaveEnd
 from weft.train.progress import Progress
 from weft.train.run.rates import rate_change, rate_state
+from weft.train.run.save_thread import Save
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18
+#: How long (s) a rank that fails waits for the save under way: it may be the last one.
+_LAST_WAIT_S = 30.0
 
 
 class Keeper:
-    """Saves and resumes one run, on all ranks together; the first rank writes."""
+    """Saves and resumes one run, on all ranks together: one save at a time, behind training where that is wished."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        config: RunConfig,
-        engine: Engine,
-    ):
+    def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine):
         self._folder, self._config, self._engine = folder, config, engine
+        self._background, self._talk = config.checkpoint.background, engine.talk()
+        self._save: Save | None = None
+        self._ends = deque[SaveEnd]()  # the thread of a save adds to it
+        self._num_told = 0
         self._together = Together(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
         self._resumed = 0
-        self._good_step: int | None = None
+        self._good_step = 0
 
     def resume(self) -> tuple[Progress, list[str]]:
         """Load the newest valid checkpoint, or that of `resume.step`: the first rank looks, the others follow.
@@ -80,24 +85,82 @@ class Keeper:
             return None, notes
         return found.step, [*notes, *(f"checkpoint passed over: {one}" for one in found.passed_over)]
 
-    def save(
-        self, progress: Progress, is_good: bool, on_saved: Callable[[int, Path], None] | None = None
-    ) -> str | None:
-        """Write a checkpoint, each rank its part, and drop those no longer wanted.
+    def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
+        """Begin to write a checkpoint, each rank its part; `ended` tells what becomes of it.
 
-        is_good: these weights gave a finite loss in an evaluation. Returns why nothing was written, or None; the same
-        on all ranks. What is dropped is never the newest one that is known to be good.
+        is_good: these weights gave a finite loss in an evaluation. last: no other step is going to follow. Waits for
+        the save before, or returns why it is left out, the same on all ranks. What is dropped once it is written is
+        never the newest one that is known to be good. Raises CheckpointError where the save before failed.
         """
-        pieces = list(self._engine.save())
-        answers = self._engine.gather(_fault(pieces).encode())
-        if reason := next((answer.decode() for answer in answers if answer), None):
-            return reason
-        root = self._folder.checkpoints
-        path = save_pieces(root, progress.step, pieces, self._state(progress, is_good), self._together, GROUPS)
-        self._engine.on_first(lambda: self._drop_old(progress, is_good, path, on_saved))
-        if is_good:
-            self._good_step = progress.step
+        if not last and self._config.checkpoint.busy == "skip" and self._engine.on_first(lambda: self._is_busy()):
+            return "the checkpoint before it is still being written (checkpoint.busy=skip)"
+        self._finish()
+        began = time.perf_counter()
+        step, state, pieces = progress.step, self._state(progress, is_good), self._pieces()
+        best = progress.best_step if self._config.checkpoint.keep_best else None
+
+        def write() -> Path:
+            path = save_pieces(self._folder.checkpoints, step, pieces, state, self._talk, GROUPS, refuse_unfit)
+            if is_good:
+                self.confirm(step)
+            if self._talk.rank == 0:
+                self._drop_old(step, best)
+            return path
+
+        settings = self._config.checkpoint
+        self._save, self._num_told = Save(step, write, settings.retries, settings.on_failure == "hold"), 0
+        if self._background:
+            self._save.start()
+        else:
+            self._save.run()
+        self._save.stall_s = time.perf_counter() - began
         return None
+
+    def ended(self, wait: bool = False) -> list[SaveEnd]:
+        """What became of saves since the last call. wait: also of the one under way.
+
+        A save that failed for good asks all ranks to stop, and raises its CheckpointError once it is waited for.
+        """
+        save = self._save
+        if save is not None and not wait:
+            failures = save.failures[self._num_told :]
+            self._num_told += len(failures)
+            self._ends += [SaveEnd(save.step, note=f"{one} It is tried again.") for one in failures if not save.error]
+            if save.is_over and save.error is not None and not isinstance(save.error, UnfitError):
+                self._engine.wants_stop = True
+            elif save.is_over or (save.is_held and not failures):
+                self._finish()
+        elif save is not None:
+            self._finish()
+        return [self._ends.popleft() for _ in range(len(self._ends))]
+
+    def leave(self, failed: bool) -> None:
+        """Part from the save under way. failed: after an error, when there is little time for it."""
+        if self._save is not None:
+            self._save.give_up()
+            if failed:
+                self._save.wait(_LAST_WAIT_S)
+
+    def _is_busy(self) -> bool:
+        return self._save is not None and not self._save.is_over
+
+    def _finish(self) -> None:
+        """Wait for the save under way, and keep what it says."""
+        save, self._save = self._save, None
+        if save is not None:
+            with self._engine.pulse.doing("writes a checkpoint"):
+                save.wait()
+            self._ends.append(save.end())
+
+    def _pieces(self) -> list[SavedPiece]:
+        """What this rank writes, as a copy where training goes on meanwhile."""
+        if self._background:
+            try:
+                return list(self._engine.save(aside=True))
+            except CheckpointError as error:
+                self._background = False
+                self._ends.append(SaveEnd(0, note=f"{error} Until then each save makes training wait."))
+        return list(self._engine.save())
 
     def _state(self, progress: Progress, is_good: bool) -> dict[str, object]:
         """All but arrays."""
@@ -113,27 +176,27 @@ class Keeper:
             "evaluated": is_good,
         }
 
-    def _drop_old(
-        self, progress: Progress, is_good: bool, path: Path, on_saved: Callable[[int, Path], None] | None
-    ) -> None:
-        """On the first rank, after a save."""
+    def _drop_old(self, step: int, best: int | None) -> None:
+        """On the first rank, after the save of `step`: what is not wanted goes; what cannot go now may go later."""
         kept = self._config.checkpoint
-        best = progress.best_step if kept.keep_best else None
-        good = None if is_good else self._last_good(progress.step)
-        spared = () if good is None else (good,)
-        prune_checkpoints(self._folder.checkpoints, kept.keep, best, spared=spared, whole=progress.step)
-        if on_saved:
-            on_saved(progress.step, path)
+        good = self._last_good(step)
+        spared = set() if good is None else {good}
+        if kept.keep_every:
+            spared |= {one for one in saved_steps(self._folder) if one % kept.keep_every == 0}
+        try:
+            prune_checkpoints(self._folder.checkpoints, kept.keep, best, spared=spared, whole=step)
+        except CheckpointError as error:
+            self._ends.append(SaveEnd(step, note=str(error)))
 
-    def _last_good(self, before: int) -> int | None:
-        """The newest saved step before `before` whose weights gave a finite loss."""
-        limit = self._good_step if self._good_step is not None else self._resumed
-        steps = [step for step in saved_steps(self._folder) if step < before]
-        return max((step for step in steps if step <= limit), default=max(steps, default=None))
+    def _last_good(self, newest: int) -> int | None:
+        """The newest saved step whose weights gave a finite loss; else the newest before the last."""
+        limit = max(self._good_step, self._resumed)
+        steps = [step for step in saved_steps(self._folder) if step <= newest]
+        return max((step for step in steps if step <= limit), default=max(steps[:-1], default=None))
 
     def confirm(self, step: int) -> None:
         """The weights after `step` steps gave a finite loss."""
-        self._good_step = step
+        self._good_step = max(self._good_step, step)
 
     def halted(self, first_bad: int) -> str:
         """Where the same command resumes after a stop whose first bad step was `first_bad`, in words; all ranks.
@@ -209,14 +272,12 @@ def _told_unfinished(moved: list[Path]) -> list[str]:
     ]
 
 
-def _fault(pieces: Iterable[SavedPiece]) -> str:
-    """What makes this rank's part of a checkpoint useless to train on, or ''."""
-    largest = dict.fromkeys(GROUPS, 0.0)
-    for piece in pieces:
-        if piece.group in largest:
-            data = piece.data if isinstance(piece.data, RawArray) else block_of(piece.data)
-            value = data.largest()
-            largest[piece.group] = value if math.isnan(value) else max(largest[piece.group], value)
-            if not math.isfinite(value):
-                return "a weight is not finite" if piece.group == "model" else "a state of the optimizer is not finite"
-    return f"a weight is beyond {_LARGEST_WEIGHT:g}" if largest["model"] > _LARGEST_WEIGHT else ""
+def refuse_unfit(group: str, values: RawArray) -> None:
+    """UnfitError where some of the values make a checkpoint useless to train on."""
+    if group not in GROUPS:
+        return
+    largest = values.largest()
+    if not math.isfinite(largest):
+        raise UnfitError("a weight is not finite" if group == "model" else "a state of the optimizer is not finite")
+    if group == "model" and largest > _LARGEST_WEIGHT:
+        raise UnfitError(f"a weight is beyond {_LARGEST_WEIGHT:g}")

@@ -124,7 +124,8 @@ class _RankRun:
         trainer = Trainer(
             task=self.task,
             engine=self.engine,
-            save=lambda progress, is_good: keeper.save(progress, is_good, recorder.on_checkpoint if recorder else None),
+            save=lambda progress, is_good, last: keeper.save(progress, is_good, last=last),
+            ended=keeper.ended,
             confirm=keeper.confirm,
             halted=keeper.halted,
             hooks=[hook for hook in (limit, recorder) if hook],
@@ -135,6 +136,9 @@ class _RankRun:
             reason = trainer.fit()
             times = self.engine.report(trainer.book, start_step)
             shown = self._show(recorder, progress.step, reason) if recorder else ""
+        except Exception:
+            keeper.leave(failed=True)
+            raise
         finally:
             self.voice.display = None
             if recorder:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from weft.monitor import EventLog, SpikeWatch, StepRecord, read_events
 from weft.monitor.screen import Artist, Display, plot_loss
 from weft.train.engine import Evaluation
 from weft.train.folder import RunFolder
-from weft.train.hooks import Hook
+from weft.train.hooks import Hook, SaveEnd
 from weft.train.task import Task
 
 
@@ -61,9 +59,11 @@ class RunRecorder(Hook):
         self._log.write({"event": "warning", "step": step, "text": text})
         self._display.note(text)
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        self._log.write({"event": "checkpoint", "step": step, "path": path.name})
-        self._saved = step
+    def on_checkpoint(self, saved: SaveEnd) -> None:
+        assert saved.path is not None
+        times = {"stall_s": round(saved.stall_s, 4), "durable_s": round(saved.durable_s, 4)}
+        self._log.write({"event": "checkpoint", "step": saved.step, "path": saved.path.name, **times})
+        self._saved = saved.step
         self._artist.draw_soon()
 
     def on_end(self, step: int, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,11 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
         first, last = evaluations[0], evaluations[-1]
         fall = f"{_evaluation(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
         lines.append(f"eval    {fall}{_evaluation(last, task.metrics)}")
-    lines += [*ending.times, f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/"]
+    lines += [
+        *ending.times,
+        *_saves(folder),
+        f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/",
+    ]
     try_it = task.try_line(folder)
     next_lines: list[str] = [try_it] if try_it else []
     if progress.step < config.train.steps:
@@ -95,6 +100,22 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
         if told := more_steps(config, wanted):
             next_lines.append(told)
     return [*lines, *(f"{'        ' if place else 'next    '}{line}" for place, line in enumerate(next_lines))]
+
+
+def _saves(folder: RunFolder) -> list[str]:
+    """What the saves of the last start cost, or nothing where there were none."""
+    found: list[dict[str, Any]] = []
+    for event in read_events(folder.events):
+        if event["event"] == "start":
+            found.clear()
+        elif event["event"] == "checkpoint" and "stall_s" in event:
+            found.append(event)
+    if not found:
+        return []
+    stall, durable = (statistics.median(float(one[key]) for one in found) for key in ("stall_s", "durable_s"))
+    number = f"{len(found)} checkpoint{'s' if len(found) > 1 else ''}"
+    each = " each (median)" if len(found) > 1 else ""
+    return [f"saves   {number}: training waited {stall:.3f} s and they were on disk after {durable:.3f} s{each}"]
 
 
 def _evaluation(event: dict[str, Any], metrics: Sequence[Metric]) -> str:

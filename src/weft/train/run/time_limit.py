@@ -9,7 +9,7 @@ from collections.abc import Callable
 from weft.errors import ConfigError
 from weft.monitor import StepRecord
 from weft.train.engine import Evaluation
-from weft.train.hooks import Hook
+from weft.train.hooks import Hook, SaveEnd
 
 #: Steps whose longest stands for those to come: an odd one long ago does not count for ever.
 _RECENT = 50
@@ -56,6 +56,9 @@ class TimeLimit(Hook):
             return None
         self.reason = f"train.max_time={self._text} is nearly over"
         return self.reason
+
+    def on_checkpoint(self, saved: SaveEnd) -> None:
+        self._save_s = max(self._save_s, saved.durable_s)  # the last one is waited for
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
         self._evaluated_s = self._clock() - self._last

@@ -21,7 +21,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
     if mesh.rank == 0:
         try:
             said = {"value": act()}
-        except Exception as error:
+        except BaseException as error:  # an interrupt too: the others wait for word
             failure = error
             told = str(error) if isinstance(error, WeftError) else f"rank 0: {type(error).__name__}: {error}"
             said = {"error": told}
@@ -34,7 +34,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 
 def gather(mesh: Mesh, record: bytes) -> list[bytes]:
-    """The bytes of every rank, on all ranks, in their order. A collective."""
+    """The bytes of every rank in their order, on all ranks. A collective."""
     if mesh.world_size == 1:  # no way through the device for nobody
         return [record]
     text = torch.frombuffer(bytearray(record + b"."), dtype=torch.uint8).to(mesh.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from weft.checkpoint import Checkpoint, SavedPiece
 from weft.checkpoint.parts import Part
 from weft.errors import CheckpointError
+from weft.memory import HostCopies
 from weft.optim import build_optimizer, freeze
 from weft.parallel import DataParallel, data_parallel
 from weft.parallel.local_tensors import SavedTensor, StateSource, Stretch, WholeTensors
@@ -80,15 +81,26 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
     return kept
 
 
-def pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
+def pieces(
+    model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
+) -> Iterator[SavedPiece]:
     """What this rank writes of a checkpoint: its share of weights and states, no collective.
 
-    A CPU's tensors are in their own memory, a device's are copies on the host: write them before the next step.
+    Tensors are in their own memory, to be written before the next step, or what `copies` takes of them as they are now.
     """
+    found = _pieces(model, optimizer)
+    if copies is None:
+        return found
+    found = list(found)
+    taken = copies.take([cast(torch.Tensor, one.data) for one in found])
+    return (replace(one, data=copy) for one, copy in zip(found, taken, strict=True))
+
+
+def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
     engine = data_parallel(model)
     yield from written("model", engine.stretches(), engine)
     yield from written("optimizer", engine.state_stretches(optimizer), engine)
-    yield from (SavedPiece.whole(f"wire/{name}", one.detach().cpu()) for name, one in carried_here(engine))
+    yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
 
 
 def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> Iterator[SavedPiece]:
@@ -103,8 +115,7 @@ def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> I
             local = data.view([part.local_shape[dim] for dim in order])
             data = local.permute([order.index(dim) for dim in range(len(order))]).contiguous()
             part = replace(part, order=())
-        # Off a device once: what is saved is looked through first, and then written.
-        yield SavedPiece(f"{group}/{one.name}", part, one.deal, start, data.detach().cpu())
+        yield SavedPiece(f"{group}/{one.name}", part, one.deal, start, data.detach())
 
 
 class GroupSource:

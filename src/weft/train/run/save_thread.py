@@ -1,0 +1,92 @@
+"""A save behind training: a thread that writes, tries again what failed, and is asked how it ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from weft.errors import CheckpointError, UnfitError
+from weft.train.hooks import SaveEnd
+
+#: Seconds before a failed save is tried again, at first and at most.
+_PAUSE_S = (1.0, 30.0)
+
+
+class Save:
+    """One save of one rank. `act` writes and commits it with all ranks, and gives its path.
+
+    retries: how often a CheckpointError is tried again; holds: whether it is tried on after that, while training waits.
+    Errors are those of all ranks alike, so that all try again together.
+    """
+
+    def __init__(self, step: int, act: Callable[[], Path], retries: int = 0, holds: bool = False):
+        self.step = step
+        self._act, self._retries, self._holds = act, retries, holds
+        self._began = time.perf_counter()
+        self._over = threading.Event()
+        self._given_up = threading.Event()
+        self._path: Path | None = None
+        self._durable_s = 0.0
+        #: How long training waited for it (s).
+        self.stall_s = 0.0
+        #: What each failed try said.
+        self.failures: list[str] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Write it in this thread; what goes wrong is kept for `end`."""
+        try:
+            self._path = self._tried()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._durable_s = time.perf_counter() - self._began
+            self._over.set()
+
+    def start(self) -> None:
+        """Write it in a thread of its own, which dies with the process: what has no COMMIT then never counted."""
+        threading.Thread(target=self.run, name="weft-save", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether training waits until it works."""
+        return self._holds and not self.is_over and len(self.failures) > self._retries
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until it is over; what training waits is its stall."""
+        began = time.perf_counter()
+        self._over.wait(seconds)
+        self.stall_s += time.perf_counter() - began
+
+    def give_up(self) -> None:
+        """Try no more after the try under way."""
+        self._given_up.set()
+
+    def end(self) -> SaveEnd:
+        """How it ended. Raises what it failed on."""
+        if isinstance(self.error, UnfitError):
+            return SaveEnd(self.step, why=str(self.error))
+        if self.error is not None:
+            raise self.error
+        return SaveEnd(self.step, self._path, stall_s=self.stall_s, durable_s=self._durable_s)
+
+    def _tried(self) -> Path:
+        pause = _PAUSE_S[0]
+        while True:
+            try:
+                return self._act()
+            except UnfitError:
+                raise
+            except CheckpointError as error:
+                self.failures.append(str(error))
+                if len(self.failures) > self._retries and not self._holds:
+                    raise
+                if self._given_up.wait(pause):
+                    raise
+                pause = min(2 * pause, _PAUSE_S[1])

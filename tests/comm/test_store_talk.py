@@ -1,0 +1,107 @@
+"""Words through a store: every rank's reach the first, the first one's reach all, and nothing stays behind."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from weft.comm import StoreTalk
+from weft.comm import store_talk as module
+from weft.errors import CheckpointError, CommError
+
+
+def speak(number: int, act, open_store) -> list:
+    """What `act(talk, rank)` returns or raises on each of `number` ranks, threads of this process."""
+    found: list = [None] * number
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = act(StoreTalk(rank, number, open_store), rank)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.fixture
+def server():
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=20))
+
+
+def test_all_words_come_to_the_first_and_its_answer_to_all(server):
+    def act(talk, rank):
+        said = [talk.gather(f"{rank}".encode()) for _ in range(3)]
+        return said, [talk.on_first(lambda: {"sum": len(said)}) for _ in range(2)], talk.gather(b"")
+
+    found = speak(4, act, lambda: server.clone())
+    assert found[0] == ([[b"0", b"1", b"2", b"3"]] * 3, [{"sum": 3}] * 2, [b""] * 4)
+    assert found[1:] == [([[]] * 3, [{"sum": 3}] * 2, [])] * 3
+    # What is left: how many conversations each rank had, torch's own, and no word.
+    assert not [key for key in server.list_keys() if key.startswith("weft/talk/1/")]
+
+
+def test_what_the_first_raises_all_raise(server):
+    def act(talk, rank):
+        return talk.on_first(lambda: 1 / 0)
+
+    first, *others = speak(3, act, lambda: server.clone())
+    assert isinstance(first, ZeroDivisionError)
+    assert [(type(one), str(one)) for one in others] == [
+        (CheckpointError, "rank 0: ZeroDivisionError: division by zero")
+    ] * 2
+
+
+def test_a_late_word_is_waited_for(server, monkeypatch):
+    monkeypatch.setattr(module, "_SLICE", datetime.timedelta(milliseconds=50))
+
+    def act(talk, rank):
+        if rank:
+            threading.Event().wait(0.3)
+        return talk.gather(b"x")
+
+    assert speak(2, act, lambda: server.clone())[0] == [b"x", b"x"]
+
+
+def test_a_lost_store_is_one_sentence():
+    class Gone(HashStore):
+        def set(self, *args):
+            raise RuntimeError("connection reset by peer")
+
+    with pytest.raises(CommError, match=r"rank 1 of 2 lost the other ranks while a checkpoint was saved \(connection"):
+        StoreTalk(1, 2, Gone).gather(b"")
+
+
+def test_requests_of_a_rank_do_not_grow_with_the_ranks():
+    """8,192 ranks: one request a word; the first rank asks for 1,024 words at once."""
+
+    class Counting(HashStore):
+        requests = 0
+
+        def set(self, *args):
+            self.requests += 1
+            return super().set(*args)
+
+        def multi_get(self, keys):
+            self.requests += 1
+            return [b"x" * 250] * len(keys)
+
+        def wait(self, *args):
+            self.requests += 1
+
+        def delete_key(self, key):
+            return True
+
+    last, first = Counting(), Counting()
+    talk = StoreTalk(8191, 8192, lambda: last)
+    talk.gather(b"x" * 250)
+    assert last.requests == 1
+    assert len(StoreTalk(0, 8192, lambda: first).gather(b"x" * 250)) == 8192
+    assert first.requests == 16

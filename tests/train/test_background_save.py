@@ -1,0 +1,200 @@
+"""Saves behind training: what is written is the step's, one at a time, and what goes wrong reaches the loop."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weft.checkpoint import Together, load_checkpoint, save_pieces, verify_checkpoint
+from weft.checkpoint.arrays import RawArray
+from weft.comm import StoreTalk
+from weft.errors import CheckpointError
+from weft.memory import HostCopies
+from weft.mesh import build_mesh
+from weft.monitor import read_events
+from weft.parallel import parallelize
+from weft.spec.plan import Plan
+from weft.train import TrainStep
+from weft.train.run import keeping, save_thread
+from weft.train.run.keeping import saved_steps
+from weft.train.state import capture, pieces
+
+ALL = ("checkpoint.every=3", "checkpoint.keep=9", "eval.every=0", "train.steps=9")
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Saves take so many seconds more; returns (step, first, last moment) of each save."""
+    spans: list[tuple[int, float, float]] = []
+
+    def make(seconds: float) -> list[tuple[int, float, float]]:
+        def save(root, step, *args, **options):
+            began = time.monotonic()
+            time.sleep(seconds)
+            path = save_pieces(root, step, *args, **options)
+            spans.append((step, began, time.monotonic()))
+            return path
+
+        monkeypatch.setattr(keeping, "save_pieces", save)
+        return spans
+
+    return make
+
+
+def events(folder, kind: str) -> list[dict]:
+    return [event for event in read_events(folder.events) if event["event"] == kind]
+
+
+def test_a_save_behind_training_has_the_weights_of_its_step(start, slow):
+    folder, _, _ = start(*ALL, "run.name=waits", "checkpoint.background=false")
+    spans = slow(0.2)
+    other, _, shown = start(*ALL, "run.name=goes_on")
+    assert saved_steps(folder) == saved_steps(other) == [3, 6, 9]
+    for step in (3, 6, 9):
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            ours, theirs = (load_file(one.checkpoint(step) / file) for one in (folder, other))
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    # Never two at once.
+    assert all(before[2] <= after[1] for before, after in itertools.pairwise(spans))
+    first, *_, last = events(other, "checkpoint")
+    assert 0.2 <= first["durable_s"] > first["stall_s"]
+    assert last["stall_s"] >= 0.2  # the end of the run waits
+    assert "saves   3 checkpoints: training waited " in shown
+
+
+def test_a_save_that_is_due_meanwhile_is_left_out_where_that_is_wished(start, slow):
+    slow(1.0)
+    folder, result, shown = start(*ALL, "checkpoint.every=1", "checkpoint.busy=skip")
+    assert result.step == 9
+    steps = saved_steps(folder)
+    assert steps[0] == 1
+    assert steps[-1] == 9  # the last one is not left out
+    assert len(steps) < 9
+    assert "step 2 is not saved: the checkpoint before it is still being written (checkpoint.busy=skip)" in shown
+
+
+def failing(monkeypatch, tries: int) -> list[int]:
+    """The first `tries` saves fail as on a full disk; the steps of all tries."""
+    seen: list[int] = []
+
+    def save(root, step, *args, **options):
+        seen.append(step)
+        if len(seen) <= tries:
+            raise CheckpointError(f"run.dir={root}: the disk is full.")
+        return save_pieces(root, step, *args, **options)
+
+    monkeypatch.setattr(keeping, "save_pieces", save)
+    monkeypatch.setattr(save_thread, "_PAUSE_S", (0.01, 0.01))
+    return seen
+
+
+def test_a_save_that_fails_is_tried_again(start, monkeypatch):
+    seen = failing(monkeypatch, 2)
+    folder, result, _ = start(*ALL, "checkpoint.retries=2")
+    assert (result.reason, saved_steps(folder)) == ("finished", [3, 6, 9])
+    assert seen == [3, 3, 3, 6, 9]
+
+
+def test_a_save_that_fails_for_good_stops_the_run_with_its_sentence(start, monkeypatch, tmp_path):
+    failing(monkeypatch, 99)
+    with pytest.raises(CheckpointError, match=r"run.dir=.*: the disk is full."):
+        start(*ALL, "checkpoint.retries=1")
+    assert not list(tmp_path.rglob("step_*"))
+
+
+def test_a_held_run_goes_on_when_the_save_works(start, monkeypatch):
+    failing(monkeypatch, 6)
+    folder, result, shown = start(*ALL, "checkpoint.retries=0", "checkpoint.on_failure=hold")
+    assert (result.reason, saved_steps(folder)) == ("finished", [3, 6, 9])
+    assert "the disk is full. It is tried again." in shown
+
+
+def test_where_the_host_has_no_room_for_a_copy_the_step_waits_and_says_so(start, monkeypatch):
+    monkeypatch.setattr("weft.memory.host_copy._MOST_OF_FREE", 0.0)
+    folder, _, shown = start(*ALL)
+    assert saved_steps(folder) == [3, 6, 9]
+    assert shown.count("Use checkpoint.background=false. Until then each save makes training wait.") == 1
+
+
+def test_every_so_many_steps_a_checkpoint_stays_for_good(start):
+    folder, _, _ = start("train.steps=9", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3",
+                         "checkpoint.keep_best=false", "eval.every=0")  # fmt: skip
+    assert saved_steps(folder) == [3, 6, 8, 9]
+
+
+def test_copies_last_and_take_the_ranks_share_once():
+    tensors = [torch.randn(100, 7), torch.arange(5), torch.randn(0), torch.randn(3).to(torch.bfloat16)]
+    copies = HostCopies(torch.device("cpu"))
+    first = copies.take(tensors)
+    before = [one.clone() for one in tensors]
+    for one in tensors:
+        one.zero_()
+    assert all(torch.equal(one, other) for one, other in zip(first, before, strict=True))
+    again = copies.take(tensors)
+    assert [one.data_ptr() for one in again if one.numel()] == [one.data_ptr() for one in first if one.numel()]
+    assert copies._buffer.nbytes <= sum(one.nbytes for one in tensors) + 64 * len(tensors)
+
+
+def behind_training(folder: str, fault: str) -> dict:
+    """Save step 3 in a thread while steps go on; what the save ended with, and the state it should have."""
+    mesh = build_mesh(Plan.parse("dp_shard=2 zero=1"))
+    model = parallelize(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3))), mesh, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = TrainStep(model, optimizer, lambda out, batch: (out.square().sum(), len(batch)), mesh)
+    for _ in range(3):
+        step(torch.ones(2, 32))
+    expected = {name: one.clone() for name, one in capture(model, optimizer)["model"].items()}
+    found = list(pieces(model, optimizer, HostCopies(mesh.device)))
+    talk = StoreTalk(mesh.rank, 2)
+    together = Together(mesh.rank, 2, talk.on_first, talk.gather)
+    ended: list[object] = []
+
+    def look(group: str, values: RawArray) -> None:
+        time.sleep(0.01)
+        if fault and mesh.rank == int(fault[-1]):
+            raise {"interrupt": KeyboardInterrupt, "disk": OSError(28, "No space left on device")}[fault[:-1]]
+
+    def act() -> None:
+        try:
+            ended.append(str(save_pieces(Path(folder), 3, found, {}, together, look=look)))
+        except BaseException as error:
+            ended.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    steps = 0
+    for _ in range(20):
+        steps += thread.is_alive()
+        step(torch.ones(2, 32))
+    thread.join(30)
+    assert not thread.is_alive()
+    return {"ended": ended[0], "steps": steps, "expected": expected}
+
+
+def test_two_ranks_save_while_their_collectives_go_on(tmp_path, ranks2):
+    found = ranks2.run(behind_training, str(tmp_path), "")
+    path = tmp_path / "step_00000003"
+    assert [one["ended"] for one in found] == [str(path)] * 2
+    assert all(one["steps"] for one in found)
+    assert verify_checkpoint(path) == []
+    saved = load_checkpoint(path).tensors("model")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in found[0]["expected"].items())
+
+
+@pytest.mark.parametrize("fault", ["interrupt0", "interrupt1", "disk0", "disk1"])
+def test_what_befalls_one_rank_ends_the_save_of_both_and_commits_nothing(fault, tmp_path, ranks2):
+    found = [one["ended"] for one in ranks2.run(behind_training, str(tmp_path), fault)]
+    what = "KeyboardInterrupt" if fault[:-1] == "interrupt" else "No space left on device"
+    for rank, ended in enumerate(found):
+        told = f"the checkpoint of step 3 could not be written (rank {fault[-1]}: {what})"
+        assert told in ended or (rank == int(fault[-1]) and what in ended)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    # The ranks are as good as before.
+    assert ranks2.run(behind_training, str(tmp_path), "")[1]["ended"] == str(tmp_path / "step_00000003")
