@@ -232,18 +232,27 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     parts = ((shares.dense + shares.ends, group), (shares.experts, expert_group))
     for count, size in parts[: 2 if job.shape.moe_layers else 1]:
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
-        gradients += count * stack.grad_bytes / np.where(_whole_gradients(job, columns), 1.0, size)
+        each = np.where(
+            stack.travel_once & stays_loose(columns), np.where(full32, 4.0, stack.weight_bytes), stack.grad_bytes
+        )
+        gradients += count * each / np.where(_whole_gradients(job, columns), 1.0, size)
         carried += count * state_bytes(columns)
         kept = np.where((zero == 3) & ~full32, main - master, main)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
-    gone = (zero == 3) & ~late & (columns.num_micro == 1)
+    gone = ((zero == 3) & ~late & (columns.num_micro == 1)) | (stack.travel_once & stays_loose(columns) & ~late)
     return {
         "reserve": np.where(gone, gradients, 0.0),
         "parameters": parameters * (1 - columns.offload_params),
         "gradients": np.where(gone, 0.0, gradients) + carried,
         "optimizer": optimizer * (1 - columns.offload_optimizer),
     }
+
+
+def stays_loose(columns: Columns) -> NDArray[np.bool_]:
+    """Rows whose gradients stay where autograd put them, in its format, until the optimizer has read them."""
+    alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
+    return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
 
 
 def _whole_gradients(job: Job, columns: Columns) -> NDArray[np.bool_]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost import CLASSES, cut_loss_bytes, is_loss_cut, padded_vocab, rank_shares
+from weft.planner.cost import CLASSES, cut_loss_bytes, is_loss_cut, padded_vocab, rank_shares, stays_loose
 from weft.planner.cost.pipeline import in_flight
 from weft.planner.measured.host.crowd import ranks_of
 from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
@@ -162,17 +162,19 @@ def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one
     Those of a single pass travel from where autograd put them, so a stage keeps its part alone; those of several add
     up whole, but under ZeRO 3. In a pipeline they add up where autograd puts them, beside what the engine keeps; a
     schedule that runs all forwards first has let one pass go when they are there. ZeRO 3 that reduces once in a step
-    has them whole until then.
+    has them whole until then. On a single data rank those of a single pass stay as and where autograd made them,
+    until the next step.
     """
     group = (columns.dp_shard * columns.cp).astype(float)
     piped = columns.pp > 1
     several = (columns.num_micro > 1) & ~piped
-    late = (columns.zero == 3) & (columns.num_micro == 1)  # a step begins without
+    stay = stays_loose(columns)
+    late = ((columns.zero == 3) & (columns.num_micro == 1)) | stay  # a step begins without
     kept_whole = (columns.zero == 0) | ((columns.zero == 1) & several)
     kept = params / np.where(kept_whole, 1.0, group)
     made = np.where((columns.zero == 2) & several, params, 0.0)
     beside = np.where(columns.num_micro > passes, params, np.maximum(0.0, params - one_pass))
     made = np.where(piped & (columns.zero < 3), beside, made)
     made = np.where((columns.zero == 3) & (columns.num_micro > 1) & columns.reduces_once, params, made)
-    found = (kept + made) * np.maximum(width, 4.0)
+    found = (kept + made) * np.where(stay, width, np.maximum(width, 4.0))
     return np.where(late, 0.0, found), np.where(late, found, 0.0)
