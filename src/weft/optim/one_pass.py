@@ -18,7 +18,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 #: Elements of a tile on a CPU: a few MiB of all that a step reads and writes.
-TILE = 2**18
+TILE = 2**19
 
 
 @dataclass(frozen=True, slots=True)

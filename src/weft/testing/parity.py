@@ -14,11 +14,9 @@ from weft.comm import Ledger
 from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.flat import flat_model
 from weft.private_torch import tree_leaves, tree_map
-from weft.spec import DecoderSpec
+from weft.spec import DecoderSpec, shares
 from weft.spec.plan import Plan
-from weft.spec.shares import microbatch_starts, samples_per_microbatch
 from weft.train import Microbatches
 from weft.train.step import TrainStep
 from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
@@ -195,12 +193,13 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
 @contextmanager
 def several_buckets(model: nn.Module) -> Iterator[None]:
     """Buckets that a small model fills some of, as large models do: with one alone much that can go wrong cannot."""
-    known = flat_model.BUCKET_BYTES
-    flat_model.BUCKET_BYTES = min(known, max(256, sum(param.nbytes for param in model.parameters()) // 8))
+    known = shares.bucket_bytes
+    most = max(256, sum(param.nbytes for param in model.parameters()) // 8)
+    shares.bucket_bytes = lambda device: min(known(device), most)
     try:
         yield
     finally:
-        flat_model.BUCKET_BYTES = known
+        shares.bucket_bytes = known
 
 
 def train_plain(case: Case) -> ParityResult:
@@ -236,6 +235,6 @@ def local_microbatches(batch: Batch, plan: Plan, dp_rank: int) -> Microbatches:
     """This rank's microbatches of a global batch."""
     num_micro, dp_size = plan.microbatches_per_step, plan.dp_size
     global_batch = tree_leaves(batch)[0].shape[0]
-    size = samples_per_microbatch(global_batch, dp_size, num_micro)
-    starts = microbatch_starts(global_batch, dp_size, num_micro, dp_rank)
+    size = shares.samples_per_microbatch(global_batch, dp_size, num_micro)
+    starts = shares.microbatch_starts(global_batch, dp_size, num_micro, dp_rank)
     return Microbatches(tree_map(lambda tensor, start=start: tensor[start : start + size], batch) for start in starts)

@@ -18,7 +18,7 @@ from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_par
 from weft.planner.cost.wire_cost import copy_bytes, state_bytes
 from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
 from weft.spec.plan import RECOMPUTES, RESHARDS
-from weft.spec.shares import BUCKET_BYTES, BUCKETS_UNDER_WAY
+from weft.spec.shares import BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
@@ -280,7 +280,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     travels = stack.reduce_bytes + copy_bytes(columns, stack.reduce_bytes)
     flat = np.where(zero == 2, travels * unit, 0.0)
     if stack.travel_once:
-        leaving = np.minimum(BUCKETS_UNDER_WAY * BUCKET_BYTES / stack.reduce_bytes + shares.ends, every) * travels
+        leaving = np.minimum(BUCKETS_UNDER_WAY * stack.bucket_params + shares.ends, every) * travels
         travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
         flat = np.where(travels_at_once, leaving, 0.0)
     reduced = np.where(zero == 3, (2 + travels) * unit, flat)

@@ -253,7 +253,9 @@ def lay_out(
     limit = max(1, bucket_bytes // master.itemsize)
     groups: list[tuple[list[Slot], int, bool]] = []
     for key, members in kinds.items():
-        found = _whole(members, limit, shard.size) if key[0] else _slices(members, limit, shard.size)
+        # The first is small on a GPU too: so that gradients begin to travel soon.
+        first = max(1, min(bucket_bytes, BUCKET_BYTES) // master.itemsize)
+        found = _whole(members, limit, shard.size) if key[0] else _slices(members, (first, limit), shard.size)
         _refuse_fill(found, shard, master.itemsize)
         groups += found
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
@@ -295,12 +297,12 @@ def _bucket(
     )
 
 
-def _slices(slots: Iterable[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """One after another, cut where a bucket is full."""
+def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> list[tuple[list[Slot], int, bool]]:
+    """One after another, cut where a bucket is full. limits: elements of the first, and of each other."""
     groups: list[list[Slot]] = []
     end = 0
     for slot in slots:
-        if not groups or end + slot.numel > limit:
+        if not groups or end + slot.numel > limits[len(groups) > 1]:
             groups.append([])
             end = 0
         groups[-1].append(slot)

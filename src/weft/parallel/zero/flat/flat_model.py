@@ -45,7 +45,7 @@ from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.flat.slot_states import gather_states, load_states
 from weft.parallel.zero.flat.slot_stretches import SlotStretches, Untrained
 from weft.private_torch import version_of
-from weft.spec.shares import BUCKET_BYTES
+from weft.spec import shares
 
 
 class FlatModel:
@@ -75,7 +75,7 @@ class FlatModel:
         self.adoptions: list[SlotAdoption] = []
         self._steps: dict[SlotAdoption, FlatStep] = {}
         self._shows_late = False
-        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
+        self._bucket_bytes = bucket_bytes or shares.bucket_bytes(mesh.device.type)
         materialise = Materialise(model, self.axes, seed, mesh.device)
         check_same_model(model, self.axes, mesh.device)
         materialise.make(model.parameters())
