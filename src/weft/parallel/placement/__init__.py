@@ -15,6 +15,7 @@ from weft.parallel.placement.stretches import (
     filled,
     flat_of,
     read_whole,
+    tell_places,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "is_attached",
     "merge_placements",
     "read_whole",
+    "tell_places",
 ]

@@ -13,7 +13,7 @@ from weft.planner import measured
 from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
-from weft.planner.space import Job, Shape
+from weft.planner.space import Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, device_by_torch_name
 from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
 from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
@@ -85,6 +85,7 @@ class Question:
                 seq_len=seq_len,
                 global_batch=_positive("global-batch", global_batch),
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
+                stack=_stack(planned),
             ),
             fixed=decided,
             profile=known,
@@ -140,6 +141,12 @@ class Question:
 
 
 @functools.lru_cache(maxsize=8)
+def _stack(planned: PlannedModel) -> Stack:
+    """Weft's software, with the states that the config asks for."""
+    rounds = planned.config is not None and planned.config.optimizer.states == "bf16"
+    return Stack(main_bytes=8.0) if rounds else Stack()
+
+
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
     """Kept, because laws are fitted to a profile's samples."""
     return Tables.of(cluster.device, tier) if profile is None else measured.measured_tables(profile, cluster, tier)

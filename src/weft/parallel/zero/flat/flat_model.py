@@ -27,7 +27,7 @@ from weft.comm import all_gather, broadcast
 from weft.errors import ModelError
 from weft.memory import Host, HostPart, choose, step_on_host
 from weft.mesh import Mesh
-from weft.parallel.placement import Placement, Precision, StateSource, Stretch
+from weft.parallel.placement import Placement, Precision, StateSource, Stretch, tell_places
 from weft.parallel.placement.agree import check_same_model
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.placement.joined import join_cut
@@ -365,6 +365,8 @@ class FlatModel:
         names = adoption.must_see_whole()
         whole = [(slot.name, piece) for slot, piece in adoption.pieces.items() if slot.name in names]
         join_cut(adoption.optimizer, whole, self.axes, self.device)
+        placed = SlotStretches(self.reducer.buckets, self.axes)
+        tell_places(adoption.optimizer, ((piece, placed.of(slot)) for slot, piece in adoption.pieces.items()))
 
     def take_masters(self, tensors: Mapping[str, Any]) -> None:
         """Masters follow parameters that were written, from tensors that were not rounded."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.part import deal_out
-from weft.parallel.placement import StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.parallel.placement import StateSource, Stretch, alone, filled, flat_of, read_whole, tell_places
 from weft.parallel.placement.axes import Axes, AxisMap
 from weft.parallel.zero.sharded.param_shards import Shard
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
@@ -30,6 +30,13 @@ class ShardStretches:
         """This rank's rows of a parameter; None: there are none."""
         found = self._layout(name, self._shards[name].local)
         return found if found.flat.numel() or not found.part.numel else None
+
+    def tell(
+        self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Tell an optimizer that asks where its parts lie in whole parameters."""
+        parts = ((param, self.of(name)) for name, param, _ in adoption.held_params(optimizer) if param is not None)
+        tell_places(optimizer, (*parts, *((param, self._axes.stretch(name, param)) for name, param in plain.items())))
 
     def _layout(self, name: str, local: torch.Tensor) -> Stretch:
         """The same for something shaped as this rank's rows."""

@@ -271,12 +271,12 @@ class FullyShardedModel:
         join_cut(optimizer, self._adoption.whole(optimizer), self.axes, self._device)
         if self._has_host:
             step_on_host(optimizer)
-        before, after = self._adoption.before_step, self._adoption.after_step
-        watch_steps(optimizer, weakref.ref(self), clear=FullyShardedModel.clear, before=before, after=after)
+        self._placed.tell(optimizer, self._adoption, self.plain)
+        around = {"before": self._adoption.before_step, "after": self._adoption.after_step}
+        watch_steps(optimizer, weakref.ref(self), clear=FullyShardedModel.clear, **around)
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `adopt` was called with it."""
         return optimizer in self._adoption
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:

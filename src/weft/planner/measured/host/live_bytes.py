@@ -75,7 +75,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     way_last, way_first = _on_their_way(columns, layers, unit, head * vocab * h)
     last = again + working + way_last + head * np.where(cut, vocab * h, 0.0)
     first = again + working + way_first - saved * (1 - 1 / np.maximum(1.0, layers))
-    states = _states(columns, params, width)
+    states = _states(job, columns, params, width)
     gradients, made_late = _gradients(columns, params, width, passes, tokens * layers * kept)
     is_first = first + made_late / width > np.maximum(last, logits)
     is_late = is_first | (last > logits)
@@ -131,14 +131,15 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     return whole, np.minimum(columns.recompute_share * kept + (1 - columns.recompute_share) * whole, budget)
 
 
-def _states(columns: Columns, params: Array, width: Array) -> dict[str, Array]:
+def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str, Array]:
     """Bytes of parameters and optimizer states. params: the rank's, before ZeRO divides them."""
+    moments = (job.stack.main_bytes - 4.0) / 4.0  # as a share of fp32's for each parameter: 2, or 1 in bf16
     group = (columns.dp_shard * columns.cp).astype(float)
     master = np.where(width < 4, 4.0, 0.0)
     main = np.maximum(width, 4.0)
     sharded = columns.zero == 3
     weights = params * np.where(sharded, main / group, width)
-    states = params * (2 * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
+    states = params * (moments * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
     return {
         "parameters": weights * (1 - columns.offload_params),
         "optimizer": states * (1 - columns.offload_optimizer),
