@@ -140,13 +140,13 @@ class Question:
         return _tables(self.profile, self.cluster, self.tier)
 
 
-@functools.lru_cache(maxsize=8)
 def _stack(planned: PlannedModel) -> Stack:
     """Weft's software, with the states that the config asks for."""
     rounds = planned.config is not None and planned.config.optimizer.states == "bf16"
     return Stack(main_bytes=8.0) if rounds else Stack()
 
 
+@functools.lru_cache(maxsize=8)
 def _tables(profile: Profile | None, cluster: ClusterSpec, tier: str) -> Tables:
     """Kept, because laws are fitted to a profile's samples."""
     return Tables.of(cluster.device, tier) if profile is None else measured.measured_tables(profile, cluster, tier)
