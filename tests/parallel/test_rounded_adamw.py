@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows, weights
-from weft.checkpoint.part import Deal, Part
+from weft.checkpoint.part import Part
 from weft.optim import build_optimizer
 from weft.optim.rounded_adamw import RoundedAdamW, noise_at, rounded
 from weft.parallel import data_parallel
-from weft.parallel.placement import Stretch
+from weft.parallel.placement import PlacedPart
 from weft.spec.config import OptimizerSection
 from weft.train.step import TrainStep
 
@@ -54,8 +54,8 @@ def test_positions_are_those_of_the_whole():
         (Part((6, 8, 2), 1, ((6, 8), (1, 2))), torch.cat([whole[:, 6:], whole[:, 1:2]], 1)),
     ):
         line = local.reshape(-1)
-        stretch = Stretch("w", part, Deal.to_one(0, line.numel()), 3, line[3:])
-        assert torch.equal(stretch.positions(2, 9), line[5:12])
+        placed = PlacedPart("w", part, 3, line.device)
+        assert torch.equal(placed.positions(2, 9), line[5:12])
 
 
 def square(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -7,6 +7,7 @@ from weft.parallel.placement.gradients import DataParallel, data_parallel, is_at
 from weft.parallel.placement.placement import Placement, merge_placements
 from weft.parallel.placement.precision import Precision
 from weft.parallel.placement.stretches import (
+    PlacedPart,
     SavedTensor,
     StateSource,
     Stretch,
@@ -20,6 +21,7 @@ from weft.parallel.placement.stretches import (
 
 __all__ = [
     "DataParallel",
+    "PlacedPart",
     "Placement",
     "Precision",
     "SavedTensor",

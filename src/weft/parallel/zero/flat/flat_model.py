@@ -43,7 +43,7 @@ from weft.parallel.zero.flat.own_loop import OwnLoop
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.flat.slot_states import gather_states, load_states
-from weft.parallel.zero.flat.slot_stretches import SlotStretches, Untrained
+from weft.parallel.zero.flat.slot_stretches import SlotStretches, Untrained, placed_pieces
 from weft.private_torch import version_of
 from weft.spec import shares
 
@@ -365,8 +365,7 @@ class FlatModel:
         names = adoption.must_see_whole()
         whole = [(slot.name, piece) for slot, piece in adoption.pieces.items() if slot.name in names]
         join_cut(adoption.optimizer, whole, self.axes, self.device)
-        placed = SlotStretches(self.reducer.buckets, self.axes)
-        tell_places(adoption.optimizer, ((piece, placed.of(slot)) for slot, piece in adoption.pieces.items()))
+        tell_places(adoption.optimizer, placed_pieces(adoption, self.axes))
 
     def take_masters(self, tensors: Mapping[str, Any]) -> None:
         """Masters follow parameters that were written, from tensors that were not rounded."""

@@ -10,7 +10,7 @@ from torch import nn
 from weft.checkpoint.part import deal_out
 from weft.comm import broadcast
 from weft.errors import CheckpointError, ModelError
-from weft.parallel.placement import StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.parallel.placement import PlacedPart, StateSource, Stretch, alone, filled, flat_of, read_whole
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
@@ -90,6 +90,15 @@ class SlotStretches:
             )
         # Step counters stay where the optimizer wants them: fused kernels read them on the device.
         adoption.optimizer.state[piece][key] = read_whole(source, full_name).to(piece.device)
+
+
+def placed_pieces(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
+    """An optimizer's pieces, each with where it lies in the whole parameter."""
+    for slot, piece in adoption.pieces.items():
+        assert slot.bucket is not None
+        start = slot.inside(slot.bucket.own)[0] - slot.start
+        part = axes.part_of(slot.name, slot.param)
+        yield piece, PlacedPart(axes.saved_name(slot.name), part, start, piece.device)
 
 
 class Untrained:

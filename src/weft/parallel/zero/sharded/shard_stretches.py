@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.part import deal_out
-from weft.parallel.placement import StateSource, Stretch, alone, filled, flat_of, read_whole, tell_places
+from weft.parallel.placement import PlacedPart, StateSource, Stretch, alone, filled, flat_of, read_whole, tell_places
 from weft.parallel.placement.axes import Axes, AxisMap
 from weft.parallel.zero.sharded.param_shards import Shard
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
@@ -35,8 +35,22 @@ class ShardStretches:
         self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
     ) -> None:
         """Tell an optimizer that asks where its parts lie in whole parameters."""
-        parts = ((param, self.of(name)) for name, param, _ in adoption.held_params(optimizer) if param is not None)
-        tell_places(optimizer, (*parts, *((param, self._axes.stretch(name, param)) for name, param in plain.items())))
+        tell_places(optimizer, self._placed(optimizer, adoption, plain))
+
+    def _placed(
+        self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
+        for name, param, is_whole in adoption.held_params(optimizer):
+            if param is None:
+                continue
+            shard = self._shards[name]
+            whole = torch.empty(shard.param.shape, device="meta")
+            rows = 0 if is_whole else shard.axis.rank * shard.rows
+            start = min(rows * math.prod(shard.param.shape[1:]), whole.numel())
+            part = self._axes.part_of(name, whole)
+            yield param, PlacedPart(self._axes.saved_name(name), part, start, param.device)
+        for name, param in plain.items():
+            yield param, PlacedPart(self._axes.saved_name(name), self._axes.part_of(name, param), 0, param.device)
 
     def _layout(self, name: str, local: torch.Tensor) -> Stretch:
         """The same for something shaped as this rank's rows."""
