@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.spec.plan import Plan
-from weft.spec.shares import BUCKET_BYTES
+from weft.spec.shares import bucket_bytes
 from weft.testing import RankPool
 from weft.testing.memory.per_parameter import (
     FULLEST,
@@ -54,7 +54,7 @@ half of the planner that `weft calibrate` feeds counts on its own and is held to
 | plan | parameters | gradients | optimizer | activations | logits | buffers | sum | live |
 |---|---|---|---|---|---|---|---|---|
 """
-SIZE = f"{BUCKET_BYTES // 2**20} MiB"
+SIZE = f"{bucket_bytes('cpu') // 2**20} MiB"
 TAIL = f"""
 During a step there is more: activations; at zero=0 to 2 the whole gradients of three buckets ({SIZE} of masters each),
 of all buckets where several microbatches add up before gradients travel; at zero=3 the gathered weights of two or three

@@ -84,6 +84,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
 }
 #: By operator: the arguments that Weft passes by their places.
 OPERATORS = {
+    "_foreach_copy_": ("self", "src"),
     "_grouped_mm": ("self", "mat2", "offs"),
     "_scaled_dot_product_flash_attention": ("query", "key", "value", "dropout_p", "is_causal", "return_debug_mask"),
     "_scaled_dot_product_flash_attention_backward": (
@@ -103,6 +104,7 @@ SET_IN = {
     "torch.distributed.fsdp._fully_shard._fsdp_state": (
         *("_training_state", "_state_ctx", "iter_forward_root", "_fsdp_param_group"),
     ),
+    "torch.optim.optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     "torch.nn.modules.module": ("_forward_pre_hooks", "_forward_hooks", "_modules"),
 }
 #: Asked for with a way out where a release or a build lacks them.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.optim import Muon
-from weft.optim.muon import orthogonalise
+from weft.optim import Muon, muon
+from weft.optim.muon import COEFFICIENTS, NUM_ITERATIONS, orthogonalise
 
 
 def model() -> nn.Module:
@@ -23,7 +23,7 @@ def gradients(module: nn.Module, step: int) -> None:
 
 def test_matrices_follow_torchs_muon_and_the_rest_torchs_adamw():
     ours, theirs = model(), model()
-    muon = Muon(
+    optimizer = Muon(
         [{"params": ours[0].parameters(), "matrices": False}, {"params": ours[1:].parameters()}],
         lr=0.01,
         weight_decay=0.1,
@@ -35,8 +35,8 @@ def test_matrices_follow_torchs_muon_and_the_rest_torchs_adamw():
     for step in range(3):
         gradients(ours, step)
         gradients(theirs, step)
-        for optimizer in (muon, torch_muon, torch_adamw):
-            optimizer.step()
+        for one in (optimizer, torch_muon, torch_adamw):
+            one.step()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
 
@@ -47,6 +47,33 @@ def test_singular_values_come_near_one(shape):
     values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, dtype=torch.float64)))
     assert float(values.min()) > 0.5
     assert float(values.max()) < 1.3
+
+
+def one_by_one(matrix: torch.Tensor) -> torch.Tensor:
+    """The iteration as torch.optim.Muon has it, in the matrix's own format."""
+    a, b, c = COEFFICIENTS
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm()
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+@pytest.mark.parametrize("stack_bytes", [1, 2 * 4 * 64, 2**28])
+def test_matrices_of_one_shape_are_turned_together_as_one_by_one(stack_bytes, monkeypatch):
+    """Whole stacks, stacks of two, and each by itself; square, wide and tall."""
+    monkeypatch.setattr(muon, "STACK_BYTES", stack_bytes)
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(8, 8), (4, 16), (8, 8), (16, 4), (8, 8), (4, 16)]
+    params = [nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator)) for shape in shapes]
+    optimizer, expected = Muon(params, lr=0.1, weight_decay=0.0, momentum=0.0), []
+    for param in params:
+        param.grad = torch.randn(param.shape, dtype=torch.float64, generator=generator)
+        expected.append(param.detach() - 0.1 * 0.2 * max(param.shape) ** 0.5 * one_by_one(param.grad))
+    optimizer.step()
+    for param, wanted in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach(), wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_states_come_back():

@@ -43,6 +43,9 @@ CASES = [
     ("task-options-are-of-a-class", ["task.options={side = 16}"],
      "task.options={side = 16}: they belong to a task named as package.module:Class, and none is named. "
      "Use task.name=package.module:Class, or leave them out."),
+    ("bf16-states-are-of-adamw", ["optimizer.states=bf16", "optimizer.name=muon"],
+     "optimizer.states=bf16: only AdamW rounds its running means, and here optimizer.name=muon. "
+     "Use fp32, or optimizer.name=adamw."),
     ("patience-needs-evaluations", ["train.early_stop.patience=3", "eval.every=0"],
      "train.early_stop.patience=3: eval.every=0 evaluates only at the end. Use eval.every=50."),
     ("patience-needs-evaluation-data", ["train.early_stop.patience=3", "data.holdout=0"],

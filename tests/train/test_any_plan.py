@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.parity.cases import LLAMA
 from weft.checkpoint import load_checkpoint, newest_checkpoint, save_pieces, verify_checkpoint
 from weft.checkpoint.manifest import commit_text
 from weft.errors import CheckpointError
 from weft.mesh import build_mesh
+from weft.optim import build_optimizer
 from weft.parallel import parallelize
+from weft.spec.config import OptimizerSection
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches, several_buckets
@@ -40,7 +44,23 @@ PLANS = {
 }  # fmt: skip
 
 
-def train(plan_text: str, last: int, load: str = "", save: str = "", several: bool = True) -> dict | None:
+def rounded(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with moments in bf16."""
+    return build_optimizer(model.named_parameters(), OptimizerSection(states="bf16", lr=3e-3), seed=3)
+
+
+def train_rounded(plan_text: str, last: int, **options: Any) -> dict | None:
+    return train(plan_text, last, optimizer_of=rounded, **options)
+
+
+def train(
+    plan_text: str,
+    last: int,
+    load: str = "",
+    save: str = "",
+    several: bool = True,
+    optimizer_of: Any = CASE.optimizer_of,
+) -> dict | None:
     """Go on to step `last`, from a checkpoint or the start; the whole state on the first rank."""
     plan = Plan.parse(f"{plan_text} precision=fp64" if "precision" not in plan_text else plan_text)
     mesh, model = build_mesh(plan), CASE.model()
@@ -49,7 +69,7 @@ def train(plan_text: str, last: int, load: str = "", save: str = "", several: bo
             parallelize(model, mesh)
     else:
         parallelize(model, mesh)
-    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=0.5)
+    step = TrainStep(model, optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=0.5)
     first = 0
     if load:
         checkpoint = load_checkpoint(Path(load), lazily=True)
@@ -104,6 +124,20 @@ def test_every_kind_of_plan_goes_on_under_another(tmp_path, ranks2, ranks4):
     targets = list(every)
     chance.shuffle(targets)
     check_pairs(list(zip(every, targets, strict=True)), run, tmp_path, goes_on=True)
+
+
+def test_states_that_were_rounded_at_random_go_on_under_another_plan(tmp_path, ranks2):
+    """They are stored as they are, and what is drawn depends on places in the whole."""
+
+    def run(number, plan, *args, **options):
+        return (train_rounded if number == 1 else lambda *all, **more: ranks2.run(train_rounded, *all, **more)[0])(
+            plan, *args, **options
+        )
+
+    plans = ["dp_shard=2 zero=1", "tp=2", "dp_shard=2 zero=3", "pp=2 accumulation=2"]
+    check_pairs(
+        [((2, one), (2, other)) for one, other in zip(plans, plans[1:] + plans[:1], strict=True)], run, tmp_path, True
+    )
 
 
 @pytest.mark.full

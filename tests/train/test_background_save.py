@@ -23,7 +23,8 @@ from weft.spec.plan import Plan
 from weft.train import TrainStep
 from weft.train.run import keeping, save_thread
 from weft.train.run.keeping import saved_steps
-from weft.train.state import capture, pieces
+from weft.train.state import pieces
+from weft.train.state.state import capture
 
 ALL = ("checkpoint.every=3", "checkpoint.keep=9", "eval.every=0", "train.steps=9")
 

@@ -18,6 +18,9 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, Store
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+#: Copies of many tensors, on a GPU by few kernels.
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch.ops.aten._foreach_copy_
+
 #: How many modes see operations now.
 num_modes = torch._C._len_torch_dispatch_stack
 

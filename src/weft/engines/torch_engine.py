@@ -73,7 +73,7 @@ class TorchEngine:
         parallelize(self.model, mesh, layout=layout, seed=config.seed, pinned_limit=config.memory.pinned_limit)
         self._step = TrainStep(
             self.model,
-            build_optimizer(self.model.named_parameters(), config.optimizer),
+            build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
             task.loss,
             mesh,
             forward=task.forward,

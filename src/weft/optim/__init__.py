@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "AdamRule",
+    "Lane",
     "LossScale",
     "Muon",
+    "Rule",
+    "SgdRule",
     "build_optimizer",
     "check_optimizer",
     "clip_factor",
@@ -16,6 +20,7 @@ __all__ = [
     "global_norm",
     "lr_factor",
     "options_of",
+    "step_lane",
 ]
 
 if TYPE_CHECKING:
@@ -24,12 +29,17 @@ if TYPE_CHECKING:
     from weft.optim.loss_scale import LossScale
     from weft.optim.lr_schedule import lr_factor
     from weft.optim.muon import Muon
+    from weft.optim.one_pass import AdamRule, Lane, Rule, SgdRule, step_lane
 
 __getattr__ = loads(
     __name__,
     {
+        "AdamRule": ".one_pass",
+        "Lane": ".one_pass",
         "LossScale": ".loss_scale",
         "Muon": ".muon",
+        "Rule": ".one_pass",
+        "SgdRule": ".one_pass",
         "build_optimizer": ".build",
         "check_optimizer": ".build",
         "clip_factor": ".clip",
@@ -37,5 +47,6 @@ __getattr__ = loads(
         "global_norm": ".clip",
         "lr_factor": ".lr_schedule",
         "options_of": ".build",
+        "step_lane": ".one_pass",
     },
 )

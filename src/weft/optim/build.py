@@ -13,6 +13,7 @@ from torch import nn
 from weft.errors import ConfigError, Problem
 from weft.lazy import named_object
 from weft.optim.muon import Muon
+from weft.optim.rounded_adamw import RoundedAdamW
 from weft.spec.config import OptimizerGroup, OptimizerSection
 
 #: Parts of a decoder that look tokens up or score them: Muon leaves these matrices to AdamW.
@@ -20,13 +21,13 @@ _ENDS = frozenset({"embed", "pos_embed", "head"})
 
 
 def build_optimizer(
-    named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection
+    named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection, seed: int = 0
 ) -> torch.optim.Optimizer:
     """AdamW, SGD, Muon or the class that `section` names, on the trainable parameters.
 
     Matrices are decayed, vectors (norms, biases) are not, and `section.groups` decides otherwise by name. Each group
     keeps its peak rate as `initial_lr`, as torch's schedulers do. The fused kernels take one pass over memory per step
-    where the foreach ones take several; torch has them for CPU and CUDA.
+    where the foreach ones take several; torch has them for CPU and CUDA. seed: of states that are rounded at random.
 
     Raises ConfigError where a class of the user's cannot be imported, is no optimizer, or refuses its options.
     """
@@ -36,6 +37,8 @@ def build_optimizer(
             momentum = 0.9 if section.momentum is None else section.momentum
             # torch refuses Nesterov's step without momentum; the config's rule has said so before.
             return torch.optim.SGD(groups, lr=section.lr, momentum=momentum, nesterov=section.nesterov, fused=True)
+        case "adamw" if section.states == "bf16":
+            return RoundedAdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, seed=seed)
         case "adamw":
             return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
         case "muon":

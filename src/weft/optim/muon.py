@@ -9,7 +9,7 @@ parameters are cut anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,9 @@ from torch.optim.adamw import adamw
 #: The quintic iteration of torch.optim.Muon: towards singular values of 1, fast and roughly.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
+#: Matrices of one shape are orthogonalised together; so many bytes of them, in fp32, at most, since some copies of them
+#: are there meanwhile.
+STACK_BYTES = 2**28
 
 
 class Join(Protocol):
@@ -29,6 +32,8 @@ class Join(Protocol):
         ...
 
     def part(self, whole: torch.Tensor) -> torch.Tensor: ...
+
+    def whole_shape(self, part: torch.Tensor) -> tuple[int, ...]: ...
 
 
 class Muon(torch.optim.Optimizer):
@@ -63,26 +68,44 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if group["matrices"]:
-                for param in params:
-                    self._turn(param, group)
+                for stack in self._stacks(params):
+                    self._turn(stack, group)
             elif params:
                 self._adamw(params, group)
         return loss
 
-    def _turn(self, param: nn.Parameter, group: dict[str, Any]) -> None:
-        """One matrix: Nesterov momentum, orthogonalised, scaled to the size of an AdamW update."""
-        state = self.state[param]
-        if not state:
-            state["momentum"] = torch.zeros_like(param)
-        assert param.grad is not None
-        momentum = state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-        ahead, join = _working(param.grad.lerp(momentum, group["momentum"])), self.joins.get(param)
-        update = orthogonalise(ahead if join is None else join.whole(ahead))
-        scale = 0.2 * max(update.shape) ** 0.5
-        if join is not None:
-            update = join.part(update)
-        param.mul_(1 - group["lr"] * group["weight_decay"])
-        param.add_(update.to(param), alpha=-group["lr"] * scale)
+    def _turn(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Matrices whose wholes have one shape: Nesterov momentum, orthogonalised, scaled to AdamW's updates."""
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["momentum"] = torch.zeros_like(param)
+        grads = [param.grad for param in params if param.grad is not None]
+        momenta = [self.state[param]["momentum"] for param in params]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        ahead = [_working(grad.lerp(one, group["momentum"])) for grad, one in zip(grads, momenta, strict=True)]
+        joins = [self.joins.get(param) for param in params]
+        whole = [one if join is None else join.whole(one) for one, join in zip(ahead, joins, strict=True)]
+        del ahead
+        updates = orthogonalise(torch.stack(whole))
+        scale = 0.2 * max(updates.shape[1:]) ** 0.5
+        for param, join, update in zip(params, joins, updates.unbind(), strict=True):
+            update = update if join is None else join.part(update)
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.add_(update.to(param), alpha=-group["lr"] * scale)
+
+    def _stacks(self, params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Those of one shape, format and device, as many at a time as STACK_BYTES hold, in the order of their first.
+
+        The shape is the whole's: ranks with parts of it must meet for the same matrices in the same order.
+        """
+        found: dict[tuple[tuple[int, ...], object, object], list[nn.Parameter]] = {}
+        for param in params:
+            join = self.joins.get(param)
+            shape = tuple(param.shape) if join is None else join.whole_shape(param)
+            found.setdefault((shape, param.dtype, param.device), []).append(param)
+        for (shape, *_), alike in found.items():
+            most = max(1, STACK_BYTES // max(1, 4 * torch.Size(shape).numel()))
+            yield from (alike[start : start + most] for start in range(0, len(alike), most))
 
     def _adamw(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         for param in params:
@@ -115,16 +138,21 @@ def _working(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """Near the nearest matrix whose singular values are all 1, by Newton-Schulz iteration."""
+    """Near the nearest matrix whose singular values are all 1, by Newton-Schulz iteration; of each of a stack's.
+
+    matrix: (rows, columns), or (matrices, rows, columns): those of a stack take one product together.
+    """
+    if matrix.ndim == 2:
+        return orthogonalise(matrix[None])[0]
     a, b, c = COEFFICIENTS
     x = _working(matrix)
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=1e-7)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NUM_ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def _by_shape(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -50,6 +50,11 @@ def optimizer_step_hooks() -> MutableMapping[int, Callable[..., Any]]:
     return _global_optimizer_pre_hooks
 
 
+def num_step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """How many hooks stand around an optimizer's own step, before and after. torch has no way to ask for them."""
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
 def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put something around each hook of a module's forward that is there already; they keep their order."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -218,11 +218,13 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
 def several_buckets(model: nn.Module) -> Iterator[None]:
     """Buckets that a small model fills some of, as large models do: with one alone much that can go wrong cannot."""
     known = FlatModel.usual_bucket_bytes
-    FlatModel.usual_bucket_bytes = min(known, max(256, sum(param.nbytes for param in model.parameters()) // 8))
+    most = max(256, sum(param.nbytes for param in model.parameters()) // 8)
+    patched: Any = FlatModel
+    patched.usual_bucket_bytes = staticmethod(lambda device: min(known(device), most))
     try:
         yield
     finally:
-        FlatModel.usual_bucket_bytes = known
+        patched.usual_bucket_bytes = staticmethod(known)
 
 
 def train_plain(case: Case) -> ParityResult:

@@ -9,10 +9,15 @@ import torch
 import transformers
 
 from weft.errors import ConfigError, WeftError
+from weft.planner import estimate
+from weft.planner.cost.machine import Tables
+from weft.planner.measured.host import host_memory
 from weft.planner.search.model_source import _FAMILIES, default_batch, default_seq_len, read_model
 from weft.planner.search.question import Question
+from weft.planner.space import Columns
 from weft.spec import DecoderSpec
 from weft.spec.model import ModelSpec, decoder_spec
+from weft.spec.plan import Plan
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
          "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
@@ -165,3 +170,20 @@ def test_a_family_that_is_not_known_is_sent_to_tracing(tmp_path):
         read_model(folder(tmp_path, {"model_type": "t5", "d_model": 512}))
     with pytest.raises(WeftError, match="lacks num_experts_per_tok"):
         read_model(folder(tmp_path, {**LLAMA, "model_type": "deepseek_v2", "n_routed_experts": 64}))
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_moments_in_bf16_take_half_the_memory(on_host, tmp_path):
+    """Of masters and moments, 12 bytes: 8 are left."""
+    found = []
+    for states in ("fp32", "bf16"):
+        path = tmp_path / f"{states}.toml"
+        path.write_text(f'[model]\nname = "tiny"\n[optimizer]\nstates = "{states}"\n')
+        asked = Question.of(str(path), "8xh100")
+        columns = Columns.of([Plan.parse("dp_shard=8 zero=1 precision=bf16")], asked.job)
+        tables = Tables.of(asked.cluster.device)
+        memory = (
+            host_memory(asked.job, columns) if on_host else estimate(asked.job, asked.cluster, columns, tables).memory
+        )
+        found.append(float(memory["optimizer"][0]))
+    assert found[1] == pytest.approx(found[0] * 8 / 12)

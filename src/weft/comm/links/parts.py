@@ -7,19 +7,22 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from weft.comm.private_torch import foreach_copy
+
 
 class Parts:
     """`numel` elements, of which each part (first element, 1-D tensor) holds some; they do not overlap.
 
-    Elements that no part holds count as zero; where the result is written, they are left as they are.
+    Elements that no part holds count as zero; where the result is written, they are left as they are. dtype: of the
+    flat tensor, where parts may be of others; by default that of the first part.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], numel: int):
+    def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], numel: int, dtype: torch.dtype | None = None):
         parts = sorted(((start, part) for start, part in parts if part.numel()), key=lambda pair: pair[0])
         self._starts = [start for start, _ in parts]
         self._tensors = [part.detach() for _, part in parts]
         self._numel = numel
-        self.dtype, self.device = self._tensors[0].dtype, self._tensors[0].device
+        self.dtype, self.device = dtype or self._tensors[0].dtype, self._tensors[0].device
         self.itemsize = self.dtype.itemsize
         self.nbytes = numel * self.itemsize
 
@@ -28,7 +31,10 @@ class Parts:
         return self._numel
 
     def cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """What lies in [first, last): where, counted from `first`, and the elements."""
+        """What lies in [first, last): where, counted from `first`, and the elements in the flat tensor's format."""
+        return ((place, piece.to(self.dtype)) for place, piece in self._cut(first, last))
+
+    def _cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
         index = max(bisect.bisect_right(self._starts, first) - 1, 0)
         for start, tensor in zip(self._starts[index:], self._tensors[index:], strict=True):
             if start >= last:
@@ -40,11 +46,12 @@ class Parts:
 
     def copy_to(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Write what lies from `first` on into a flat tensor, zeros between. Returns the tensor."""
-        pieces = list(self.cut(first, first + flat.numel()))
+        pieces = list(self._cut(first, first + flat.numel()))
         if sum(piece.numel() for _, piece in pieces) < flat.numel():
             flat.zero_()
-        for place, piece in pieces:
-            flat[place].copy_(piece)
+        for dtype in dict.fromkeys(piece.dtype for _, piece in pieces):  # a kernel on a GPU takes one format
+            alike = [(flat[place], piece) for place, piece in pieces if piece.dtype == dtype]
+            foreach_copy([place for place, _ in alike], [piece for _, piece in alike])
         return flat
 
     def joined(self) -> torch.Tensor:

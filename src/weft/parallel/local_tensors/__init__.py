@@ -8,6 +8,7 @@ from weft.lazy import loads
 
 __all__ = [
     "Original",
+    "PlacedPart",
     "Precision",
     "SavedTensor",
     "StateSource",
@@ -21,12 +22,14 @@ __all__ = [
     "grown",
     "originals_of",
     "read_whole",
+    "tell_places",
 ]
 
 if TYPE_CHECKING:
     from weft.parallel.local_tensors.original import Original, grown, originals_of
     from weft.parallel.local_tensors.precision import Precision, cast_inputs, formats
     from weft.parallel.local_tensors.stretches import (
+        PlacedPart,
         SavedTensor,
         StateSource,
         Stretch,
@@ -35,12 +38,14 @@ if TYPE_CHECKING:
         filled,
         flat_of,
         read_whole,
+        tell_places,
     )
 
 __getattr__ = loads(
     __name__,
     {
         "Original": ".original",
+        "PlacedPart": ".stretches",
         "Precision": ".precision",
         "SavedTensor": ".stretches",
         "StateSource": ".stretches",
@@ -54,5 +59,6 @@ __getattr__ = loads(
         "grown": ".original",
         "originals_of": ".original",
         "read_whole": ".stretches",
+        "tell_places": ".stretches",
     },
 )

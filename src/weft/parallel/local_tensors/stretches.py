@@ -5,11 +5,13 @@ Saving writes this rank's share of each stretch, and loading fills it: no rank e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from weft.checkpoint.arrays import format_name, torch_formats
 from weft.checkpoint.parts import Deal, Part
@@ -93,6 +95,39 @@ class Stretch:
     def _bring_home(self) -> None:
         if self.home is not None:
             self.home.copy_(self.flat.view(self.home.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPart:
+    """A run of a part's line, for optimizers that ask where it lies. name: in checkpoints. start: its first element."""
+
+    name: str
+    part: Part
+    start: int
+    device: torch.device
+
+    def positions(self, first: int, last: int) -> torch.Tensor:
+        """Where elements of the run lie in the whole tensor, counted in the order of its memory: int64."""
+        part = self.part
+        line = torch.arange(self.start + first, self.start + last, device=self.device)
+        if part.rows is None:
+            return line
+        order, local = part.order or tuple(range(len(part.shape))), part.local_shape
+        inner = math.prod(local[dim] for dim in order[order.index(part.dim) + 1 :])
+        row = line // inner % local[part.dim]
+        if len(part.rows) == 1:
+            there = row + part.rows[0][0]
+        else:
+            there = torch.tensor([one for rows in part.rows for one in range(*rows)], device=line.device)[row]
+        return (line // (inner * local[part.dim]) * part.shape[part.dim] + there) * inner + line % inner
+
+
+def tell_places(optimizer: torch.optim.Optimizer, held: Iterable[tuple[nn.Parameter, PlacedPart]]) -> None:
+    """Tell an optimizer that asks for it, by a dict `places`, where what it updates lies in whole parameters."""
+    places = getattr(optimizer, "places", None)
+    if isinstance(places, dict):
+        places.clear()
+        places.update(held)
 
 
 def expected(source: StateSource, name: str, shape: tuple[int, ...]) -> SavedTensor:

@@ -11,8 +11,7 @@ One step, driven by `TrainStep`:
             loss.backward()
     dp.finish(totals)
     norm = dp.norm()
-    dp.scale(factor)
-    optimizer.step()
+    dp.update(optimizer, factor)
     dp.publish()
 
 A step that is not taken (a number was not finite) ends after `norm`; the next one starts with `begin_step`.
@@ -77,6 +76,13 @@ class DataParallel(Protocol):
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients, after `finish`."""
+        ...
+
+    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Let the adopted optimizer take its step with gradients multiplied by a factor, after `finish`.
+
+        What `.grad` holds from here on may be without the factor; `gradients` has it.
+        """
         ...
 
     def clip_own(self, max_norm: float) -> torch.Tensor:

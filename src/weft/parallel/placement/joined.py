@@ -27,6 +27,10 @@ class CutJoin:
         """The whole of something that is cut as the parameter is. A collective over tp."""
         return self.axes.whole(self.name, part.to(self.device))
 
+    def whole_shape(self, part: torch.Tensor) -> tuple[int, ...]:
+        """The whole's, the same on all ranks that hold parts of it."""
+        return self.axes.whole_shape(self.name, part.shape)
+
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of it."""
         return self.axes.part(self.name, whole)

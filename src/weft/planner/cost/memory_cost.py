@@ -18,7 +18,7 @@ from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_par
 from weft.planner.cost.wire_cost import copy_bytes, state_bytes
 from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
 from weft.spec.plan import RECOMPUTES, RESHARDS
-from weft.spec.shares import BUCKET_BYTES, BUCKETS_UNDER_WAY
+from weft.spec.shares import BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
@@ -232,18 +232,27 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     parts = ((shares.dense + shares.ends, group), (shares.experts, expert_group))
     for count, size in parts[: 2 if job.shape.moe_layers else 1]:
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
-        gradients += count * stack.grad_bytes / np.where(_whole_gradients(job, columns), 1.0, size)
+        each = np.where(
+            stack.travel_once & stays_loose(columns), np.where(full32, 4.0, stack.weight_bytes), stack.grad_bytes
+        )
+        gradients += count * each / np.where(_whole_gradients(job, columns), 1.0, size)
         carried += count * state_bytes(columns)
         kept = np.where((zero == 3) & ~full32, main - master, main)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
-    gone = (zero == 3) & ~late & (columns.num_micro == 1)
+    gone = ((zero == 3) & ~late & (columns.num_micro == 1)) | (stack.travel_once & stays_loose(columns) & ~late)
     return {
         "reserve": np.where(gone, gradients, 0.0),
         "parameters": parameters * (1 - columns.offload_params),
         "gradients": np.where(gone, 0.0, gradients) + carried,
         "optimizer": optimizer * (1 - columns.offload_optimizer),
     }
+
+
+def stays_loose(columns: Columns) -> NDArray[np.bool_]:
+    """Rows whose gradients stay where autograd put them, in its format, until the optimizer has read them."""
+    alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
+    return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
 
 
 def _whole_gradients(job: Job, columns: Columns) -> NDArray[np.bool_]:
@@ -271,7 +280,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     travels = stack.reduce_bytes + copy_bytes(columns, stack.reduce_bytes)
     flat = np.where(zero == 2, travels * unit, 0.0)
     if stack.travel_once:
-        leaving = np.minimum(BUCKETS_UNDER_WAY * BUCKET_BYTES / stack.reduce_bytes + shares.ends, every) * travels
+        leaving = np.minimum(BUCKETS_UNDER_WAY * stack.bucket_params + shares.ends, every) * travels
         travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
         flat = np.where(travels_at_once, leaving, 0.0)
     reduced = np.where(zero == 3, (2 + travels) * unit, flat)

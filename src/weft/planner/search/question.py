@@ -13,7 +13,7 @@ from weft.planner import measured
 from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
-from weft.planner.space import Job, Shape
+from weft.planner.space import Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
@@ -86,6 +86,7 @@ class Question:
                 seq_len=seq_len,
                 global_batch=_positive("global-batch", global_batch),
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
+                stack=_stack(planned),
             ),
             fixed=decided,
             profile=known,
@@ -138,6 +139,12 @@ class Question:
     def tables(self) -> Tables:
         """The cost model's constants for the device."""
         return _tables(self.profile, self.cluster, self.tier)
+
+
+def _stack(planned: PlannedModel) -> Stack:
+    """Weft's software, with the states that the config asks for."""
+    rounds = planned.config is not None and planned.config.optimizer.states == "bf16"
+    return Stack(main_bytes=8.0) if rounds else Stack()
 
 
 @functools.lru_cache(maxsize=8)

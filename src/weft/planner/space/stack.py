@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.spec.shares import BUCKET_BYTES
+from weft.spec.shares import bucket_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,6 @@ class Stack:
     fold_experts: bool = True
     vocab_multiple: int = 1
     balanced_stages: bool = False
-    bucket_params: float = BUCKET_BYTES // 4
+    bucket_params: float = bucket_bytes("cuda") // 4
     bucket_params_per_rank: float = 0.0
     bucket_bytes: float = 0.0

@@ -152,6 +152,16 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         ),
     ),
     ConfigRule(
+        name="bf16-states-are-of-adamw",
+        keys=("optimizer.states", "optimizer.name"),
+        reason="The running means of AdamW are the only states that Weft rounds.",
+        predicate=lambda config: config.optimizer.states != "fp32" and config.optimizer.name != "adamw",
+        message=lambda config: (
+            f"{config.optimizer.states}: only AdamW rounds its running means, and here "
+            f"optimizer.name={config.optimizer.name}. Use fp32, or optimizer.name=adamw."
+        ),
+    ),
+    ConfigRule(
         name="patience-needs-evaluations",
         keys=("train.early_stop.patience", "eval.every"),
         reason="Early stopping compares evaluations, so the run must evaluate before its end.",

@@ -8,11 +8,11 @@ from weft.lazy import loads
 
 __all__ = [
     "BUCKETS_UNDER_WAY",
-    "BUCKET_BYTES",
     "CP_MODES",
     "CP_WAYS",
     "LossChunk",
     "batch_unit",
+    "bucket_bytes",
     "choose_cp_mode",
     "chunks_of",
     "divide_by_rank",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.shares.chunk_sizes import BUCKET_BYTES, BUCKETS_UNDER_WAY, LossChunk
+    from weft.spec.shares.chunk_sizes import BUCKETS_UNDER_WAY, LossChunk, bucket_bytes
     from weft.spec.shares.division import (
         batch_unit,
         divide_by_rank,
@@ -42,11 +42,11 @@ __getattr__ = loads(
     __name__,
     {
         "BUCKETS_UNDER_WAY": ".chunk_sizes",
-        "BUCKET_BYTES": ".chunk_sizes",
         "CP_MODES": ".sequence_chunks",
         "CP_WAYS": ".sequence_chunks",
         "LossChunk": ".chunk_sizes",
         "batch_unit": ".division",
+        "bucket_bytes": ".chunk_sizes",
         "choose_cp_mode": ".sequence_chunks",
         "chunks_of": ".sequence_chunks",
         "divide_by_rank": ".division",

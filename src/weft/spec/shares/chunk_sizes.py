@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-#: Bytes of fp32 masters whose gradients and parameters travel together under ZeRO 0 to 2: large enough to amortise a
-#: collective's latency, small enough that several are under way at once.
-BUCKET_BYTES = 16 * 2**20
-
-
+#: Bytes of fp32 masters whose gradients and parameters travel together under ZeRO 0 to 2 on CPUs: large enough to
+#: amortise a collective's latency, small enough that several are under way at once.
+_BUCKET_BYTES = 16 * 2**20
+#: On GPUs, whose links reach half their rate at some MiB for each rank, and whose hosts launch each collective.
+_GPU_BUCKET_BYTES = 128 * 2**20
 #: Buckets whose gradients are on their way at once.
 BUCKETS_UNDER_WAY = 3
 
@@ -18,6 +18,11 @@ BUCKETS_UNDER_WAY = 3
 _LOSS_CHUNK, _MOST_LOSS_CHUNK = 2**26, 2**30
 #: A GPU gives logits this share of its memory at most.
 _LOSS_SHARE = 64
+
+
+def bucket_bytes(device: str) -> int:
+    """Bytes of fp32 masters in a bucket. device: "cpu" or "cuda", where the first of a backward is smaller."""
+    return _GPU_BUCKET_BYTES if device == "cuda" else _BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)

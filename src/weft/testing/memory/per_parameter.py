@@ -15,10 +15,10 @@ from weft.planner import estimate
 from weft.planner.cost import layer_bytes
 from weft.planner.cost.machine import Tables
 from weft.planner.measured.host import host_memory
-from weft.planner.space import Columns, Job, Shape
+from weft.planner.space import Columns, Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec
 from weft.spec.plan import Plan
-from weft.spec.shares import batch_unit
+from weft.spec.shares import batch_unit, bucket_bytes
 from weft.testing.memory.live_tensors import LiveTensors
 from weft.testing.memory.step_bytes import peak_of_step
 from weft.train import TrainStep
@@ -125,7 +125,9 @@ def planned_peak(plan: Plan, of_host: bool = False) -> dict[str, float]:
     """Bytes by class at the fullest moment of a step with a plan of `FULLEST`, by the planner or its half for hosts."""
     spec, rows, tokens = FULLEST[plan.format()]
     cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
-    job = Job(shape=Shape.of_decoder(spec), seq_len=tokens, global_batch=rows * plan.dp_size)
+    # What is measured runs on a CPU, with its buckets.
+    stack = Stack(bucket_params=bucket_bytes("cpu") // 4)
+    job = Job(shape=Shape.of_decoder(spec), seq_len=tokens, global_batch=rows * plan.dp_size, stack=stack)
     columns = Columns.of([plan], job)
     memory = host_memory(job, columns) if of_host else estimate(job, cluster, columns, Tables.of(cluster.device)).memory
     classes = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")

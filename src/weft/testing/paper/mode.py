@@ -24,6 +24,14 @@ from weft.testing.paper.values import follow, forget, give, on_host, value_of
 _EMPTY = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
+#: What an operation changes in place it reads too, unless it is one of these.
+_OVERWRITES = frozenset(
+    f"aten::{name}"
+    for name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_", "index_copy_")
+)
+#: Of operators that name what they change: what they only write, and what they only read, although torch's schema says
+#: that it may change.
+_ONLY_WRITTEN, _ONLY_READ = frozenset({"weights"}), frozenset({"grads"})
 _NO_KERNEL = _EMPTY | {"aten::detach", "aten::lift_fresh", "aten::set_", "aten::_reshape_alias"}
 _Call = Callable[..., Any]
 
@@ -104,6 +112,8 @@ class PaperMode(TorchDispatchMode):
         reads = [x for x in leaves((args, kwargs)) if id(x) not in changed]
         if not any(on_device(x) for x in (*reads, *writes, *outs)):
             return
+        updated, kept = _updated(func, args, kwargs)
+        reads, writes = [*reads, *updated], [x for x in writes if id(x) not in kept]
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         # Formulas take no format of a product's sum, which stands behind its tensors.
         given = args[:-1] if args and isinstance(args[-1], torch.dtype) else args
@@ -205,7 +215,9 @@ class PaperMode(TorchDispatchMode):
         work = out[-1] if isinstance(out, tuple | list) else out
         boxed = [x for x in args if isinstance(x, torch.ScriptObject)]
         group = next((ProcessGroup.unbox(x) for x in boxed if "ProcessGroup" in str(x._type())), None)
-        writes = written(func, args, kwargs)
+        # torch's schemas of these two do not say that their first argument is written.
+        unsaid = func._schema.name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")
+        writes = list(leaves(args[0])) if unsaid else written(func, args, kwargs)
         changed = {id(x) for x in writes}
         reads = [x for x in leaves((args, kwargs)) if id(x) not in changed]
         self._follow_collective(func, args, kwargs, reads, writes)
@@ -234,6 +246,21 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += leaves(args[index] if index < len(args) else kwargs.get(argument.name))
     return found
+
+
+def _updated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], frozenset[int]]:
+    """Of what an operation changes: what it reads as well, and the ids of what it leaves as it is."""
+    name = func._schema.name
+    if name in _OVERWRITES or not (name.endswith("_") or name.startswith("weft::")):
+        return [], frozenset()
+    found: list[torch.Tensor] = []
+    kept: set[int] = set()
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in _ONLY_WRITTEN:
+            given = list(leaves(args[index] if index < len(args) else kwargs.get(argument.name)))
+            found += given
+            kept |= {id(x) for x in given} if argument.name in _ONLY_READ else set[int]()
+    return found, frozenset(kept)
 
 
 def _as_format(source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:

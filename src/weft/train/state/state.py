@@ -69,7 +69,7 @@ def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> int:
     """Values that an optimizer keeps for each of a group's parameters; of a foreign class as many as AdamW."""
     if optimizer.name == "sgd":
         return int(group["momentum"] > 0)
-    return 1 if group.get("matrices") else 2
+    return 1 if group.get("matrices") or optimizer.states == "bf16" else 2
 
 
 def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
@@ -163,7 +163,18 @@ def _take(
     _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
     engine.load_weights(weights)
     engine.load_states(optimizer, states)
+    _match_formats(optimizer)
     return load_carried(engine, wire)
+
+
+def _match_formats(optimizer: torch.optim.Optimizer) -> None:
+    """torch's AdamW and Adam want moments of the parameters' format: a run with rounded ones may have saved them."""
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        return
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == torch.bfloat16:
+                state[key] = value.to(param.dtype)
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -232,8 +232,7 @@ class TrainStep:
             skipped = f"gradient norm is {grad_norm}"
         self.loss_scale.update(finite and math.isfinite(loss))
         if skipped is None:
-            self._data_parallel.scale(to_mean * clip_factor(grad_norm, self.max_grad_norm))
-            self.optimizer.step()
+            self._data_parallel.update(self.optimizer, to_mean * clip_factor(grad_norm, self.max_grad_norm))
             self._data_parallel.publish()
         self._experts.finish(moved=skipped is None)
         return StepMetrics(

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from weft.comm import Pending, start_all_gather
 from weft.comm.links import Parts
 from weft.errors import ModelError
 from weft.memory import HostPart
 from weft.mesh import Axis
 from weft.parallel.placement import Axes
 from weft.private_torch import version_of
-from weft.spec.shares import BUCKET_BYTES
+from weft.spec import shares
 from weft.units import format_bytes
 
 #: Parameters and parts begin at multiples of this many elements: aligned for vector units and for GPU copies.
@@ -36,7 +37,8 @@ MOST_FILL_BYTES = 2**30
 class Slot:
     """The place of one parameter in its bucket.
 
-    start: its first element in the flat tensors. grad: its view into the bucket's gradient, while there is one.
+    start: its first element in the flat tensors. is_shared: whether several modules have it.
+    grad: its view into the bucket's gradient, while there is one.
     expected, fired: how often autograd delivers a gradient for it in one backward, at most so far and this time.
     """
 
@@ -46,6 +48,7 @@ class Slot:
     bucket: Bucket | None = None
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
+    is_shared: bool = False
     grad: torch.Tensor | None = None
     expected: int = 1
     fired: int = 0
@@ -101,7 +104,9 @@ class Bucket:
     weights: flat, of the compute format; the parameters are views into it. master: this rank's part of the unrounded
     weights; a slice of `weights` where nothing is rounded. own: this rank's part of the flat tensors.
     grads: flat, whole, of the master's format; None while nobody needs it. shard: this rank's part of the sums.
+    loose: the sums where autograd put them, in any format, each with its slot, where they are not in `shard`.
     collected: whether gradients of this step are in `grads`, not only where autograd put them.
+    is_rounded: whether `weights` have the master as the optimizer left it.
     on_host: whether the master is on the host, and its gradient for the optimizer too: `host` holds both.
     axes: over whom it is divided and summed.
     """
@@ -118,7 +123,9 @@ class Bucket:
     on_host: bool = False
     grads: torch.Tensor | None = None
     shard: torch.Tensor | None = None
+    loose: list[tuple[Slot, torch.Tensor]] | None = None
     collected: bool = False
+    is_rounded: bool = False
     host: HostPart | None = None
     axes: Axes | None = None
 
@@ -137,17 +144,25 @@ class Bucket:
         """Whether masters are tensors of their own."""
         return self.on_host or self.weights.dtype != self.master.dtype
 
-    def parts(self) -> Parts | None:
-        """The gradients where autograd put them; None where some are missing, or must be brought to another form."""
-        parts: list[tuple[int, torch.Tensor]] = []
+    def found(self) -> list[tuple[Slot, torch.Tensor]] | None:
+        """The gradients where autograd put them, each dense as its parameter is; None where some are missing."""
+        found: list[tuple[Slot, torch.Tensor]] = []
         for slot in self.slots:
             grad = slot.param.grad
-            if grad is None or grad.layout != torch.strided or grad.dtype != self.master.dtype:
+            if grad is None or grad.layout != torch.strided or not grad.is_floating_point():
                 return None
             if grad.stride() != slot.stride:
                 grad = torch.empty_strided(slot.shape, slot.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-            parts.append((slot.start, grad.detach().as_strided((slot.numel,), (1,))))
-        return Parts(parts, self.size) if any(part.numel() for _, part in parts) else None
+            found.append((slot, grad.detach()))
+        return found if any(slot.numel for slot in self.slots) else None
+
+    def parts(self) -> Parts | None:
+        """The same as parts of a flat tensor."""
+        found = self.found()
+        if found is None:
+            return None
+        lines = [(slot.start, grad.as_strided((slot.numel,), (1,))) for slot, grad in found]
+        return Parts(lines, self.size, self.master.dtype)
 
     def use_grads(self, flat: torch.Tensor) -> None:
         """Take `flat` for whole gradients. Its contents may be anything; what no parameter owns becomes zero."""
@@ -156,6 +171,17 @@ class Bucket:
             flat[gap].zero_()
         for slot in self.slots:
             slot.grad = slot.of(flat)
+
+    def collect(self) -> None:
+        """Bring loose sums into `shard`."""
+        if self.loose is None:
+            return
+        if self.grads is None:
+            self.use_grads(torch.empty(self.size, dtype=self.master.dtype, device=self.weights.device))
+        assert self.grads is not None
+        for slot, grad in self.loose:
+            slot.of(self.grads).copy_(grad)
+        self.loose, self.shard, self.collected = None, self.grads[self.own], True
 
     def drop_grads(self) -> torch.Tensor | None:
         """Give the whole gradients up; the parameters have none from here."""
@@ -184,9 +210,25 @@ def fill(bucket: Bucket, source: Callable[[Slot], torch.Tensor], settle: Callabl
         view = slot.of(bucket.weights)
         slot.param.grad = None
         slot.param.data = view
-        if slot.param.grad_dtype != full.dtype:
-            slot.param.grad_dtype = full.dtype
+        # Autograd gives gradients in the format that it computed them in: they are read once, where they are summed up.
+        # One that several modules use is the exception, since autograd adds their gradients.
+        slot.param.grad_dtype = full.dtype if slot.is_shared else None
         slot.bucket, slot.address, slot.version = bucket, view.data_ptr(), version_of(slot.param)
+
+
+def bring_weights(buckets: Sequence[Bucket]) -> None:
+    """Bring masters into the weights of all ranks. A collective over the shard axes."""
+    pending: list[Pending] = []
+    for bucket in reversed(buckets):  # first what the next forward needs first
+        own = bucket.weights[bucket.own]
+        if bucket.host is not None:
+            bucket.host.bring(own).wait()
+        elif bucket.is_mixed and not bucket.is_rounded:
+            own.copy_(bucket.master)
+        bucket.is_rounded = False
+        pending.append(start_all_gather(own, bucket.over.shard, out=bucket.weights))
+    for one in pending:
+        one.wait()
 
 
 def lay_out(
@@ -197,7 +239,7 @@ def lay_out(
     *,
     whole: frozenset[str] = frozenset(),
     host: frozenset[str] = frozenset(),
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = shares.bucket_bytes("cpu"),
 ) -> list[Bucket]:
     """Buckets, without contents yet, in the order in which backward completes them: the last parameters first.
 
@@ -211,7 +253,9 @@ def lay_out(
     limit = max(1, bucket_bytes // master.itemsize)
     groups: list[tuple[list[Slot], int, bool]] = []
     for key, members in kinds.items():
-        found = _whole(members, limit, shard.size) if key[0] else _slices(members, limit, shard.size)
+        # The first is small on a GPU too: so that gradients begin to travel soon.
+        first = max(1, min(bucket_bytes, shares.bucket_bytes("cpu")) // master.itemsize)
+        found = _whole(members, limit, shard.size) if key[0] else _slices(members, (first, limit), shard.size)
         _refuse_fill(found, shard, master.itemsize)
         groups += found
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
@@ -253,12 +297,12 @@ def _bucket(
     )
 
 
-def _slices(slots: Iterable[Slot], limit: int, num_shards: int) -> list[tuple[list[Slot], int, bool]]:
-    """One after another, cut where a bucket is full."""
+def _slices(slots: Iterable[Slot], limits: tuple[int, int], num_shards: int) -> list[tuple[list[Slot], int, bool]]:
+    """One after another, cut where a bucket is full. limits: elements of the first, and of each other."""
     groups: list[list[Slot]] = []
     end = 0
     for slot in slots:
-        if not groups or end + slot.numel > limit:
+        if not groups or end + slot.numel > limits[len(groups) > 1]:
             groups.append([])
             end = 0
         groups[-1].append(slot)

@@ -15,30 +15,32 @@ Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stages); Zhang et al. 2022, a
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from weft.comm import all_gather, broadcast, start_all_gather
+from weft.comm import all_gather, broadcast
 from weft.errors import ModelError
 from weft.memory import Host, HostPart, choose, step_on_host
-from weft.mesh import Axis, Mesh
-from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats
+from weft.mesh import Mesh
+from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats, tell_places
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
 from weft.parallel.zero.adopt import refuse_closures
-from weft.parallel.zero.flat.buckets import Bucket, Slot, fill, lay_out, put_in_order
+from weft.parallel.zero.flat.buckets import Bucket, Slot, bring_weights, fill, lay_out, put_in_order
+from weft.parallel.zero.flat.flat_step import FlatStep
 from weft.parallel.zero.flat.follow_loads import FollowLoads
 from weft.parallel.zero.flat.own_loop import OwnLoop
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.flat.slot_states import gather_states, load_states
-from weft.parallel.zero.flat.slot_stretches import SlotStretches
+from weft.parallel.zero.flat.slot_stretches import SlotStretches, Untrained, placed_pieces
 from weft.private_torch import version_of
-from weft.spec.shares import BUCKET_BYTES
+from weft.spec import shares
 
 
 class FlatModel:
@@ -49,8 +51,10 @@ class FlatModel:
     ModelError for parameters it cannot hold, CommError where ranks built different models.
     """
 
-    #: Bytes of masters in a bucket, where nothing else is said.
-    usual_bucket_bytes: ClassVar[int] = BUCKET_BYTES
+    @staticmethod
+    def usual_bucket_bytes(device: str) -> int:
+        """Of masters in a bucket, where nothing else is said. Tests replace it."""
+        return shares.bucket_bytes(device)
 
     def __init__(
         self,
@@ -69,17 +73,20 @@ class FlatModel:
         self.precision = Precision.of(mesh.plan)
         self.in_step = False  # between begin_step and publish: TrainStep drives
         self.adoptions: list[SlotAdoption] = []
-        self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes
+        self._steps: dict[SlotAdoption, FlatStep] = {}
+        self._shows_late = False
+        self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
         materialise = Materialise(model, self.axes, seed, mesh.device)
         check_same_model(model, self.axes, mesh.device)
         materialise.make(model.parameters())
         cast_inputs(model, self.precision)
         self._formats = formats(model, self.precision)
-        self._slots = [Slot(name, param, 0) for name, param in model.named_parameters() if param.requires_grad]
+        holders = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        self._slots = [Slot(name, param, 0, is_shared=holders[id(param)] > 1) for name, param in named]
         self._ids = {id(slot.param) for slot in self._slots}
-        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         self._kinds = {slot: self.axes.of(slot.name, slot.shape) for slot in self._slots}
-        self._moving = self._settle_rest(model)
+        self._untrained = Untrained(model, self.axes, self._formats)
         self._host = host
         sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
         self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
@@ -118,7 +125,9 @@ class FlatModel:
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait until gradients are sums over all data ranks, or this rank's part of them."""
         self.reducer.finish(totals)
-        self.show_gradients()
+        self._shows_late = self.reducer.has_loose  # when somebody asks for them where the optimizer looks
+        if not self._shows_late:
+            self.show_gradients()
 
     def norm(self) -> torch.Tensor:
         """Euclidean norm of the whole gradient, after `finish`."""
@@ -131,6 +140,22 @@ class FlatModel:
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         self.reducer.scale(factor)
+        if self._shows_late and not self.reducer.has_loose:
+            self.show_gradients()
+
+    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Let the optimizer take its step with gradients multiplied by a factor."""
+        adoption = self._adoption(optimizer)
+        step = self._steps[adoption]
+        if not step.applies():
+            self.scale(factor)
+            optimizer.step()
+            return
+        self.reducer.arrive()
+        self.reducer.factor *= factor
+        step.take(self.reducer.factor)
+        with adoption.spent():
+            optimizer.step()
 
     def settle(self) -> None:
         """At the step of a user's own loop: gradients are where the optimizer looks for them."""
@@ -144,18 +169,8 @@ class FlatModel:
     @torch.no_grad()
     def publish(self) -> None:
         """Bring the new weights into the parameters of all ranks."""
-        pending = []
-        for bucket in reversed(self.reducer.buckets):  # first what the next forward needs first
-            own = bucket.weights[bucket.own]
-            if bucket.host is not None:
-                bucket.host.bring(own).wait()
-            elif bucket.is_mixed:
-                own.copy_(bucket.master)
-            pending.append(start_all_gather(own, bucket.over.shard, out=bucket.weights))
-        for one in pending:
-            one.wait()
-        for buffer, axis in self._moving:
-            broadcast(buffer, axis)
+        bring_weights(self.reducer.buckets)
+        self._untrained.follow()
         for slot, piece in self._pieces():
             if _bucket(slot).host is not None:
                 piece.grad = None  # its memory served to bring the weights
@@ -179,6 +194,7 @@ class FlatModel:
         if self._on_host:
             step_on_host(optimizer)
         self.adoptions.append(adoption)
+        self._steps[adoption] = FlatStep(adoption)
         self.own_loop.watch(adoption)
         guard_optimizer(optimizer, self.axes)
 
@@ -192,7 +208,9 @@ class FlatModel:
 
     def show_gradients(self) -> None:
         """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
+        self._shows_late = False
         for bucket in self.reducer.buckets:
+            bucket.collect()
             if bucket.num_shards == 1:
                 for slot in bucket.slots:
                     slot.param.grad = slot.grad
@@ -216,7 +234,7 @@ class FlatModel:
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What is not trained and not whole on every rank."""
-        rest = self.axes.rest(self._frozen.items(), self._buffers.items())
+        rest = self.axes.rest(self._untrained.tensors())
         return across_stages(self.axes.named(rest), self.axes.stages, self.device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -226,6 +244,7 @@ class FlatModel:
     def _gradients_here(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self.reducer.buckets:
             flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
+            flat = flat if self.reducer.factor == 1.0 else flat * self.reducer.factor
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
@@ -237,7 +256,8 @@ class FlatModel:
 
     def held_gradients(self) -> list[torch.Tensor]:
         kept = [tensor for bucket in self.reducer.buckets for tensor in (bucket.grads, bucket.shard)]
-        return [tensor for tensor in kept if tensor is not None]
+        loose = [grad for bucket in self.reducer.buckets for _, grad in bucket.loose or ()]
+        return [*(tensor for tensor in kept if tensor is not None), *loose]
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the optimizer's state by `parameter/key`, whole."""
@@ -256,8 +276,7 @@ class FlatModel:
                 bucket.host.arrive()
         placed = SlotStretches(self.reducer.buckets, self.axes)
         yield from (one for slot in self._slots if (one := placed.of(slot)) is not None)
-        for name, tensor in (*self._frozen.items(), *self._buffers.items()):
-            yield self.axes.stretch(name, tensor)
+        yield from (self.axes.stretch(name, tensor) for name, tensor in self._untrained.tensors())
 
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
         """What this rank holds of the optimizer's state; no collective."""
@@ -285,8 +304,7 @@ class FlatModel:
                 )
             if version_of(param) != slot.version:
                 self._take_master(slot, param.detach())
-        if any(param.requires_grad for param in self._frozen.values()):
-            raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
+        self._untrained.check()
 
     def _pieces(self) -> Iterator[tuple[Slot, nn.Parameter]]:
         for adoption in self.adoptions:
@@ -299,26 +317,6 @@ class FlatModel:
     def _adoption(self, optimizer: torch.optim.Optimizer) -> SlotAdoption:
         self.adopt(optimizer)
         return next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
-
-    def _settle_rest(self, model: nn.Module) -> list[tuple[torch.Tensor, Axis]]:
-        """Frozen parameters and buffers become the first rank's. Returns the buffers that training moves.
-
-        Those are statistics that forward keeps (batch norm): after each step the first rank's count, on all ranks.
-        """
-        for name, param in self._frozen.items():
-            same = self.axes.of(name, param.shape).same
-            param.data = broadcast(param.data.to(self._formats[param]).contiguous(), same)
-        for name, buffer in model.named_buffers():
-            settled = broadcast(buffer.detach().contiguous(), self.axes.settling(name, buffer))
-            if settled.data_ptr() != buffer.data_ptr():
-                buffer.copy_(settled)
-        lasting = model.state_dict(keep_vars=True)
-        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
-        return [
-            (buffer, self.axes.settling(name, buffer))
-            for name, buffer in self._buffers.items()
-            if buffer.is_floating_point()
-        ]
 
     def _make_buckets(self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool) -> None:
         """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""
@@ -367,6 +365,7 @@ class FlatModel:
         names = adoption.must_see_whole()
         whole = [(slot.name, piece) for slot, piece in adoption.pieces.items() if slot.name in names]
         join_cut(adoption.optimizer, whole, self.axes, self.device)
+        tell_places(adoption.optimizer, placed_pieces(adoption, self.axes))
 
     def take_masters(self, tensors: Mapping[str, Any]) -> None:
         """Masters follow parameters that were written, from tensors that were not rounded."""

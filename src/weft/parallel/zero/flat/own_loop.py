@@ -81,8 +81,10 @@ class OwnLoop:
 
         def before(optimizer: torch.optim.Optimizer) -> None:
             del optimizer
-            if (found := engine()) is not None:
+            if (found := engine()) is not None and not adoption.is_spent:
                 found.reducer.arrive()
+                if found.reducer.has_loose:
+                    found.show_gradients()
 
         watch_steps(adoption.optimizer, engine, clear=lambda found: found.reducer.clear(adoption.slots), before=before)
 

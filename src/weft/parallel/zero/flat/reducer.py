@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.comm import all_gather, all_reduce, start_all_reduce, start_reduce_parts, start_reduce_scatter
+from weft.comm import Pending, all_gather, all_reduce, start_all_reduce, start_reduce_parts, start_reduce_scatter
 from weft.comm.wire import Coder, Coders, Wire
 from weft.errors import CommError
 from weft.memory import Waitable
@@ -31,10 +31,11 @@ _WAYS = ("shard", "replicas", "own")
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A bucket's reduction. add: what arrives here is to be added to the bucket's shard."""
+    """A bucket's reduction. add: what arrives here is to be added to the bucket's shard. final: the step's last one."""
 
     pending: Waitable
     add: torch.Tensor | None = None
+    final: bool = True
 
 
 class Reducer:
@@ -68,10 +69,13 @@ class Reducer:
         self._next = 0
         self._waiting: list[int] = []
         self._under_way: dict[int, _UnderWay] = {}
+        self._replica_sums: list[Pending] = []
         self._reduced: set[int] = set()  # in this step
         self._late: list[int] = []
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
+        #: What gradients are yet to be multiplied by, where the optimizer does it as it reads them.
+        self.factor = 1.0
         for index, slot in enumerate(slots):
             # torch's collector does not see these hooks: what they held would live for ever, and its mesh with it.
             slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
@@ -81,11 +85,17 @@ class Reducer:
         """Whether a microbatch is under way."""
         return self._pass is not None
 
+    @property
+    def has_loose(self) -> bool:
+        """Whether some sums are where autograd put them."""
+        return any(bucket.loose is not None for bucket in self.buckets)
+
     def begin_step(self) -> None:
         """No gradients; whatever a broken step left on its way is awaited."""
-        for one in self._under_way.values():
-            one.pending.wait()
-        self._under_way, self._reduced, self._late, self._next = {}, set(), [], 0
+        for pending in (*(one.pending for one in self._under_way.values()), *self._replica_sums):
+            pending.wait()
+        self._under_way, self._reduced, self._late, self._next, self.factor = {}, set(), [], 0, 1.0
+        self._replica_sums = []
         self.forget()
         self.clear(self._slots)
 
@@ -111,12 +121,9 @@ class Reducer:
     def finish(self, totals: torch.Tensor | None) -> None:
         """All gradients are sums, `totals` too."""
         self._reduce_rest()
-        divided = [bucket for bucket in self.buckets if bucket.num_shards > 1]
-        sums = [
-            start_all_reduce(shard_of(one), one.over.replicate, wire=self.coder(one, "replicas")) for one in divided
-        ]
-        for pending in sums:
+        for pending in self._replica_sums:
             pending.wait()
+        self._replica_sums = []
         self.send()
         self._sum(totals)
 
@@ -140,7 +147,7 @@ class Reducer:
 
     def norm(self) -> torch.Tensor:
         """Euclidean norm of the whole gradient; not a number where `check` has something to say."""
-        return torch.where(self._num_late > 0, torch.nan, self._norm_squared.sqrt())
+        return torch.where(self._num_late > 0, torch.nan, self._norm_squared.sqrt()) * self.factor
 
     def check(self) -> None:
         """Raise CommError, on all ranks, where a gradient came after its bucket had begun to travel."""
@@ -156,7 +163,8 @@ class Reducer:
         )
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients: at once, and not as the optimizer reads them."""
+        factor, self.factor = factor * self.factor, 1.0
         if factor != 1.0 and self.buckets:
             self.arrive()  # what is still on its way to the host must not be multiplied twice
             torch._foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
@@ -172,6 +180,7 @@ class Reducer:
         for bucket in self.buckets:
             if any(slot.param.grad is not None for slot in bucket.slots):
                 continue
+            bucket.loose = None
             for way in _WAYS:
                 self.coder(bucket, way).discard()
             if bucket.grads is not None:
@@ -213,6 +222,8 @@ class Reducer:
             self._room(bucket)
             if param.grad is not slot.grad:
                 _take(slot)
+        elif self._adds_more(slot) and param.grad is not None and param.grad.dtype != bucket.master.dtype:
+            param.grad = param.grad.to(bucket.master.dtype)  # autograd adds to it, which a rounded format would lose
         # Else it stays where autograd put it, and travels from there.
         if self._pass is None:
             self._note(bucket)
@@ -222,6 +233,10 @@ class Reducer:
             self._waiting[bucket.index] -= 1
             while self._next < len(self.buckets) and self._waiting[self._next] == 0:
                 self._launch(self.buckets[self._next], self._pass == "last")
+
+    def _adds_more(self, slot: Slot) -> bool:
+        """Whether autograd may deliver more for a parameter before its gradient travels."""
+        return self._pass == "inner" or slot.expected > 1 or not self._has_seen_backward
 
     def _stays(self, bucket: Bucket) -> bool:
         """Whether gradients stay in autograd's hands until they travel.
@@ -249,7 +264,7 @@ class Reducer:
             bucket.shard = torch.zeros(bucket.length, dtype=bucket.master.dtype, device=bucket.weights.device)
         elif bucket.index in self._reduced:
             add = torch.zeros_like(bucket.shard)  # what lies between parameters stays zero
-        if self._stage == 2 or parts is not None:
+        if self._stage == 2 or parts is not None or bucket.over.replicate.size > 1:
             self._make_way()
         out = bucket.shard if add is None else add
         if parts is not None:
@@ -259,11 +274,15 @@ class Reducer:
             pending = start_reduce_scatter(flat, bucket.over.shard, out=out, wire=self.coder(bucket, "shard"))
         if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
-        self._under_way[bucket.index] = _UnderWay(pending, add)
+        self._under_way[bucket.index] = _UnderWay(pending, add, final)
         self._reduced.add(bucket.index)
 
     def _launch_whole(self, bucket: Bucket, final: bool) -> None:
         """The same where no rank has a part of its own."""
+        alone = bucket.over.replicate.size == bucket.over.share[1] == 1 and bucket.host is None
+        if alone and final and not bucket.collected and (found := bucket.found()) is not None:
+            bucket.loose, bucket.shard = found, None  # they are sums where they are
+            return
         parts = bucket.parts() if final and not bucket.collected else None
         flat = bucket.shard = self.take(bucket) if parts is None else self._room(bucket)
         if final:  # before, nothing is saved by dividing it: it travels once
@@ -294,6 +313,10 @@ class Reducer:
             shard_of(bucket).add_(one.add)
         if self._stage == 2 and bucket.num_shards > 1:
             bucket.drop_grads()
+        if one.final and bucket.num_shards > 1 and bucket.over.replicate.size > 1:
+            # At once: what replicas add up travels while backward goes on, as the first way did.
+            coder = self.coder(bucket, "replicas")
+            self._replica_sums.append(start_all_reduce(shard_of(bucket), bucket.over.replicate, wire=coder))
 
     def _reduce_rest(self, final: bool = True) -> None:
         for bucket in self.buckets[self._next :]:
@@ -306,9 +329,12 @@ class Reducer:
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
         extra[0].fill_(len(self._late))  # an assignment would send the number, and wait until it is there
         # Ranks with equal sums take the norm of a part each.
-        parts = [_share_of(bucket) for bucket in self.buckets]
-        if parts:
-            norms = torch._foreach_norm(parts, 2.0, dtype=torch.promote_types(parts[0].dtype, torch.float32))
+        parts = [part for bucket in self.buckets for part in _share_of(bucket)]
+        norms: list[torch.Tensor] = []
+        for dtype in dict.fromkeys(part.dtype for part in parts):  # a kernel on a GPU takes one format
+            alike = [part for part in parts if part.dtype == dtype]
+            norms += torch._foreach_norm(alike, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+        if norms:
             extra[1] = torch.stack(norms).double().square().sum()
         sums = all_reduce(extra if totals is None else torch.cat([totals, extra]), self._axes.world)
         if totals is not None:
@@ -318,14 +344,17 @@ class Reducer:
 
 def shard_of(bucket: Bucket) -> torch.Tensor:
     """This rank's part of the sums; at stage 0 all of them."""
+    bucket.collect()
     assert bucket.shard is not None, "gradients were not reduced yet"
     return bucket.shard
 
 
-def _share_of(bucket: Bucket) -> torch.Tensor:
+def _share_of(bucket: Bucket) -> list[torch.Tensor]:
     """What of its part this rank takes the norm of."""
     rank, number = bucket.over.share
-    return shard_of(bucket).tensor_split(number)[rank]
+    if bucket.loose is not None:
+        return [grad for _, grad in bucket.loose]
+    return [shard_of(bucket).tensor_split(number)[rank]]
 
 
 def _arrived(reducer: Callable[[], Reducer | None], index: int, param: nn.Parameter) -> None:

@@ -5,6 +5,8 @@ Where it must see parameters whole, they are divided among the ranks one by one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ class SlotAdoption:
 
     def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot]):
         self.optimizer = optimizer
+        self.is_spent = False  # inside of `spent`
         self.pieces: dict[Slot, nn.Parameter] = {}
         by_param = {id(slot.param): slot for slot in slots}
         self._groups: list[list[Slot | nn.Parameter]] = []
@@ -66,6 +69,20 @@ class SlotAdoption:
             kept = [(self.pieces.get(place) if isinstance(place, Slot) else place) for place in places]
             fill_group(group, kept, names)
         self._before = {slot: self.pieces.get(slot, slot.param) for slot in self.slots}
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """While inside, the optimizer finds no gradient: its own step calls hooks and schedulers, and does no more."""
+        grads = [(piece, piece.grad) for piece in self.pieces.values()]
+        for piece, _ in grads:
+            piece.grad = None
+        self.is_spent = True
+        try:
+            yield
+        finally:
+            self.is_spent = False
+            for piece, grad in grads:
+                piece.grad = grad
 
 
 def _own_piece(slot: Slot) -> nn.Parameter | None:

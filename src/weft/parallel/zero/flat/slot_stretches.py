@@ -1,14 +1,16 @@
-"""What a rank holds of flat buckets, and of optimizer states beside them, as stretches for checkpoints."""
+"""What a rank holds of buckets, of optimizer states beside them, and of what lies in no bucket, for checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from weft.checkpoint.parts import deal_out
-from weft.errors import CheckpointError
-from weft.parallel.local_tensors import StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.comm import broadcast
+from weft.errors import CheckpointError, ModelError
+from weft.parallel.local_tensors import PlacedPart, StateSource, Stretch, alone, filled, flat_of, read_whole
 from weft.parallel.placement import AxisMap
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
@@ -88,3 +90,49 @@ class SlotStretches:
             )
         # Step counters stay where the optimizer wants them: fused kernels read them on the device.
         adoption.optimizer.state[piece][key] = read_whole(source, full_name).to(piece.device)
+
+
+def placed_pieces(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
+    """An optimizer's pieces, each with where it lies in the whole parameter."""
+    for slot, piece in adoption.pieces.items():
+        assert slot.bucket is not None
+        start = slot.inside(slot.bucket.own)[0] - slot.start
+        part = axes.part_of(slot.name, slot.param)
+        yield piece, PlacedPart(axes.saved_name(slot.name), part, start, piece.device)
+
+
+class Untrained:
+    """Frozen parameters and buffers: whole on every rank, and the first rank's. formats: of parameters."""
+
+    def __init__(self, model: nn.Module, axes: AxisMap, formats: Mapping[nn.Parameter, torch.dtype]):
+        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        for name, param in self._frozen.items():
+            same = axes.of(name, param.shape).same
+            param.data = broadcast(param.data.to(formats[param]).contiguous(), same)
+        for name, buffer in model.named_buffers():
+            settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
+            if settled.data_ptr() != buffer.data_ptr():
+                buffer.copy_(settled)
+        lasting = model.state_dict(keep_vars=True)
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+        # Statistics that forward keeps (batch norm): after each step the first rank's count, on all ranks.
+        self._moving = [
+            (buffer, axes.settling(name, buffer))
+            for name, buffer in self._buffers.items()
+            if buffer.is_floating_point()
+        ]
+
+    def follow(self) -> None:
+        """After a step: what training moves becomes the first rank's."""
+        for buffer, axis in self._moving:
+            broadcast(buffer, axis)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By name, what a checkpoint keeps."""
+        yield from self._frozen.items()
+        yield from self._buffers.items()
+
+    def check(self) -> None:
+        """ModelError where somebody has unfrozen a parameter."""
+        if any(param.requires_grad for param in self._frozen.values()):
+            raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from weft.checkpoint.parts import deal_out
-from weft.parallel.local_tensors import StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.parallel.local_tensors import (
+    PlacedPart,
+    StateSource,
+    Stretch,
+    alone,
+    filled,
+    flat_of,
+    read_whole,
+    tell_places,
+)
 from weft.parallel.placement import Axes, AxisMap
 from weft.parallel.zero.sharded.param_shards import Shard
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
@@ -30,6 +39,27 @@ class ShardStretches:
         """This rank's rows of a parameter; None: there are none."""
         found = self._layout(name, self._shards[name].local)
         return found if found.flat.numel() or not found.part.numel else None
+
+    def tell(
+        self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Tell an optimizer that asks where its parts lie in whole parameters."""
+        tell_places(optimizer, self._placed(optimizer, adoption, plain))
+
+    def _placed(
+        self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
+        for name, param, is_whole in adoption.held_params(optimizer):
+            if param is None:
+                continue
+            shard = self._shards[name]
+            whole = torch.empty(shard.param.shape, device="meta")
+            rows = 0 if is_whole else shard.axis.rank * shard.rows
+            start = min(rows * math.prod(shard.param.shape[1:]), whole.numel())
+            part = self._axes.part_of(name, whole)
+            yield param, PlacedPart(self._axes.saved_name(name), part, start, param.device)
+        for name, param in plain.items():
+            yield param, PlacedPart(self._axes.saved_name(name), self._axes.part_of(name, param), 0, param.device)
 
     def _layout(self, name: str, local: torch.Tensor) -> Stretch:
         """The same for something shaped as this rank's rows."""
@@ -115,3 +145,13 @@ def plain_states(
                     yield replace(axes.stretch(name, value), name=full_name)
                 else:
                     yield alone(full_name, value, found.deal.holder(0))
+
+
+def plain_tensors(
+    params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same as (`parameter/key`, tensor)."""
+    for name, param in params.items():
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}/{key}", value

@@ -10,8 +10,7 @@ Weft's own: units (`fsdp_units.py`), collectives (`unit_collectives.py`), gradie
     after_backward  A times               A times             all parameters, from forward to backward
     after_step      once                  once                all parameters; with A > 1 all gradients too
 
-Under a pipeline a step is one pass of all microbatches, so after_backward and after_step are the same there, and
-after_forward is refused.
+Under a pipeline a step is one pass: after_backward and after_step are the same there, and after_forward is refused.
 
 Method: Rajbhandari et al. 2020, arXiv 1910.02054 (stage 3); Zhao et al. 2023, arXiv 2304.11277.
 """
@@ -44,7 +43,7 @@ from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
 from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
-from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
+from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states, plain_tensors
 from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
@@ -238,6 +237,11 @@ class FullyShardedModel:
                 self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
             torch._foreach_mul_(grads, factor)
 
+    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Let the optimizer take its step with gradients multiplied by a factor."""
+        self.scale(factor)
+        optimizer.step()
+
     @torch.no_grad()
     def clip_own(self, max_norm: float) -> torch.Tensor:
         """Clip in a user's own loop; the whole gradient's norm before."""
@@ -262,12 +266,12 @@ class FullyShardedModel:
         join_cut(optimizer, self._adoption.whole(optimizer), self.axes, self._device)
         if self._has_host:
             step_on_host(optimizer)
-        before, after = self._adoption.before_step, self._adoption.after_step
-        watch_steps(optimizer, weakref.ref(self), clear=FullyShardedModel.clear, before=before, after=after)
+        self._placed.tell(optimizer, self._adoption, self.plain)
+        around = {"before": self._adoption.before_step, "after": self._adoption.after_step}
+        watch_steps(optimizer, weakref.ref(self), clear=FullyShardedModel.clear, **around)
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `adopt` was called with it."""
         return optimizer in self._adoption
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -305,10 +309,7 @@ class FullyShardedModel:
     def _states_here(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         self.adopt(optimizer)
         yield from self._adoption.states(optimizer)
-        for name, param in self.plain.items():
-            for key, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{name}/{key}", value
+        yield from plain_tensors(self.plain, optimizer)
 
     def stretches(self) -> Iterator[Stretch]:
         """What this rank holds of the model; no collective."""
@@ -382,8 +383,7 @@ class FullyShardedModel:
     def _begin_own_pass(self, module: nn.Module, args: Any) -> None:
         """A forward pass that no train step drives may be one of a user's own loop."""
         if not self._in_microbatch and torch.is_grad_enabled() and graph_task() == -1:
-            self.in_step = False
-            self._is_partial = True
+            self.in_step, self._is_partial = False, True
             self._synchronise(True)
             self._average(True)
 

@@ -9,7 +9,7 @@ from weft.planner.cost import rank_shares
 from weft.planner.measured.host.crowd import Crowd
 from weft.planner.measured.host.host_layer import VALUE, CrowdedLaws
 from weft.planner.space import Columns, Job
-from weft.spec.shares import BUCKET_BYTES
+from weft.spec.shares import bucket_bytes
 
 Array = NDArray[np.float64]
 
@@ -28,7 +28,7 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     stride = columns.tp
     m = columns.num_micro.astype(float)
     whole = params * VALUE
-    pieces = np.maximum(1.0, np.ceil(params / (BUCKET_BYTES // 4)))
+    pieces = np.maximum(1.0, np.ceil(params / (bucket_bytes("cpu") // 4)))
     reduce = pieces * clock.travel("reduce_scatter", whole / pieces, group, stride)
     reduce = reduce + pieces * clock.travel("all_reduce", whole / pieces / group, replicas, stride * group)
     gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)

@@ -16,12 +16,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost import CLASSES, cut_loss_bytes, is_loss_cut, padded_vocab, rank_shares
+from weft.planner.cost import CLASSES, cut_loss_bytes, is_loss_cut, padded_vocab, rank_shares, stays_loose
 from weft.planner.cost.pipeline import in_flight
 from weft.planner.measured.host.crowd import ranks_of
 from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
 from weft.spec.plan import RECOMPUTES, RESHARDS
-from weft.spec.shares import BUCKET_BYTES, BUCKETS_UNDER_WAY
+from weft.spec.shares import BUCKETS_UNDER_WAY, bucket_bytes
 
 Array = NDArray[np.float64]
 
@@ -75,7 +75,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     way_last, way_first = _on_their_way(columns, layers, unit, head * vocab * h)
     last = again + working + way_last + head * np.where(cut, vocab * h, 0.0)
     first = again + working + way_first - saved * (1 - 1 / np.maximum(1.0, layers))
-    states = _states(columns, params, width)
+    states = _states(job, columns, params, width)
     gradients, made_late = _gradients(columns, params, width, passes, tokens * layers * kept)
     is_first = first + made_late / width > np.maximum(last, logits)
     is_late = is_first | (last > logits)
@@ -96,7 +96,7 @@ def _on_their_way(columns: Columns, layers: Array, unit: Array, head: Array) -> 
     where it keeps what it gathered until then, that unit's weights.
     """
     one_pass = columns.num_micro == 1
-    made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, float(BUCKETS_UNDER_WAY * BUCKET_BYTES // 4))
+    made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, float(BUCKETS_UNDER_WAY * bucket_bytes("cpu") // 4))
     is_divided = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     by_bucket = (columns.zero < 3) & one_pass & is_divided & (columns.pp == 1)
     lets_go = columns.reshard == RESHARDS.index("after_forward")
@@ -131,14 +131,15 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     return whole, np.minimum(columns.recompute_share * kept + (1 - columns.recompute_share) * whole, budget)
 
 
-def _states(columns: Columns, params: Array, width: Array) -> dict[str, Array]:
+def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str, Array]:
     """Bytes of parameters and optimizer states. params: the rank's, before ZeRO divides them."""
+    moments = (job.stack.main_bytes - 4.0) / 4.0  # as a share of fp32's for each parameter: 2, or 1 in bf16
     group = (columns.dp_shard * columns.cp).astype(float)
     master = np.where(width < 4, 4.0, 0.0)
     main = np.maximum(width, 4.0)
     sharded = columns.zero == 3
     weights = params * np.where(sharded, main / group, width)
-    states = params * (2 * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
+    states = params * (moments * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
     return {
         "parameters": weights * (1 - columns.offload_params),
         "optimizer": states * (1 - columns.offload_optimizer),
@@ -162,17 +163,19 @@ def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one
     Those of a single pass travel from where autograd put them, so a stage keeps its part alone; those of several add
     up whole, but under ZeRO 3. In a pipeline they add up where autograd puts them, beside what the engine keeps; a
     schedule that runs all forwards first has let one pass go when they are there. ZeRO 3 that reduces once in a step
-    has them whole until then.
+    has them whole until then. On a single data rank those of a single pass stay as and where autograd made them,
+    until the next step.
     """
     group = (columns.dp_shard * columns.cp).astype(float)
     piped = columns.pp > 1
     several = (columns.num_micro > 1) & ~piped
-    late = (columns.zero == 3) & (columns.num_micro == 1)  # a step begins without
+    stay = stays_loose(columns)
+    late = ((columns.zero == 3) & (columns.num_micro == 1)) | stay  # a step begins without
     kept_whole = (columns.zero == 0) | ((columns.zero == 1) & several)
     kept = params / np.where(kept_whole, 1.0, group)
     made = np.where((columns.zero == 2) & several, params, 0.0)
     beside = np.where(columns.num_micro > passes, params, np.maximum(0.0, params - one_pass))
     made = np.where(piped & (columns.zero < 3), beside, made)
     made = np.where((columns.zero == 3) & (columns.num_micro > 1) & columns.reduces_once, params, made)
-    found = (kept + made) * np.maximum(width, 4.0)
+    found = (kept + made) * np.where(stay, width, np.maximum(width, 4.0))
     return np.where(late, 0.0, found), np.where(late, found, 0.0)

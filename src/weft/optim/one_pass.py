@@ -1,0 +1,211 @@
+"""One step of Adam or SGD over flat memory, in one pass: what a parameter needs is read once and written once.
+
+    read     gradient, master, moments
+    written  master, moments, and the rounded weights where they are another tensor
+
+The factor that brings a gradient to the mean and clips it is applied as the gradient is read, so gradients stay as they
+are. On a GPU each call is one kernel (`triton_steps.py`). A CPU goes through the memory in tiles that stay in its
+caches, with torch's fused kernels on each: the numbers are those of scaling first and stepping after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+#: Elements of a tile on a CPU: a few MiB of all that a step reads and writes.
+TILE = 2**19
+
+
+@dataclass(frozen=True, slots=True)
+class AdamRule:
+    """What a step of Adam is besides tensors. step: the number of this one, from 1. decoupled: decay as in AdamW."""
+
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+    @property
+    def correction1(self) -> float:
+        return 1 - self.beta1**self.step
+
+    @property
+    def correction2(self) -> float:
+        return 1 - self.beta2**self.step
+
+
+@dataclass(frozen=True, slots=True)
+class SgdRule:
+    """What a step of SGD is besides tensors; momentum of zero before the first step makes the gradient the first."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+
+
+Rule = AdamRule | SgdRule
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Tensors of one step, all of one size and dense, element by element.
+
+    master, states: what is updated, of one format. grad: of any floating format. weights: what gets the new master
+    rounded to its own format; None where the master is the weight.
+    """
+
+    master: torch.Tensor
+    grad: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+    weights: torch.Tensor | None = None
+
+    def tiles(self, size: int) -> Iterator[Lane]:
+        """The same memory, 1-D, at most so many elements at a time."""
+        flat = [_line(one) for one in (self.master, self.grad, *self.states)]
+        weights = None if self.weights is None else _line(self.weights)
+        for start in range(0, flat[0].numel(), size):
+            master, grad, *states = (one[start : start + size] for one in flat)
+            yield Lane(master, grad, tuple(states), None if weights is None else weights[start : start + size])
+
+
+@torch.no_grad()
+def step_lane(lane: Lane, rule: Rule, factor: float) -> None:
+    """Take one step, in place. factor: what the gradient is multiplied by."""
+    if lane.master.device.type == "cuda" and lane.master.dtype == torch.float32:
+        _launch(lane, rule, factor)
+        return
+    if factor == 1.0 and lane.weights is None and lane.grad.dtype == lane.master.dtype:
+        _torch_step(lane, rule)
+        return
+    tile = TILE if lane.master.device.type == "cpu" else max(1, lane.master.numel())
+    room = lane.master.new_empty(min(tile, lane.master.numel()))
+    for one in lane.tiles(tile):
+        grad = room[: one.grad.numel()]
+        if one.grad.dtype == grad.dtype:
+            torch.mul(one.grad, factor, out=grad)
+        else:
+            grad.copy_(one.grad).mul_(factor)
+        _torch_step(Lane(one.master, grad, one.states), rule)
+        if one.weights is not None:
+            one.weights.copy_(one.master)
+
+
+def _torch_step(lane: Lane, rule: Rule) -> None:
+    if isinstance(rule, SgdRule):
+        sgd(
+            [lane.master],
+            [lane.grad],
+            list(lane.states) or [None],
+            fused=True,
+            weight_decay=rule.weight_decay,
+            momentum=rule.momentum,
+            lr=rule.lr,
+            dampening=0.0,
+            nesterov=rule.nesterov,
+            maximize=False,
+        )
+        return
+    adam(
+        [lane.master],
+        [lane.grad],
+        [lane.states[0]],
+        [lane.states[1]],
+        [],
+        [torch.full((), rule.step - 1.0, device=lane.master.device)],
+        fused=True,
+        decoupled_weight_decay=rule.decoupled,
+        amsgrad=False,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        lr=rule.lr,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        maximize=False,
+    )
+
+
+def _launch(lane: Lane, rule: Rule, factor: float) -> None:
+    master, grad, weights = lane.master, lane.grad, lane.weights
+    if isinstance(rule, SgdRule):
+        momentum = lane.states[0] if lane.states else None
+        scalars = (factor, rule.lr, rule.momentum, rule.weight_decay, rule.nesterov)
+        sgd_kernel(master, grad, momentum, weights, *scalars)
+        return
+    adam_kernel(
+        master,
+        grad,
+        lane.states[0],
+        lane.states[1],
+        weights,
+        factor,
+        rule.lr,
+        rule.beta1,
+        rule.beta2,
+        rule.eps,
+        rule.weight_decay,
+        rule.correction1,
+        rule.correction2,
+        rule.decoupled,
+    )
+
+
+@torch.library.custom_op("weft::adam", mutates_args=("master", "exp_avg", "exp_avg_sq", "weights"))
+def adam_kernel(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    weights: torch.Tensor | None,
+    factor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    correction1: float,
+    correction2: float,
+    decoupled: bool,
+) -> None:
+    """One kernel on a GPU."""
+    from weft.optim.triton_steps import launch_adam
+
+    tensors = (master, grad, exp_avg, exp_avg_sq, weights)
+    launch_adam(tensors, (factor, lr, beta1, beta2, eps, weight_decay, correction1, correction2), decoupled)
+
+
+@torch.library.custom_op("weft::sgd", mutates_args=("master", "momentum_buffer", "weights"))
+def sgd_kernel(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    factor: float,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+) -> None:
+    """One kernel on a GPU."""
+    from weft.optim.triton_steps import launch_sgd
+
+    launch_sgd((master, grad, momentum_buffer, weights), (factor, lr, momentum, weight_decay), nesterov)
+
+
+@adam_kernel.register_fake
+@sgd_kernel.register_fake
+def _changes_nothing_else(*args: object) -> None:
+    del args
+
+
+def _line(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,138 @@
+"""AdamW with moments in bf16, rounded at random: half the memory of fp32 moments, and no drift.
+
+A mean that moves by less than half a step of bf16 would stand still if it were rounded to the nearest. Rounded up with
+the probability of what is cut off, it is right on average (Gupta et al. 2015, arXiv 1502.02551). The random bits are a
+hash of seed, step, name and place in the whole parameter, so that every plan rounds alike; no generator is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weft.optim.one_pass import AdamRule, Lane, step_lane
+
+#: Elements that are stepped at a time: on a CPU they stay in its caches, on a GPU they bound what is made meanwhile.
+_TILE, _GPU_TILE = 2**17, 2**24
+#: Odd constants; those above 2^31 as the negative numbers that torch takes for them.
+_FIRST, _SECOND, _HIGH = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
+_LOW_16 = (1 << 16) - 1
+
+
+class Placed(Protocol):
+    """Where what is here of a parameter lies in the whole."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's."""
+        ...
+
+    def positions(self, first: int, last: int) -> Tensor:
+        """Of elements, in the order of memory: int64."""
+        ...
+
+
+class RoundedAdamW(torch.optim.Optimizer):
+    """AdamW whose `exp_avg` and `exp_avg_sq` are bf16.
+
+    places: of the parameters that are parts of larger ones, or have names; filled by who divides them. Others are whole
+    and named by their order. Each step does its arithmetic in the format of the parameter.
+    """
+
+    elementwise = True
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        seed: int = 0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.seed = seed
+        self.places: dict[nn.Parameter, Placed] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                number += 1
+                if param.grad is not None and param.numel():
+                    self._update(param, param.grad, group, self.places.get(param) or _Whole(str(number), param))
+        return loss
+
+    def _update(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], place: Placed) -> None:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros(())
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state:
+                state[key] = torch.zeros_like(param, dtype=torch.bfloat16)
+            elif state[key].dtype != torch.bfloat16:
+                state[key] = state[key].bfloat16()  # of a checkpoint that has it in another format
+        state["step"] = state["step"].cpu() + 1
+        count = int(state["step"])
+        if grad.stride() != param.stride():
+            grad = torch.empty_like(param).copy_(grad)
+        beta1, beta2 = group["betas"]
+        rule = AdamRule(count, group["lr"], beta1, beta2, group["eps"], group["weight_decay"], decoupled=True)
+        key = _key_of(self.seed, count, place.name)
+        size = _GPU_TILE if param.device.type == "cuda" else _TILE
+        lane = Lane(param, grad, (state["exp_avg"], state["exp_avg_sq"]))
+        for index, one in enumerate(lane.tiles(size)):
+            exact = tuple(moment.to(one.master.dtype) for moment in one.states)
+            step_lane(Lane(one.master, one.grad, exact), rule, 1.0)
+            first = index * size
+            noise = noise_at(place.positions(first, first + one.master.numel()).to(param.device), key)
+            one.states[0].copy_(rounded(exact[0], noise & _LOW_16))
+            one.states[1].copy_(rounded(exact[1], (noise >> 16) & _LOW_16))
+
+
+def noise_at(positions: Tensor, key: tuple[int, int]) -> Tensor:
+    """32 random bits for each position, int32: "lowbias32" (Wellons 2018) of its two halves and of the key's."""
+    x = _mixed(positions.to(torch.int32) ^ key[0])
+    return _mixed(x ^ ((positions >> 32).to(torch.int32) * _HIGH) ^ key[1])
+
+
+def rounded(x: Tensor, noise: Tensor) -> Tensor:
+    """x in bf16, away from zero with the probability of what is cut off. noise: 16 random bits for each, int32."""
+    bits = (x.float().view(torch.int32) + noise) & ~_LOW_16
+    return bits.view(torch.float32).bfloat16()
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 16)) * _FIRST
+    x = (x ^ _shifted(x, 15)) * _SECOND
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """A shift to the right that brings in zeros."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _key_of(seed: int, step: int, name: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(f"{seed}\0{step}\0{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+
+
+class _Whole:
+    """A parameter that nobody divided."""
+
+    def __init__(self, name: str, param: Tensor):
+        self.name, self._device = name, param.device
+
+    def positions(self, first: int, last: int) -> Tensor:
+        return torch.arange(first, last, device=self._device)

@@ -1,0 +1,43 @@
+"""What gradients and the optimizer's step read and write on a GPU, in bytes for each parameter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.testing.paper import script_on_paper
+
+pytestmark = pytest.mark.paper
+
+COUNT = """
+import json
+from weft.models import build_decoder
+from weft.testing.paper.plans import Subject, plan_report
+from weft.testing.paper.streams import device_here
+
+PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
+device, subject, found = device_here(), Subject(layers=2), {}
+number = sum(param.numel() for param in build_decoder(subject.spec).parameters())
+for plan in ("precision=bf16", "precision=fp32", "dp_shard=8 zero=1 precision=bf16"):
+    report = plan_report(plan, device, subject)
+    assert not report.error, report.error
+    lines = {line: size for line, size in device.counts.line_bytes.items() if line.startswith(PARTS)}
+    kernels = sum(device.counts.kernel_lines[line] for line in lines)
+    found[plan] = [sum(lines.values()) / number, kernels, device.counts.kernels["weft::adam"]]
+print(json.dumps(found))
+"""
+
+
+def test_a_step_of_adamw_goes_over_memory_once(tmp_path):
+    """Of bf16: the norm reads 2 bytes; the step reads 2 + 12 and writes 12 + 2. Over ranks, gradients come together in
+    fp32 first, and each rank steps an eighth."""
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    done = script_on_paper(script)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["precision=bf16"][0] == pytest.approx(2 + 28, rel=0.01)
+    assert found["precision=fp32"][0] == pytest.approx(4 + 28, rel=0.01)
+    assert found["dp_shard=8 zero=1 precision=bf16"][0] == pytest.approx(6 + (4 + 30) / 8, rel=0.02)
+    assert found["dp_shard=8 zero=1 precision=bf16"][2] <= 6  # stretches, not one for each of 20 parameters
