@@ -31,12 +31,12 @@ MUON = {"24 x 256 x 256": (24, 256, 256), "12 x 256 x 704": (12, 256, 704), "6 x
 PAPER = """
 import json, sys
 from weft.models import build_decoder
-from weft.testing.paper.plans import Subject, plan_report
+from weft.testing.paper.plans import PaperModel, plan_report
 from weft.testing.paper.streams import device_here
 
 PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
 device = device_here()
-subject = Subject(layers=int(sys.argv[1]), dim=2048, seq_len=256, vocab_size=32000, batch=1)
+subject = PaperModel(layers=int(sys.argv[1]), dim=2048, seq_len=256, vocab_size=32000, batch=1)
 number, found = sum(param.numel() for param in build_decoder(subject.spec).parameters()), {}
 for plan in ("precision=fp32", "precision=bf16", "dp_shard=8 zero=1 precision=bf16"):
     report = plan_report(plan, device, subject)

@@ -200,6 +200,58 @@ def sgd_kernel(
     launch_sgd((master, grad, momentum_buffer, weights), (factor, lr, momentum, weight_decay), nesterov)
 
 
+@adam_kernel.register_kernel("cpu")
+def _adam_on_host(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    weights: torch.Tensor | None,
+    factor: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    correction1: float,
+    correction2: float,
+    decoupled: bool,
+) -> None:
+    """The kernel's arithmetic, for the simulated GPU, which knows the values of small tensors."""
+    grad = grad.to(master.dtype) * factor
+    if decoupled:
+        master.mul_(1 - lr * weight_decay)
+    else:
+        grad = grad + master * weight_decay
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    master.addcdiv_(exp_avg, (exp_avg_sq.sqrt() / correction2**0.5).add_(eps), value=-lr / correction1)
+    if weights is not None:
+        weights.copy_(master)
+
+
+@sgd_kernel.register_kernel("cpu")
+def _sgd_on_host(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    factor: float,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+) -> None:
+    """The kernel's arithmetic, as for Adam."""
+    grad = grad.to(master.dtype) * factor + master * weight_decay
+    if momentum_buffer is not None:
+        momentum_buffer.mul_(momentum).add_(grad)
+        grad = grad + momentum_buffer * momentum if nesterov else momentum_buffer
+    master.sub_(grad * lr)
+    if weights is not None:
+        weights.copy_(master)
+
+
 @adam_kernel.register_fake
 @sgd_kernel.register_fake
 def _changes_nothing_else(*args: object) -> None:

@@ -13,11 +13,11 @@ pytestmark = pytest.mark.paper
 COUNT = """
 import json
 from weft.models import build_decoder
-from weft.testing.paper.plans import Subject, plan_report
+from weft.testing.paper.plans import PaperModel, plan_report
 from weft.testing.paper.streams import device_here
 
 PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
-device, subject, found = device_here(), Subject(layers=2), {}
+device, subject, found = device_here(), PaperModel(layers=2), {}
 number = sum(param.numel() for param in build_decoder(subject.spec).parameters())
 for plan in ("precision=bf16", "precision=fp32", "dp_shard=8 zero=1 precision=bf16"):
     report = plan_report(plan, device, subject)
