@@ -41,6 +41,9 @@ ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forwar
 #: They give parts with versions of their own: torch's recurrent layers change those in place, and nothing tells.
 _SPLITS = (torch.ops.aten.unsafe_chunk, torch.ops.aten.unsafe_split, torch.ops.aten.unsafe_split_with_sizes)
 
+#: Batched products: (batch, n, k) times (batch, k, m), the last two arguments.
+_BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
 
 def is_attention(func: Any) -> bool:
     """Whether a function that a mode was shown is attention: one of torch's, or one that says so of itself."""
@@ -100,14 +103,19 @@ def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequen
     return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
 
 
-def is_heavy(op: Any, args: Sequence[Any], outputs: Any) -> bool:
-    """Whether an operation is worth keeping: torch counts FLOPs for it, and its result is not the larger side."""
+def is_heavy(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation is worth keeping: torch counts FLOPs for it, and its result is not the larger side.
+
+    Asked before the operation runs: torch 2.11 does not show a policy what an operation gave.
+    """
     packet = getattr(op, "overloadpacket", None)
     if packet not in flop_registry and "scaled_dot_product" not in str(packet):
         return False
-    if not isinstance(outputs, torch.Tensor):
+    if packet not in _BATCHED:
         return True
-    return is_worth_keeping(packet, outputs.numel(), sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor)))
+    left, right = args[-2:]
+    made = left.shape[0] * left.shape[1] * right.shape[2]
+    return is_worth_keeping(packet, made, sum(arg.numel() for arg in args))
 
 
 def without_cache(value: Any) -> Any:
@@ -163,12 +171,12 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 def _selective_contexts(saved: frozenset[int], split: set[int] | None = None) -> tuple[Any, Any]:
     """torch's pair. split: takes up the storages that forward has cut into parts which it may change unseen."""
-    order = itertools.count()
+    forward, replay = itertools.count(), itertools.count()  # torch 2.11 asks again when it replays, later ones do not
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if split is not None and getattr(op, "overloadpacket", None) in _SPLITS:
             split.add(_storage(args[0]))
-        if is_heavy(op, args, context.op_output) and next(order) in saved:
+        if is_heavy(op, args) and next(replay if context.is_recompute else forward) in saved:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -189,11 +197,11 @@ class _Kept:
 
     def __init__(self, entry: StoredValue):
         anchor = torch.empty(0, requires_grad=True)
-        self._node = _Keep.apply(anchor, entry.get_val(False)).grad_fn
+        self._output = _Keep.apply(anchor, entry.get_val(False))  # torch 2.11 frees what a node saved with its output
 
     def get_val(self, allow_cache_entry_mutation: bool) -> torch.Tensor:
         del allow_cache_entry_mutation  # autograd looks after changes in place
-        return self._node.saved_tensors[0]
+        return self._output.grad_fn.saved_tensors[0]
 
 
 def _keep_as_autograd_does(storage: dict[Any, Any], split: set[int]) -> None:

@@ -238,6 +238,6 @@ class _Operations(TorchDispatchMode):
         start = record.clock()
         outputs = func(*args, **(kwargs or {}))
         seconds = record.clock() - start
-        made = storages_of(outputs) if is_heavy(func, args, outputs) else None
+        made = storages_of(outputs) if is_heavy(func, args) else None
         record.operations.append(_Operation(seconds, record.in_core, made))
         return outputs
