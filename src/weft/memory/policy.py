@@ -44,6 +44,8 @@ _SPLITS = (torch.ops.aten.unsafe_chunk, torch.ops.aten.unsafe_split, torch.ops.a
 #: Batched products: (batch, n, k) times (batch, k, m), the last two arguments.
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
+_NO_CACHES = (torch.Tensor, bool, int, float, str, tuple, list, dict)
+
 
 def is_attention(func: Any) -> bool:
     """Whether a function that a mode was shown is attention: one of torch's, or one that says so of itself."""
@@ -77,8 +79,8 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     if torch.compiler.is_compiling():
         return _run_traced(policy, block, forward, args, kwargs)
     selective = policy.name == "selective"
-    split: set[int] = set()
-    keeping, replaying = _selective_contexts(policy.saved, split) if selective else _no_contexts()
+    choice = _Choice(policy.saved)
+    keeping, replaying = choice.contexts() if selective else _no_contexts()
     if policy.buffers:
         # Batch statistics and their like count a batch once: the replay writes into copies.
         replaying = _both(spare_buffers(block, policy.buffers), replaying)
@@ -88,7 +90,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     pair = keeping, replaying
     outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **kwargs)
     if selective:
-        _keep_as_autograd_does(keeping.storage, split)
+        choice.keep_as_autograd_does(keeping.storage)
     return outputs
 
 
@@ -98,8 +100,9 @@ def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequen
     Compiled code writes buffers once, whatever it computes twice.
     """
     if policy.name == "selective":
-        contexts = partial(_selective_contexts, policy.saved)
-        return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(
+            forward, block, *args, use_reentrant=False, context_fn=partial(_contexts, policy.saved), **kwargs
+        )
     return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
 
 
@@ -124,7 +127,8 @@ def without_cache(value: Any) -> Any:
     Models of Hugging Face make one in every training forward unless they are told use_cache=False. Raises
     ModelError where tokens are in it already.
     """
-    if value is None or isinstance(value, torch.Tensor) or not type(value).__name__.endswith("Cache"):
+    # The plain types first: torch 2.11 breaks the graph at the name of a bool's type.
+    if value is None or isinstance(value, _NO_CACHES) or not type(value).__name__.endswith("Cache"):
         return value
     count = getattr(value, "get_seq_length", None)
     if count is None or count() > 0:
@@ -169,18 +173,65 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
         yield
 
 
-def _selective_contexts(saved: frozenset[int], split: set[int] | None = None) -> tuple[Any, Any]:
-    """torch's pair. split: takes up the storages that forward has cut into parts which it may change unseen."""
-    forward, replay = itertools.count(), itertools.count()  # torch 2.11 asks again when it replays, later ones do not
+def _contexts(saved: frozenset[int]) -> tuple[Any, Any]:
+    return _Choice(saved).contexts()
 
-    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if split is not None and getattr(op, "overloadpacket", None) in _SPLITS:
-            split.add(_storage(args[0]))
-        if is_heavy(op, args) and next(replay if context.is_recompute else forward) in saved:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(decide)
+class _Choice:
+    """What one run of a block under "selective" keeps, and what its replay computes again.
+
+    saved: by order among heavy operations. split: the storages that forward has cut into parts which it may change
+    unseen. kept: the orders of what was stored, by operation.
+    """
+
+    def __init__(self, saved: frozenset[int]) -> None:
+        self.saved = set(saved)
+        self.split: set[int] = set()
+        self.kept: dict[Any, list[int]] = {}
+        # Torch 2.11 asks again when it replays, later ones do not.
+        self._forward, self._replay = itertools.count(), itertools.count()
+
+    def contexts(self) -> tuple[Any, Any]:
+        return create_selective_checkpoint_contexts(self._decide)
+
+    def _decide(self, context: Any, op: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if getattr(op, "overloadpacket", None) in _SPLITS and not torch.compiler.is_compiling():
+            self.split.add(_storage(args[0]))
+        if not is_heavy(op, args):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        order = next(self._replay if context.is_recompute else self._forward)
+        if order not in self.saved:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if not context.is_recompute:
+            self.kept.setdefault(op, []).append(order)
+        return CheckpointPolicy.MUST_SAVE
+
+    def keep_as_autograd_does(self, storage: dict[Any, Any]) -> None:
+        """Let what was stored, a list or a dict for each operation, be saved tensors of autograd.
+
+        What forward changed in place after it was stored is not what the operation gave: that is computed again.
+        """
+        for op, entries in storage.items():
+            changed = [
+                key for key in _keys(entries) if any(_was_changed(one, self.split) for one in _stored(entries[key]))
+            ]
+            for key in _keys(entries):
+                if key not in changed:
+                    entries[key] = tree_map_only(StoredValue, _as_saved, entries[key])
+            for key in reversed(changed):
+                if isinstance(entries, list):  # torch 2.11 takes them in turn, where the policy says so
+                    del entries[key]
+                    self.saved.remove(self.kept[op][key])
+                else:
+                    entries[key] = recompute_word()
+
+
+def _keys(entries: list[Any] | dict[int, Any]) -> list[int]:
+    return list(range(len(entries))) if isinstance(entries, list) else list(entries)
+
+
+def _stored(entry: Any) -> list[StoredValue]:
+    return [one for one in tree_leaves(entry) if isinstance(one, StoredValue)]
 
 
 class _Keep(torch.autograd.Function):
@@ -204,20 +255,6 @@ class _Kept:
         return self._output.grad_fn.saved_tensors[0]
 
 
-def _keep_as_autograd_does(storage: dict[Any, Any], split: set[int]) -> None:
-    """Let what a selective checkpoint has stored, a list or a dict for each operation, be saved tensors of autograd.
-
-    What forward changed in place after it was stored is not what the operation gave: that is computed again.
-    """
-    for entries in storage.values():
-        for key in range(len(entries)) if isinstance(entries, list) else list(entries):
-            kept = [one for one in tree_leaves(entries[key]) if isinstance(one, StoredValue)]
-            if any(_was_changed(one, split) for one in kept):
-                entries[key] = _again()
-            else:
-                entries[key] = tree_map_only(StoredValue, _as_saved, entries[key])
-
-
 def _was_changed(entry: StoredValue, split: set[int]) -> bool:
     tensor = entry.val
     if not isinstance(tensor, torch.Tensor):
@@ -227,16 +264,6 @@ def _was_changed(entry: StoredValue, split: set[int]) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return storage_key(tensor.untyped_storage())
-
-
-def _again() -> Any:
-    """What tells torch to compute an operation again; ModelError where this torch has no such word."""
-    if (word := recompute_word()) is None:
-        raise ModelError(
-            f"recompute=selective: a block changes in place what a matrix product gave, and torch {torch.__version__} "
-            f"cannot compute that again alone. Use recompute=full, or leave out inplace=True."
-        )
-    return word
 
 
 def _as_saved(entry: StoredValue) -> Any:

@@ -19,8 +19,8 @@ StoredValue = _VersionWrapper
 
 
 def recompute_word() -> Any:
-    """What, stored in the place of a value, tells a selective checkpoint to compute it again; None in some releases."""
-    return getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+    """What, stored in the place of a value, tells a selective checkpoint of torch >= 2.12 to compute it again."""
+    return torch.utils.checkpoint._RECOMPUTE  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
