@@ -32,7 +32,10 @@ def set_aside(root: Path, chosen: Callable[[StepFolder], bool]) -> list[Path]:
 
 
 def set_unfinished_aside(root: Path) -> list[Path]:
-    """Those without COMMIT: a writer was killed, or a copy left files out. The second save of a step is left alone."""
+    """Return those without COMMIT: a writer was killed, or a copy left files out.
+
+    The second save of a step is left alone.
+    """
     return set_aside(root, lambda folder: not folder.committed and not folder.again)
 
 

@@ -88,7 +88,7 @@ class Checkpoint:
         return {name: entry.num_bytes for name, entry in self._manifest.files.items()}
 
     def files_of(self, group: str, name: str) -> list[str]:
-        """The files that hold a tensor of a group, or a part of it."""
+        """Return the files that hold a tensor of a group, or a part of it."""
         entry = self.entries(group)[name]
         if entry.file:
             return [entry.file]
@@ -96,7 +96,7 @@ class Checkpoint:
         return sorted({shard_name(group, rank) for ranks in runs for rank, _, _ in ranks})
 
     def tensors_in(self, file: str) -> list[str]:
-        """ "group/name" of each tensor of which a file holds something."""
+        """Return "group/name" of each tensor of which a file holds something."""
         whole_ones = [
             f"{group}/{name}"
             for group, entries in self._manifest.tensors.items()
@@ -107,7 +107,7 @@ class Checkpoint:
         return whole_ones or [f"{group}/{name}" for name in _runs_in(file, self._manifest)]
 
     def tensors(self, group: str) -> Mapping[str, Tensor]:
-        """The tensors of a group by name, in the order they were saved. CheckpointError for an unknown group."""
+        """Return the tensors of a group by name, in the order they were saved. CheckpointError for an unknown group."""
         if group not in self._manifest.tensors:
             known = ", ".join(self.groups) or "none"
             raise CheckpointError(
@@ -116,7 +116,7 @@ class Checkpoint:
         return TensorGroup(self.path, group, self._manifest.tensors[group], self._reader)
 
     def entries(self, group: str) -> Mapping[str, TensorEntry]:
-        """Shapes and dtypes of a group's tensors by name; empty for a group that was not saved."""
+        """Return the shapes and dtypes of a group's tensors by name; empty for a group that was not saved."""
         return self._manifest.tensors.get(group, {})
 
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
@@ -130,14 +130,14 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {error}. Use another checkpoint.") from error
 
     def block(self, path: str) -> RawArray:
-        """All of the array "group/name", without torch."""
+        """Return all of the array "group/name", without torch."""
         group, _, name = path.partition("/")
         entry = self.entries(group)[name]
         data = whole(entry, lambda part, out: self.read(group, name, part, 0, out))
         return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
-        """What one rank kept to itself, by name."""
+        """Return what one rank kept to itself, by name."""
         if group in self._manifest.tensors:  # of a checkpoint that one rank wrote
             return self.tensors(group)
         file = shard_name(group, rank)
@@ -182,7 +182,7 @@ def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -
 def verify_checkpoint(
     path: Path, *, digests: bool = True, together: Together = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
-    """All problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
+    """Return all problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
 
     together: ranks that divide the files among them, and all learn what each found. digests=False
     skips the digests of tensor files and finds only missing, resized and mislabelled files. report: called by several
@@ -210,7 +210,7 @@ def _problems(path: Path, digests: bool, together: Together, report: Callable[[i
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
+    """Return the committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
     by_step: dict[int, Path] = {}
     for folder in folders.step_folders(Path(root)):
         # A second save of a step stands beside the first only after a crash: it counts when it is whole.
@@ -220,7 +220,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = ALONE) -> Found | None:
-    """The newest whole checkpoint of a run, or None when none was ever finished.
+    """Return the newest whole checkpoint of a run, or None when none was ever finished.
 
     The result lists each newer one that was passed over and why; a folder without COMMIT never counted and is only
     listed. Raises CheckpointError when there are finished checkpoints and all are damaged: starting over silently

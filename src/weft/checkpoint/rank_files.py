@@ -51,7 +51,7 @@ class SavedPiece:
 
     @classmethod
     def whole(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedPiece:
-        """A tensor that lies on this rank alone."""
+        """Return a tensor that lies on this rank alone."""
         part = Part(tuple(data.shape))
         return cls(path, part, Deal.to_one(rank, part.numel), 0, data)
 

@@ -60,7 +60,7 @@ def start_all_reduce(
 def all_gather(
     shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, wire: Coder | None = None
 ) -> torch.Tensor:
-    """All ranks' shards one after another, in order of the axis, flat (size * numel), or in `out` of any shape.
+    """Return all ranks' shards one after another, in order of the axis, flat (size * numel), or in `out` of any shape.
 
     All shards have the same number of elements. `shard` may be this rank's part of `out`: then it is not copied.
     Over an axis of size 1 without `out`: the shard itself, flat.

@@ -37,7 +37,7 @@ class Choice:
 
 
 def transports(mesh: Mesh) -> list[Choice]:
-    """What the axes of the mesh use that have communicated so far."""
+    """Return what the axes of the mesh use that have communicated so far."""
     found: list[Choice] = []
     for (group, device), link in mesh.world.links.items():
         link = cast(Link, link)

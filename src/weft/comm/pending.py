@@ -40,7 +40,10 @@ class Pending:
             self.seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """The result. Raises CommError, naming axis and operation, when a rank is gone or late beyond the timeout."""
+        """Return the result.
+
+        Raises CommError, naming axis and operation, when a rank is gone or late beyond the timeout.
+        """
         axis, operation = self._axis, self._operation
         if axis is not None and operation is not None:
             pulse = axis.pulse
@@ -60,12 +63,12 @@ class Pending:
         return self._tensor
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """The collective in words and the global ranks of its axis; empty once it is over."""
+        """Return the collective in words and the global ranks of its axis; empty once it is over."""
         axis, operation = self._axis, self._operation
         return (str(operation), axis.ranks) if axis is not None and operation is not None else ("", ())
 
     def late(self) -> tuple[int, ...]:
-        """Global ranks that hold it up, where the transport knows."""
+        """Return the global ranks that hold it up, where the transport knows."""
         axis, operation = self._axis, self._operation
         if axis is None or operation is None:
             return ()

@@ -44,7 +44,7 @@ class StoreTalk:
         self._prefix = f"weft/talk/{store.add(f'weft/talk/{rank}', 1)}"
 
     def gather(self, record: bytes) -> list[bytes]:
-        """The bytes of every rank in their order, on the first rank; [] on the others, who do not wait."""
+        """Return the bytes of every rank in their order, on the first rank; [] on the others, who do not wait."""
         turn = self._next()
         with self._told_if_lost() as store:
             if self._rank:
@@ -59,7 +59,7 @@ class StoreTalk:
         return found
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """The JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise."""
+        """Return the JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise."""
         turn = self._next()
         if self._rank:
             with self._told_if_lost() as store:

@@ -45,7 +45,7 @@ class Imported:
         return tuple(line for line in self.lines if line.kind == TYPO)
 
     def config(self) -> RunConfig:
-        """The run that the file describes, with Weft's defaults for what a DeepSpeed config does not say.
+        """Return the run that the file describes, with Weft's defaults for what a DeepSpeed config does not say.
 
         No rule has been asked; `config_rules.config_problems` tells which ones refuse it today.
         """
@@ -117,7 +117,7 @@ def _mark_not_built(
 
 
 def plan_from_deepspeed(source: Path | str | Mapping[str, object], world_size: int | None = None) -> Plan:
-    """The plan that a DeepSpeed config asks for: a path to ds_config.json, its text, or the dict of it.
+    """Return the plan that a DeepSpeed config asks for: a path to ds_config.json, its text, or the dict of it.
 
     world_size: number of ranks; by default the number that torchrun, srun or `weft train` started, or that the
     file's batch sizes say. `import_deepspeed` also gives the settings and what each key became.

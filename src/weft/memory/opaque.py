@@ -82,8 +82,11 @@ class Opaque:
         library.register_fake(f"{self._space}::{name}", shapes, lib=self._library)
 
     def handle(self, code: _Code, owner: object) -> Handle:
-        """What `owner` calls while it is compiled. `code` is given the owner, which is not kept alive, and its inputs;
-        it reads no other tensors that need a gradient."""
+        """Return what `owner` calls while it is compiled.
+
+        `code` is given the owner, which is not kept alive, and its inputs; it reads no other tensors that need a
+        gradient.
+        """
         self._codes.append((code, weakref.ref(owner)))
         return Handle(self, torch.tensor(len(self._codes) - 1))
 
@@ -104,7 +107,7 @@ class Opaque:
         return library.from_numpy(record)
 
     def kept(self, number: Tensor) -> _Record:
-        """By what `keep` returned."""
+        """Return the record of a forward by what `keep` returned."""
         return self._records[int(number)]
 
     @property

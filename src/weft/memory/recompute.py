@@ -76,7 +76,7 @@ def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Modu
 
 
 def recompute_of(model: nn.Module) -> Recompute | None:
-    """What `apply_recompute` made for this model, or None."""
+    """Return what `apply_recompute` made for this model, or None."""
     return getattr(model, "_weft_recompute_of_model", None)
 
 
@@ -124,7 +124,7 @@ class Recompute:
             call()
 
     def describe(self) -> str:
-        """One line for a person: what is recomputed where, and under a budget what that keeps and costs."""
+        """Return one line for a person: what is recomputed where, and under a budget what that keeps and costs."""
         if self.setting == "none":
             return "none: every activation is kept"
         if not self.is_chosen:
@@ -141,7 +141,7 @@ class Recompute:
         )
 
     def at_once(self, block: nn.Module) -> Policy | None:
-        """The policy that needs no look at the block, or None."""
+        """Return the policy that needs no look at the block, or None."""
         if self.policy != "full" or next(block.buffers(), None) is not None:
             return None
         policy = Policy("full")
@@ -179,7 +179,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Around the first forward of the whole model: count what is kept outside the blocks, and then choose."""
+        """Watch the first forward of the whole model: count what is kept outside the blocks, and then choose."""
         parameters = storages_of(list(model.parameters()))
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

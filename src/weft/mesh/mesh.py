@@ -123,11 +123,11 @@ class Mesh:
         return self[AXES]
 
     def built_axes(self) -> list[Axis]:
-        """The axes that were asked for so far."""
+        """Return the axes that were asked for so far."""
         return list(self._axes.values())
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Global ranks that differ from this one only along those axes, in order; makes no group."""
+        """Return the global ranks that differ from this one only along those axes, in order; makes no group."""
         return _members(self.plan, self.rank, self._key(names))
 
     def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class Mesh:
 
 
 def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGroup:
-    """The process group of these ranks: made when it is first asked for, then the same until the ranks part.
+    """Return the process group of these ranks: made when it is first asked for, then the same until the ranks part.
 
     A group holds sockets and threads, so a later mesh over the same ranks takes the one that is there. Only the
     members need to call.
@@ -220,7 +220,9 @@ def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
-    """The mesh of `plan` on this rank. Ranks must have joined before (`join_ranks`) unless the plan has one rank.
+    """Return the mesh of `plan` on this rank.
+
+    Ranks must have joined before (`join_ranks`) unless the plan has one rank.
 
     Raises PlanError when the number of started ranks is not the plan's.
     """
@@ -271,7 +273,7 @@ def join_ranks(
 
 
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
-    """Where the ranks of this job leave word for each other; on one machine it listens on the loopback interface only.
+    """Return where the ranks of this job leave word for each other; on one machine on the loopback interface only.
 
     The first rank may host it: keep it until all have parted. Raises CommError when the ranks cannot meet.
     """
@@ -311,7 +313,7 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
 
 
 def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
-    """A store for other processes of this machine, which listens on `address` only; torch's own listen everywhere.
+    """Return a store for other processes of this machine. It listens on `address` only; torch's own listen everywhere.
 
     port: 0 takes a free one (see `.port`). Raises OSError where the port is taken.
     """
@@ -357,7 +359,7 @@ def leave_ranks() -> None:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda"."""
+    """Return the device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda"."""
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
             raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")

@@ -28,7 +28,7 @@ def generate(
     num_ids: int | None = None,
     use_cache: bool = True,
 ) -> list[int]:
-    """Token ids that follow the prompt; at most `max_tokens`. A stop id ends the text and is not part of it.
+    """Return the token ids that follow the prompt; at most `max_tokens`. A stop id ends the text and is not part of it.
 
     temperature: 0 takes the likeliest token each time. top_k: sample among the k likeliest only; None: among all.
     seed: the same seed gives the same ids on any device, as far as the logits agree.

@@ -67,7 +67,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, visible: Visible, rotation: Rotation | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Compute the block: (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attn(self.norm1(x_BTD), visible, rotation, cache)
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
@@ -97,7 +97,7 @@ class Decoder(KeepsTies):
         cache: Cache | None = None,
         document_starts_BM: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of the token after each input token.
+        """Return the logits (B, T, V) of the token after each input token.
 
         input_ids_BT: int64 token ids.
         positions_BT: place of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the cache).
@@ -143,14 +143,14 @@ class Decoder(KeepsTies):
         return self.spec.num_experts > 0
 
     def tensor_layout(self) -> Layout:
-        """How tensor parallelism cuts it."""
+        """Return how tensor parallelism cuts it."""
         if not self.has_routers:
             return Layout.named(self.family)
         # Which layers have experts, and whether some are shared, differs from model to model.
         return Layout.named("moe").fitted(dict(self.named_modules()))
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer that makes the logits, under the name that transformers asks for it."""
+        """Return the layer that makes the logits, under the name that transformers asks for it."""
         return self.head
 
     def _check_length(self, input_ids_BT: Tensor, document_ids_BT: Tensor | None, cache: Cache | None) -> None:
@@ -171,7 +171,7 @@ class Decoder(KeepsTies):
             )
 
     def is_tied(self) -> bool:
-        """Whether embedding and head are one weight here; a stage of a pipeline may have only one of them."""
+        """Return whether embedding and head are one weight here; a stage of a pipeline may have only one of them."""
         return self.head.weight is self.embed.weight
 
     def tie(self) -> None:

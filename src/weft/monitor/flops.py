@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def flops_per_token(num_params_without_embedding: int, num_layers: int, dim: int, seq_len: int) -> float:
-    """FLOPs to train on one token, forward and backward: `6 * N + 12 * num_layers * dim * seq_len`.
+    """Return the FLOPs to train on one token, forward and backward: `6 * N + 12 * num_layers * dim * seq_len`.
 
     N counts the parameters that multiply: all but the embedding tables, and including the head (also where it is
     tied, because its product with the hidden state is done all the same). 6 N is 2 N for the forward pass (a multiply
@@ -18,7 +18,7 @@ def flops_per_token(num_params_without_embedding: int, num_layers: int, dim: int
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float, num_devices: int) -> float:
-    """Model FLOPs utilisation, 0 to 1: what the model needs a second over what the devices could do at most.
+    """Return the model FLOPs utilisation, 0 to 1: what the model needs a second over what the devices could do at most.
 
     tokens_per_s: over all devices. peak_flops: of one device, dense, in the dtype of the products, in FLOP/s.
     """

@@ -28,7 +28,7 @@ class NonFiniteGuard:
         return self._row[0][0] if self._row else None
 
     def observe(self, step: int, loss: float, grad_norm: float, *, loss_scale: float | None = None) -> str | None:
-        """Why this step must not change the weights, or None when it may.
+        """Return why this step must not change the weights, or None when it may.
 
         step: counts from 1. loss_scale: of fp16. While it is above 1, a gradient that overflowed is the scaler's
         search for its scale, and does not count against the limit. Raises TrainingHalted beyond the limit, with a

@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of all parameters that have a gradient."""
+        """Return one update of all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

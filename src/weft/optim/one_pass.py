@@ -69,7 +69,7 @@ class Lane:
     weights: torch.Tensor | None = None
 
     def tiles(self, size: int) -> Iterator[Lane]:
-        """The same memory, 1-D, at most so many elements at a time."""
+        """Yield the same memory, 1-D, at most so many elements at a time."""
         flat = [_line(one) for one in (self.master, self.grad, *self.states)]
         weights = None if self.weights is None else _line(self.weights)
         for start in range(0, flat[0].numel(), size):

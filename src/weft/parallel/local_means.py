@@ -34,13 +34,13 @@ def watch_local_means(model: nn.Module, mesh: Mesh) -> None:
 
 
 def trust_loss(model: nn.Module) -> None:
-    """Somebody sees to it that the model's loss is weighted right: nothing more is said of it."""
+    """Trust that the model's loss is weighted right: nothing more is said of it."""
     if (hook := getattr(model, _OWN_LOSS, None)) is not None:
         hook.is_trusted = True
 
 
 def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Mesh) -> torch.Tensor:
-    """The mean over all ranks' tokens, of which each rank knows the sum and number of its own; 0-d, equal on all.
+    """Return the mean over all ranks' tokens; each rank knows the sum and number of its own. 0-d, equal on all.
 
     Its gradient is scaled so that the mean over ranks, which is what `.grad` becomes, is that of the global mean.
     A collective of two numbers; nothing waits for the device.
@@ -140,7 +140,7 @@ class _OwnLoss:
 
 
 def is_hugging_face_output(output: Any) -> bool:
-    """Whether a model of transformers returned this; without importing it."""
+    """Return whether a model of transformers returned this; without importing it."""
     return isinstance(output, dict) and type(output).__module__.startswith("transformers.")
 
 
@@ -154,7 +154,7 @@ def count_of_hugging_face(output: Any) -> str:
 
 
 def sum_of_hugging_face(output: Any) -> str:
-    """A loss function to paste for the outputs of such a model: the sum of the losses and their number."""
+    """Return a loss function to paste for the outputs of such a model: the sum of the losses and their number."""
     logits = output.get("logits")
     if logits is not None and logits.ndim < 3:
         return '    return F.cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])'

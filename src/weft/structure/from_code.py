@@ -13,7 +13,7 @@ from weft.structure.dry_run import LoadedSamples, is_placed
 
 
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model that a function gives, and what it gives beside it, a DataLoader as `LoadedSamples`.
+    """Return the model that a function gives, and what it gives beside it, a DataLoader as `LoadedSamples`.
 
     The working folder can be imported from.
 

@@ -37,24 +37,26 @@ class Case(Protocol):
     def max_grad_norm(self) -> float: ...
 
     def model(self) -> nn.Module:
-        """The model, with the same weights each time."""
+        """Return the model, with the same weights each time."""
         ...
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """An optimizer of the model's parameters."""
+        """Return an optimizer of the model's parameters."""
         ...
 
     def batch(self, step: int) -> Any:
-        """The global batch of one step: a pure function of the step. Each row is a sample where the case does not say
-        itself how a batch is cut, as `SampleCase` does."""
+        """Return the global batch of one step: a pure function of the step.
+
+        Each row is a sample where the case does not say itself how a batch is cut, as `SampleCase` does.
+        """
         ...
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The model's output on a batch."""
+        """Return the model's output on a batch."""
         ...
 
     def loss(self, output: Any, batch: Any, /) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Sum of losses and number of tokens or samples."""
+        """Return the sum of losses and the number of tokens or samples."""
         ...
 
 
@@ -94,7 +96,7 @@ class DecoderCase:
     seed: int = 0
 
     def batch(self, step: int) -> Batch:
-        """The global batch of one step: a pure function of (seed, step)."""
+        """Return the global batch of one step: a pure function of (seed, step)."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + step)
         shape = (self.global_batch, self.seq_len)
         ids = torch.randint(self.spec.vocab_size, shape, generator=generator)
@@ -141,7 +143,7 @@ class ParityResult:
     reduced_bytes: int = 0
 
     def largest_difference(self, other: ParityResult) -> float:
-        """Largest difference of any number, relative to the largest of its tensor or list.
+        """Return the largest difference of any number, relative to the largest of its tensor or list.
 
         A gradient that is nothing but rounding (of a key bias: softmax does not see it) has no scale of its own, nor
         has a weight that started at zero and that only such a gradient moved, through Adam's division. The least
@@ -166,12 +168,12 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float
 
 
 def train_cases(plan_text: str, cases: Mapping[str, Case]) -> dict[str, ParityResult]:
-    """`train_case` of each, by name: many cases in one call of ranks that are there already."""
+    """Train each case as `train_case` does, by name: many cases in one call of ranks that are there already."""
     return {name: train_case(plan_text, case) for name, case in cases.items()}
 
 
 def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
-    """`train_case` of a decoder."""
+    """Train a decoder as `train_case` does."""
     return train_case(plan_text, case)
 
 

@@ -93,7 +93,7 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
 
 
 def second_handle(descriptor: int) -> TextIO:
-    """A stream of its own to where the descriptor leads now."""
+    """Return a stream of its own to where the descriptor leads now."""
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
 
 

@@ -92,7 +92,7 @@ class BackendLink:
         return ()
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """The backend keeps the group's timeout itself."""
+        """Do nothing: the backend keeps the group's timeout itself."""
 
 
 class ExchangeLink:
@@ -160,7 +160,7 @@ class ExchangeLink:
         return ()
 
     def look(self, operation: Operation, waited_s: float) -> None:
-        """The backend keeps the group's timeout itself."""
+        """Do nothing: the backend keeps the group's timeout itself."""
 
     def _stages(self, operation: Operation) -> Stages:
         match operation.kind:

@@ -27,11 +27,11 @@ class Parts:
         self.nbytes = numel * self.itemsize
 
     def numel(self) -> int:
-        """Elements of the flat tensor."""
+        """Return the number of elements of the flat tensor."""
         return self._numel
 
     def cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """What lies in [first, last): where, counted from `first`, and the elements in the flat tensor's format."""
+        """Yield what lies in [first, last): where from `first` on, and the elements in the flat tensor's format."""
         return ((place, piece.to(self.dtype)) for place, piece in self._cut(first, last))
 
     def _cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -55,5 +55,5 @@ class Parts:
         return flat
 
     def joined(self) -> torch.Tensor:
-        """One flat tensor of all."""
+        """Return one flat tensor of all."""
         return self.copy_to(torch.empty(self._numel, dtype=self.dtype, device=self.device))

@@ -23,7 +23,7 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     most: int | None = None,
 ) -> torch.Tensor:
-    """Rows of dim 0 to each rank of the axis, in its order, and theirs from each. Returns the rows received.
+    """Send rows of dim 0 to each rank of the axis, in its order, and return the rows received from each.
 
     send, receive: rows to and from each rank; by default all ranks exchange equal shares. most: as `start_all_to_all`.
     Over an axis of size 1 the tensor itself. Raises CommError where the counts do not fit the tensors.
@@ -73,7 +73,7 @@ def start_all_to_all(
 
 
 def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
-    """This rank's tensor to the rank `by` further around the axis; returns that of the rank `by` before.
+    """Return this rank's tensor to the rank `by` further around the axis; returns that of the rank `by` before.
 
     All ranks' tensors have one shape. Over an axis of size 1 the tensor itself.
     """

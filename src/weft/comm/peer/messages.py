@@ -34,7 +34,7 @@ class Message:
         self._seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """The tensor, sent or received. Raises CommError when the other rank is gone."""
+        """Return the tensor, sent or received. Raises CommError when the other rank is gone."""
         if self._work is not None:
             pulse = self._axis.pulse
             pulse.waiting = self
@@ -55,11 +55,11 @@ class Message:
         return self._tensor
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """The message in words and the other rank."""
+        """Return the message in words and the other rank."""
         return f"{self._what} over {self._axis.name}", (self._peer,)
 
     def late(self) -> tuple[int, ...]:
-        """The other rank: a message waits for no one else."""
+        """Return the other rank: a message waits for no one else."""
         return (self._peer,)
 
 

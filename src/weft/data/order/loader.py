@@ -49,7 +49,7 @@ class Loader:
         self._own = shares.microbatch_samples(global_batch, dp_size, accumulation, dp_rank)
 
     def batches(self, step: int) -> list[Batch]:
-        """The microbatches of optimizer step `step`, 0 and up."""
+        """Return the microbatches of optimizer step `step`, 0 and up."""
         first = step * self._global_batch
         return [
             build_batch(self._stream, range(first + own.start, first + own.stop), len(own), pin=self._pin)
@@ -57,7 +57,10 @@ class Loader:
         ]
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
-        """The same for steps start_step .. end_step - 1, built ahead in a thread. Close it, or use it in `with`."""
+        """Return the same for steps start_step .. end_step - 1, built ahead in a thread.
+
+        Close it, or use it in `with`.
+        """
         return Prefetch(self, start_step, end_step)
 
 

@@ -86,7 +86,7 @@ class ShardedLoader:
         return self._slices.num_batches
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and the next batch in it."""
+        """Return the epoch, and the next batch in it."""
         return {"epoch": self._slices.epoch, "next_batch": self._slices.next_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

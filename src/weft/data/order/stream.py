@@ -118,7 +118,7 @@ class SampleStream:
         )  # fmt: skip
 
     def state_at(self, index: int) -> dict[str, int]:
-        """Samples taken from each source before `index`."""
+        """Return the samples taken from each source before `index`."""
         if self._mixture is None:
             epochs, rest = divmod(index, max(1, self.num_sequences))
             counts = []

@@ -71,14 +71,14 @@ class PreparedData:
         return key_of(self.vocab_size, [[(s.content, s.packing) for s in split] for split in (self.train, self.eval)])
 
     def changes_from(self, before: PreparedData) -> list[str]:
-        """One phrase for each source whose tokens or packing are not those of `before`, with its config key."""
+        """Return one phrase for each source whose tokens or packing are not those of `before`, with its config key."""
         found = _changes("data.train", before.train, self.train) or _changes("data.eval", before.eval, self.eval)
         if not found and before.digest != self.digest:
             found.append(f"tokenizer: it has {self.vocab_size} entries, and {before.vocab_size} before")
         return found
 
     def to_json(self) -> str:
-        """JSON text that `from_json` reads."""
+        """Return JSON text that `from_json` reads."""
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
 
     @classmethod

@@ -153,15 +153,18 @@ class SplitReader:
         self._masks = [_mapped(folder / f"trained-{n:05d}.bin", "u1") for n in shards] if counts.has_mask else None
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """`length` tokens from `start`, of the stored integer type; past the end it goes on at the beginning."""
+        """Return `length` tokens from `start`, of the stored integer type; past the end it goes on at the beginning."""
         return self._read(self._tokens, start, length)
 
     def trained(self, start: int, length: int) -> np.ndarray | None:
-        """uint8 [length], 1 where the token is trained; None where all are. Wraps like `tokens`."""
+        """Return uint8 [length], 1 where the token is trained; None where all are. Wraps like `tokens`."""
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:
-        """Distances d in 1..length such that a document starts at token start + d, sorted. Wraps like `tokens`."""
+        """Return the distances d in 1..length such that a document starts at token start + d, sorted.
+
+        Wraps like `tokens`.
+        """
         first = np.searchsorted(self.offsets, start, side="right")
         last = np.searchsorted(self.offsets, start + length, side="right")
         borders = self.offsets[first:last] - start

@@ -81,7 +81,7 @@ class RecordReader:
         self.delimiter = ""
 
     def position(self) -> int:
-        """Bytes of the file that were read, for the progress; about right for parquet."""
+        """Return the bytes of the file that were read, for the progress; about right for parquet."""
         return min(self._tell(), self._file.size_bytes)
 
     def __iter__(self) -> Iterator[Record | Broken]:

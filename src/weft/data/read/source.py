@@ -61,7 +61,7 @@ class FileSet:
 
 
 def find_files(path: str, field: str) -> FileSet:
-    """The files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
+    """Return the files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
 
     Raises DataError when nothing matches, a format is unknown, or the files are of several formats.
     """

@@ -80,7 +80,7 @@ class SourceManifest:
 
 
 def piece_bytes(files: FileSet, holdout: float) -> int:
-    """How much of a text file is kept aside, or not, as a whole.
+    """Return how much of a text file is kept aside, or not, as a whole.
 
     Many files: each one whole. Few large files: so many pieces that the evaluation share gets some.
     """
@@ -91,7 +91,7 @@ def piece_bytes(files: FileSet, holdout: float) -> int:
 
 
 def split_of(document: Document, holdout: float) -> str:
-    """ "eval" for a share of the documents that depends on their content alone, else "train"."""
+    """Return "eval" for a share of the documents that depends on their content alone, else "train"."""
     return "eval" if document.draw < holdout * ALL_DRAWS else "train"
 
 
@@ -290,7 +290,9 @@ def _write_broken(file: Any, broken: Broken) -> None:
 def too_many_broken(
     files: FileSet, schema: Schema, read: DocumentStream | SourceManifest, max_bad_fraction: float, listed: Path
 ) -> DataError:
-    """The error for a source with too many broken records. read: its counts, of all records or those up to the stop.
+    """Return the error for a source with too many broken records.
+
+    read: its counts, of all records or those up to the stop.
 
     listed: its quarantine file.
     """

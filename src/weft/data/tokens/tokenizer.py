@@ -152,16 +152,19 @@ class Tokenizer:
         return self._codec.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One int64 array of ids per text, without end tokens."""
+        """Return one int64 array of ids per text, without end tokens."""
         return self._codec.encode_batch(texts)
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
-        """The text of `ids`; special tokens are left out unless `specials`. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; special tokens are left out unless `specials`.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
 
     def is_special(self, token: int) -> bool:
-        """Whether the token stands for a mark and not for text."""
+        """Return whether the token stands for a mark and not for text."""
         return token in self._special
 
     @cached_property
@@ -175,7 +178,7 @@ class Tokenizer:
 
 
 def save_bytes_tokenizer(folder: Path) -> Tokenizer:
-    """256 bytes and the special tokens."""
+    """Save a tokenizer of the 256 bytes and the special tokens."""
     return _save(folder, Vocabulary("bytes", 260, 256, 257, 258, 259, ""), None)
 
 
@@ -207,7 +210,7 @@ def _digest(vocabulary: Vocabulary, text: str | None) -> str:
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """The tokenizer.json that `tokenizer.path` stands for. Raises DataError."""
+    """Return the tokenizer.json that `tokenizer.path` stands for. Raises DataError."""
     place = Path(path).expanduser()
     found = place / "tokenizer.json" if place.is_dir() else place
     if not path or not found.is_file():

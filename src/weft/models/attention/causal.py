@@ -56,7 +56,7 @@ class SdpaCore(nn.Module):
 
 
 def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
-    """Whether torch has a fused kernel here for fewer key-value heads than query heads.
+    """Return whether torch has a fused kernel here for fewer key-value heads than query heads.
 
     On a GPU only the flash kernel has it, and that takes neither masks nor float32; torch would go to plain
     matrix products, which hold all (T, S) scores in memory, without a word. Repeated heads find a fused kernel.
@@ -65,7 +65,7 @@ def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
 
 
 def repeat_heads(x_BKSC: Tensor, num_heads: int) -> Tensor:
-    """Each key-value head once for every query head of its group; (B, H, S, C)."""
+    """Return each key-value head once for every query head of its group; (B, H, S, C)."""
     return x_BKSC.repeat_interleave(num_heads // x_BKSC.shape[1], 1)
 
 

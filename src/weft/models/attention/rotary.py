@@ -24,7 +24,7 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions_BT: Tensor, head_dim: int, theta: float, scale: float, dtype: torch.dtype) -> Rotation:
-    """Angles of the given positions, made once per forward. Angles are float32, the result has `dtype`."""
+    """Return the angles of the given positions, made once per forward. Angles are float32, the result has `dtype`."""
     frequencies = _frequencies(head_dim, theta, scale, positions_BT.device)
     angles = positions_BT[:, :, None, None].to(torch.float32) * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)

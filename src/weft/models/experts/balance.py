@@ -36,11 +36,11 @@ class Span:
         return x_BE
 
     def whole(self, ids_BTK: Tensor) -> Tensor:
-        """The ids of all tokens, in the order of the sequence; (B, S, K)."""
+        """Return the ids of all tokens, in the order of the sequence; (B, S, K)."""
         return ids_BTK
 
     def part(self, x_BSK: Tensor) -> Tensor:
-        """This rank's tokens again; (B, T, K)."""
+        """Return this rank's tokens again; (B, T, K)."""
         return x_BSK
 
 
@@ -66,14 +66,14 @@ class Load:
 
 
 def count_tokens(ids_BTK: Tensor, num_experts: int) -> Tensor:
-    """How many tokens of each sequence visit each expert; int64 (B, E)."""
+    """Return how many tokens of each sequence visit each expert; int64 (B, E)."""
     flat = ids_BTK.flatten(1)
     counts = torch.zeros(flat.shape[0], num_experts, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(1, flat, torch.ones_like(flat))
 
 
 def sequence_loss(tokens_BE: Tensor, probs_BTE: Tensor, top_k: int, span: Span) -> Tensor:
-    """Sum over sequences of S * sum over experts of f * P: S when a sequence is spread evenly, up to S * E / K.
+    """Sum S * sum over experts of f * P over sequences: S when a sequence is spread evenly, up to S * E / K.
 
     f: an expert's tokens over its even share of them; P: its mean probability. tokens_BE: of this rank's tokens.
     """
@@ -104,12 +104,12 @@ def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span:
 
 
 def attach(weights: Tensor, aux_sum: Tensor, scale: float, tokens_E: Tensor, load: Load) -> Tensor:
-    """The same weights; their backward sends `scale` to the auxiliary loss, and counts."""
+    """Return the same weights; their backward sends `scale` to the auxiliary loss, and counts."""
     return _Attach.apply(weights, aux_sum, scale, tokens_E, load)
 
 
 def move_bias(bias_ppm_E: Tensor, tokens_E: Tensor, rate: float) -> None:
-    """One step of the selection bias, in place: up where an expert had less than its even share, down where more."""
+    """Move the selection bias one step, in place: up where an expert had less than its even share, down where more."""
     surplus = tokens_E * tokens_E.numel() - tokens_E.sum()
     bias_ppm_E -= round(rate / BIAS_UNIT) * surplus.sign()
 

@@ -33,7 +33,7 @@ class Artist:
         self._free_at += FIRST_S
 
     def draw_soon(self) -> None:
-        """There is something new to see: draw, unless a picture is fresh or being drawn."""
+        """Draw, for there is something new to see, unless a picture is fresh or being drawn."""
         now = time.monotonic()
         if self._is_busy(now) or now < self._free_at:
             return

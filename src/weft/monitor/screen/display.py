@@ -16,10 +16,10 @@ class Display(Protocol):
     def step(self, record: StepRecord) -> None: ...
 
     def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
-        """metrics: of the task, beside the loss: (value, its unit or name)."""
+        """Show an evaluation. metrics: of the task, beside the loss: (value, its unit or name)."""
 
     def phase(self, name: str) -> None:
-        """What the run does now besides training: "evaluating", "saving", ...; "" when it trains."""
+        """Show what the run does besides training: "evaluating", "saving", ...; "" when it trains."""
 
     def note(self, text: str) -> None: ...
 
@@ -42,7 +42,7 @@ def make_display(
     past: Sequence[Mapping[str, Any]] = (),
     metrics: Mapping[str, str] | None = None,
 ) -> Display:
-    """A live panel when `stream` is a terminal (and no CI's), else plain lines, one each `every` steps.
+    """Return a live panel when `stream` is a terminal (and no CI's), else plain lines, one each `every` steps.
 
     start_step: steps done before, by the run that this one resumes; past: its last events, which the panel's curve
     goes on from. is_tty: overrules the detection. title: what the panel's first line says, such as the run's name and

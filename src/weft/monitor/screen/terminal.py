@@ -26,7 +26,7 @@ def is_live(stream: TextIO) -> bool:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Width of the terminal behind `stream` less one column, which some terminals wrap at; None for anything else."""
+    """Return the terminal's width behind `stream` less one column, which some wrap at; None for anything else."""
     try:
         return max(20, os.get_terminal_size(stream.fileno()).columns - 1) if stream.isatty() else None
     except (OSError, ValueError):
@@ -34,7 +34,7 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
-    """`text` with each line broken at spaces so that it fits `width`; what follows a break is indented.
+    """Return `text` with each line broken at spaces so that it fits `width`; what follows a break is indented.
 
     A word that is longer than a line stays whole, so that a path can be copied. width None: nothing is broken.
     """
@@ -67,7 +67,7 @@ def tell(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> N
 
 @contextlib.contextmanager
 def busy(stream: TextIO | None, text: str) -> Iterator[None]:
-    """While inside, a terminal shows `text` and the seconds so far on a line of its own, which is gone afterwards.
+    """Show `text` and the seconds so far on a line of a terminal's own while inside; it is gone afterwards.
 
     Nothing else may write to the terminal meanwhile. Other streams show nothing.
     """

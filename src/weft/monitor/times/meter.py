@@ -87,7 +87,7 @@ class StepTimes:
         return seconds
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """(phase, start, end) of each, in seconds from the start of the first."""
+        """Return (phase, start, end) of each, in seconds from the start of the first."""
         if not self._spans:
             return []
         zero, between = self._spans[0][1], self._clock.seconds_between
@@ -155,7 +155,7 @@ class Meter:
 
 
 def memory_bytes(device: object = "cpu") -> tuple[int, int]:
-    """(now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
+    """Return (now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
     if str(device).startswith("cuda"):
         import torch
 

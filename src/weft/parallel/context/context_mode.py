@@ -53,7 +53,7 @@ class Context:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """While inside, what the model is given are this rank's parts of sequences."""
+        """Treat what the model is given inside as this rank's parts of sequences."""
         before, self.in_use = self.in_use, True
         try:
             yield
@@ -61,7 +61,7 @@ class Context:
             self.in_use = before
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Where this rank's tokens are in sequences of that length; ModelError where they do not come out even."""
+        """Return where this rank's tokens are in sequences of that length; ModelError where they are not even."""
         cp, (heads, kv_heads) = self.axis.size, self._heads
         mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
         if mode == "ulysses" and not ulysses_fits(cp, heads, kv_heads, self._plan.tp):
@@ -77,7 +77,7 @@ class Context:
         return SequenceOrder(mode, cp, self.axis.rank, seq_len)
 
     def cut(self, batch: Any) -> Any:
-        """This rank's part of a batch of whole sequences; see `cut_batch`."""
+        """Return this rank's part of a batch of whole sequences; see `cut_batch`."""
         seq_len = sequence_length(batch)
         if seq_len is None:
             raise ModelError(
@@ -90,11 +90,11 @@ class Context:
         return cut_batch(batch, self.order(seq_len))
 
     def places(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
+        """Return the place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
         return self.order(num_tokens * self.axis.size).places(device)
 
     def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None) -> Tensor:
-        """Attention over the whole sequence; (B, H, T, C).
+        """Return the attention over the whole sequence; (B, H, T, C).
 
         ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
         """

@@ -19,7 +19,7 @@ def dropped_attention(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Tensor | None, is_causal: bool, scale: float,
     drop: AttentionDrop,
 ) -> Tensor:  # fmt: skip
-    """As F.scaled_dot_product_attention, dropping by position; (B, H, T, C).
+    """Return as F.scaled_dot_product_attention, dropping by position; (B, H, T, C).
 
     mask: bool (True is seen) or added to scores, of any shape that broadcasts to (B, H, T, S).
     """

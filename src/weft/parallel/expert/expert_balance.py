@@ -113,7 +113,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """What is forwarded inside counts for nothing: no loss of balance in its backward, no tokens of it."""
+        """Count nothing of what is forwarded inside: no loss of balance in its backward, no tokens of it."""
         before = [(router, router.aux_scale, router.load) for router in self._routers]
         for router, _, load in before:
             router.aux_scale, router.load = 0.0, Load(load.num_experts)
@@ -124,12 +124,12 @@ class ExpertBalance:
                 router.aux_scale, router.load = scale, load
 
     def start(self) -> None:
-        """After the last backward: begin to add up the ranks' counts. All ranks call it."""
+        """Begin to add up the ranks' counts, after the last backward. All ranks call it."""
         if self._axis is not None:
             self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
 
     def finish(self, *, moved: bool) -> None:
-        """At the end of a step: where the weights moved, the biases move too. A skipped step leaves them."""
+        """Move the biases at the end of a step where the weights moved. A skipped step leaves them."""
         if self._pending is None:
             return
         counted = self._pending.wait()

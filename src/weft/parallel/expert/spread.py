@@ -62,7 +62,10 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
 
 
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
-    """ModelError where ep divides experts and the model has none. model: the whole; a stage may well have none."""
+    """Raise ModelError where ep divides experts and the model has none.
+
+    model: the whole; a stage may well have none.
+    """
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
             f"ep={ep}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of stacked "

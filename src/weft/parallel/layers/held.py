@@ -28,7 +28,7 @@ class HeldProduct:
     is_transposed: bool
 
     def multiply(self) -> Tensor:
-        """The gradient, in the weight's shape."""
+        """Return the gradient, in the weight's shape."""
         left, right = (self.x_RI, self.grad_RO) if self.is_transposed else (self.grad_RO, self.x_RI)
         return left.t() @ right
 
@@ -100,5 +100,5 @@ class _Linear(Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, held: HeldGradients, *, transposed: bool = False) -> Tensor:
-    """`torch.nn.functional.linear` (with transposed, of a weight (I, O)) whose weight gradient may wait."""
+    """Compute `torch.nn.functional.linear` (transposed: of a weight (I, O)); its weight gradient may wait."""
     return _Linear.apply(x, weight, bias, weight, held, transposed)

@@ -38,7 +38,10 @@ class Precision:
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
-        """The formats that the plan's `precision` and `reduce` stand for. PlanError where they do not go together."""
+        """Return the formats that the plan's `precision` and `reduce` stand for.
+
+        PlanError where they do not go together.
+        """
         compute = _COMPUTE[plan.precision]
         master = torch.float64 if compute == torch.float64 else torch.float32
         wire = find_wire(plan.reduce)
@@ -74,7 +77,7 @@ class Precision:
 
 
 def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
-    """The format of each parameter in forward and backward. Those that are not floating keep theirs."""
+    """Return the format of each parameter in forward and backward. Those that are not floating keep theirs."""
     chosen: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
         wanted = precision.master if isinstance(module, BATCH_NORMS) else precision.compute

@@ -57,7 +57,7 @@ class Stretch:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, part: Part, deal: Deal) -> Stretch:
-        """A tensor of which this rank holds all of its part."""
+        """Return a tensor of which this rank holds all of its part."""
         tensor = tensor.detach()
         dense = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
         is_dense, reach = True, 1
@@ -69,7 +69,7 @@ class Stretch:
         return cls(name, part, deal, 0, tensor.contiguous().view(-1), tensor)
 
     def mine(self, rank: int) -> tuple[int, torch.Tensor] | None:
-        """What of it this rank writes, and from where on; None: others do."""
+        """Return what of it this rank writes, and from where on; None: others do."""
         run = self.deal.run_of(rank, self.start, self.start + self.flat.numel(), self.part.numel)
         return None if run is None else (run[0], self.flat[run[0] - self.start : run[1] - self.start])
 
@@ -107,7 +107,7 @@ class PlacedPart:
     device: torch.device
 
     def positions(self, first: int, last: int) -> torch.Tensor:
-        """Where elements of the run lie in the whole tensor, counted in the order of its memory: int64."""
+        """Return where elements of the run lie in the whole tensor, counted in the order of its memory: int64."""
         part = self.part
         line = torch.arange(self.start + first, self.start + last, device=self.device)
         if part.rows is None:
@@ -146,7 +146,7 @@ def expected(source: StateSource, name: str, shape: tuple[int, ...]) -> SavedTen
 
 
 def read_whole(source: StateSource, name: str) -> torch.Tensor:
-    """A tensor as it was saved, on the host."""
+    """Return a tensor as it was saved, on the host."""
     saved = source.entries[name]
     found = torch.empty(saved.shape, dtype=torch_formats()[saved.dtype])
     if found.numel():
@@ -155,7 +155,7 @@ def read_whole(source: StateSource, name: str) -> torch.Tensor:
 
 
 def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A dense tensor's elements in the order of its memory, or in that of `stride`, which may take a copy."""
+    """Return a dense tensor's elements in the order of its memory, or in that of `stride`, which may take a copy."""
     if stride is not None and stride != tensor.stride() and tensor.numel():
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
@@ -186,13 +186,13 @@ class _Whole:
 
 
 def filled(full_name: str, like: Stretch, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
-    """A state of a piece, in the saved format, from a checkpoint."""
+    """Return a state of a piece, in the saved format, from a checkpoint."""
     target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
     Stretch(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)
     return target
 
 
 def alone(name: str, value: torch.Tensor, rank: int) -> Stretch:
-    """A tensor that is shaped as no parameter, which one of the ranks that have it writes whole."""
+    """Return a tensor that is shaped as no parameter, which one of the ranks that have it writes whole."""
     value = value.detach().contiguous()
     return Stretch(name, Part(tuple(value.shape)), Deal.to_one(rank, value.numel()), 0, value.view(-1))

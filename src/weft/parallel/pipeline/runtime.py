@@ -119,7 +119,7 @@ class Pipeline:
             hold_weight_gradients(model, self._held)
 
     def step(self, work: StepWork, phases: Phases) -> None:
-        """Forward and backward of all microbatches. A collective over the axis of stages."""
+        """Run forward and backward of all microbatches. A collective over the axis of stages."""
         self._begin(work.microbatches, self._arrived_by)
         began = self._computed = time.perf_counter()
         self.events = []
@@ -138,7 +138,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
-        """Forward alone of batches, one after another; on the rank with the last stage `each(output, batch)`.
+        """Run forward alone of batches, one after another; on the rank with the last stage `each(output, batch)`.
 
         A collective over the axis of stages: all its ranks are given the same batches.
         """
@@ -286,6 +286,6 @@ def attach_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """The pipeline that `parallelize` made for this module; None where the plan has none."""
+    """Return the pipeline that `parallelize` made for this module; None where the plan has none."""
     attached = getattr(model, "_weft_pipeline", None)
     return attached.pipeline if attached is not None else None

@@ -65,7 +65,7 @@ def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
 
 
 def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Layout:
-    """What can be asked of a whole model only, before a pipeline takes its parts away. Returns the layout.
+    """Return what can be asked of a whole model only, before a pipeline takes its parts away. Returns the layout.
 
     layout: found from the model where it is None. Raises LayoutError where the layout names what is not there, or sp
     would cut tokens that meet.
@@ -285,13 +285,13 @@ def _read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> d
 
 
 def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
-    """LayoutError where a pattern fits no module. modules: of the whole model; a stage has not all of them."""
+    """Raise LayoutError where a pattern fits no module. modules: of the whole model; a stage has not all of them."""
     if unused := layout.unused(modules):
         raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
 
 
 def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
-    """The numbers of ranks that can share the model by this layout, at most eight.
+    """Return the numbers of ranks that can share the model by this layout, at most eight.
 
     Raises LayoutError where the layout does not fit the model, PlanError where tp (if given) is none of them.
     """

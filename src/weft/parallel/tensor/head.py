@@ -142,7 +142,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
-    """Inside, the head of `model` knows the batch's labels, where `loss_fn` takes what it then gives.
+    """Give the head of `model` the batch's labels inside, where `loss_fn` takes what it then gives.
 
     A loss function says so by an attribute `takes_head_loss` that is true.
     """

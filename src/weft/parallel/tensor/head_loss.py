@@ -57,7 +57,7 @@ def token_loss(
     ignore: int,
     way: LossWay | None = None,
 ) -> torch.Tensor:
-    """Sum of the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
+    """Sum the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
 
     vocab: entries of the whole, of which this rank has those from rank * V on; entries from `vocab` on are padding.
     way: None: as on a CPU.

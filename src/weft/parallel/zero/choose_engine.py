@@ -21,7 +21,7 @@ def build_engine(
     host: Host | None = None,
     seed: int | None = None,
 ) -> DataParallel:
-    """The stage that the plan asks for: divides the model's parameters, in place, and makes those on the meta device.
+    """Divide the model's parameters as the plan's stage says, in place, and make those on the meta device.
 
     placements: what techniques did to parameters, by name. host: where the plan's share of states goes. seed: of
     parameters on the meta device. Raises ModelError for parameters that the stage cannot hold, CommError where ranks

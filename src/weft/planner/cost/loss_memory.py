@@ -24,14 +24,14 @@ _SUMS = 4.0
 
 
 def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
-    """Rows whose head gives the loss at once: under tp, and where whole logits would be large."""
+    """Return the rows whose head gives the loss at once: under tp, and where whole logits would be large."""
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 
 
 def cut_loss_bytes(
     columns: Columns, tokens: Array, vocab: Array, hidden: float, width: Any, device_bytes: int = 0
 ) -> Array:
-    """The most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
+    """Return the most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
 
     width: bytes of a weight and of an activation. A narrow format is rounded to and multiplied beside its sums.
     device_bytes: memory of a GPU, 0 of a CPU: chunks are those that the head asks `LossChunk` for.

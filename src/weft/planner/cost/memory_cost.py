@@ -38,7 +38,7 @@ CLASSES = (
 
 
 def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
-    """Parameters of a rank with so many layers, and whether it holds the embedding and the head."""
+    """Return the parameters of a rank with so many layers, and whether it holds the embedding and the head."""
     shape = job.shape
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     moe = shape.moe_layers / shape.layers
@@ -77,7 +77,7 @@ class LayerBytes:
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
-    """Saved activations of a mean layer, without and with the plan's recompute."""
+    """Return the saved activations of a mean layer, without and with the plan's recompute."""
     shape, stack = job.shape, job.stack
     fp32 = columns.precision == PRECISIONS.index("fp32")
     width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
@@ -250,7 +250,7 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
 
 
 def stays_loose(columns: Columns) -> NDArray[np.bool_]:
-    """Rows whose gradients stay where autograd put them, in its format, until the optimizer has read them."""
+    """Return the rows whose gradients stay where autograd put them, in its format, until the optimizer read them."""
     alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
     return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
 

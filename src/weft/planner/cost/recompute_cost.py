@@ -42,7 +42,7 @@ class Heavy(NamedTuple):
 
 
 def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
-    """Seconds of what each policy makes again of one pass of a layer."""
+    """Return the seconds of what each policy makes again of one pass of a layer."""
     summed = _summed_again(job, columns, costs)
     whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
     half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
@@ -65,7 +65,7 @@ def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
 
 def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
-    """Seconds of recompute of one pass of one layer under a budget; zero for plans without one."""
+    """Return the seconds of recompute of one pass of one layer under a budget; zero for plans without one."""
     budgets = np.isfinite(columns.activation_budget)
     if not budgets.any():
         return np.zeros(len(columns))

@@ -139,7 +139,7 @@ class Laws:
         return cls(laws, counts, profile)
 
     def seconds(self, op: str, *size: Any, active: Any, dtype: str = "fp32") -> Array:
-        """Seconds of a call of compute on each of `active` ranks that make it at the same time.
+        """Return the seconds of a call of compute on each of `active` ranks that make it at the same time.
 
         Between the counts that were measured in a straight line; beyond the largest, ranks share what it has. Raises
         ConfigError for a number format that was not measured with so many ranks, where fp32 was.
@@ -162,7 +162,7 @@ class Laws:
         return ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. {remedy}")])
 
     def travel(self, op: str, num_bytes: Any, *, group: int, active: int, stride: int = 1) -> Array:
-        """Seconds of a collective over `group` ranks, while `active` ranks in all do the same in their groups.
+        """Return the seconds of a collective over `group` ranks while `active` ranks in all do the same.
 
         A group or crowd that was not measured is taken as the next larger one, and beyond the largest in proportion
         to its ranks.
@@ -176,7 +176,7 @@ class Laws:
         return self.by_key[near].seconds(num_bytes) * max(1.0, active / near[4]) * max(1.0, group / near[2])
 
     def waiting(self, compute_s: Any, *, group: int, active: int) -> Array:
-        """Seconds that `group` ranks wait for each other at a meeting after so much compute.
+        """Return the seconds that `group` ranks wait for each other at a meeting after so much compute.
 
         Besides what a collective after one product takes. 0 where that was not measured, as in older profiles. A group
         or crowd that was not measured is taken as in `travel`: too little, where ranks begin to share cores.

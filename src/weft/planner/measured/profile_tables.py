@@ -18,7 +18,7 @@ _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")
 
 
 def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
-    """The cost model's constants for a machine that was measured; for a host also the laws of its primitives.
+    """Return the cost model's constants for a machine that was measured; for a host also the laws of its primitives.
 
     Raises ConfigError for several hosts, and for a profile of a host that lacks compute.
     """

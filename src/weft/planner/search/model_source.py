@@ -56,7 +56,7 @@ class PlannedModel:
 
 
 def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel) -> PlannedModel:
-    """The model that a text or a spec stands for.
+    """Return the model that a text or a spec stands for.
 
     source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a config of Weft
     (.toml); a description that tracing saved (.json); or a spec. Raises ModelError or ConfigError.
@@ -78,7 +78,7 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
 
 
 def of_decoder(name: str, spec: DecoderSpec, config: RunConfig | None = None) -> PlannedModel:
-    """One of Weft's own decoders."""
+    """Return one of Weft's own decoders."""
     return PlannedModel(name=name, shape=Shape.of_decoder(spec), spec=spec, config=config)
 
 

@@ -57,7 +57,7 @@ class Question:
         profile: Path | str | None = None,
         **options: Any,
     ) -> Question:
-        """A question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
+        """Return a question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
 
         Raises ModelError, ConfigError or PlanError for what cannot be read.
         """

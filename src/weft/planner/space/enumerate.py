@@ -89,7 +89,7 @@ class PlanGrid:
         return len(self.meshes) * len(self.flags)
 
     def num_kept(self) -> int:
-        """Plans in it that no rule refuses."""
+        """Return the number of its plans that no rule refuses."""
         step = max(1, 2**18 // len(self.flags))
         starts = range(0, len(self.meshes), step) if self.open_rules else ()
         refused = 0
@@ -99,7 +99,7 @@ class PlanGrid:
         return self.num_rows - refused
 
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
-        """The plans that the rules allow, in pieces."""
+        """Yield the plans that the rules allow, in pieces."""
         left, right = _columns(self.meshes), _columns(self.flags)
         step = max(1, most_rows // len(self.flags))
         for start in range(0, len(self.meshes), step):
@@ -124,7 +124,7 @@ class PlanGrid:
 
 
 def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[PlanGrid]:
-    """The blocks of a space for a job on all devices of a cluster; what the rules refuse is in the tally."""
+    """Return the blocks of a space for a job on all devices of a cluster; what the rules refuse is in the tally."""
     meshes = _meshes(space, job, cluster)
     flags = {kind: _flags(space, kind) for kind in _KINDS}
     num_piped = math.prod(len(space.choices[name]) for name in _PIPED)

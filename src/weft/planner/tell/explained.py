@@ -36,7 +36,7 @@ def search(
     built_only: bool = True,
     **options: Any,
 ) -> Answer[Explained]:
-    """The best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
+    """Return the best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
 
     model: a size, a path to a Hugging Face config folder or to a config of Weft, or a spec. cluster: "2x8xh100", a
     .toml file, or a ClusterSpec; a model by its code is given as weft.trace(...). seq_len: tokens of a sequence;

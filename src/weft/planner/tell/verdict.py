@@ -42,7 +42,7 @@ class WhyNot:
     details: tuple[str, ...] = field(default=())
 
     def lines(self) -> list[str]:
-        """The verdict as text."""
+        """Return the verdict as text."""
         lines = [f"plan    {self.plan}", f"why not {self.sentence}", *(f"        {line}" for line in self.details)]
         if self.remedies:
             lines.append(

@@ -69,7 +69,7 @@ class DeviceSpec:
     note: str = ""
 
     def peak_flops(self, precision: str) -> float | None:
-        """Dense peak FLOP/s of a precision ("bf16", "fp16", "fp8", "fp4", "tf32"), or None where it has none."""
+        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""
         return dict(self.peaks).get(precision)
 
 
@@ -142,14 +142,14 @@ class ClusterSpec:
 
 @functools.cache
 def devices() -> Mapping[str, DeviceSpec]:
-    """The devices that Weft knows, by name."""
+    """Return the devices that Weft knows, by name."""
     text = resources.files("weft.spec.cluster").joinpath("devices.toml").read_text(encoding="utf-8")
     tables = cast(dict[str, dict[str, object]], tomllib.loads(text))
     return {name: _changed(DeviceSpec(name=name), table) for name, table in tables.items()}
 
 
 def device(name: str) -> DeviceSpec:
-    """A known device by its name or an alias. Raises ConfigError that lists the known ones."""
+    """Return a known device by its name or an alias. Raises ConfigError that lists the known ones."""
     wanted = name.strip().lower()
     for spec in devices().values():
         if wanted == spec.name or wanted in spec.aliases:
@@ -160,7 +160,7 @@ def device(name: str) -> DeviceSpec:
 
 
 def device_by_torch_name(name: str) -> DeviceSpec | None:
-    """The device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
+    """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
     wanted = " ".join(word for word in name.split() if word not in _MAKERS)
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
 

@@ -271,11 +271,11 @@ class ScheduleSection(Section):
     """Learning rate at the last step, as a factor of optimizer.lr."""
 
     def warmup(self, num_steps: int) -> int:
-        """Steps of the warm-up in a run of `num_steps`."""
+        """Return the number of steps of the warm-up in a run of `num_steps`."""
         return min(1000, num_steps // 20) if self.warmup_steps is None else self.warmup_steps
 
     def decay(self, num_steps: int) -> int:
-        """Steps of the wsd schedule's decay in a run of `num_steps`."""
+        """Return the number of steps of the wsd schedule's decay in a run of `num_steps`."""
         return self.decay_steps or max(1, num_steps // 5)
 
 

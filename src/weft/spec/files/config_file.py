@@ -122,7 +122,7 @@ def _read_tables(text: str, name: str) -> tuple[dict[str, object], dict[KeyPath,
 
 
 def run_name(path: Path) -> str:
-    """The name of a run after its file's name, without letters that a folder should not have; may be empty."""
+    """Return the name of a run after its file's name, without letters that a folder should not have; may be empty."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", path.stem).strip("._-")[:100]
 
 

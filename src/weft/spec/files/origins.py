@@ -9,7 +9,7 @@ DEFAULT = "default"
 
 
 def origin_of(origins: Mapping[str, str], keys: Sequence[str], fallback: str = "") -> str:
-    """Where the first of these dotted keys that was typed stands; a key stands where its table does.
+    """Return where the first of these dotted keys that was typed stands; a key stands where its table does.
 
     origins: dotted key -> origin. fallback: for keys that were typed nowhere.
     """

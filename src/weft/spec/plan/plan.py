@@ -196,7 +196,7 @@ class Plan:
         return int(self.recompute.partition(":")[2] or 0)
 
     def offload_share(self, name: str) -> float:
-        """Which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
+        """Return which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
         return share_of(self.offload, name)
 
     @property
@@ -205,11 +205,11 @@ class Plan:
         return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     def axis_sizes(self) -> dict[str, int]:
-        """Size of each mesh axis, outermost first."""
+        """Return the size of each mesh axis, outermost first."""
         return {axis: getattr(self, axis) for axis in self.axis_order}
 
     def replace(self, **changes: object) -> Plan:
-        """A new plan with some fields changed."""
+        """Return a new plan with some fields changed."""
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
@@ -261,7 +261,7 @@ class Plan:
         return cls(**values), open_axis
 
     def format(self, open_axis: str | None = None) -> str:
-        """The one-line text form; the empty string is the default plan (one rank, fp32).
+        """Return the one-line text form; the empty string is the default plan (one rank, fp32).
 
         open_axis: a mesh axis to be written as `*`, so that `format(*read_open(text))` keeps the meaning.
         """
@@ -283,12 +283,12 @@ PLAN_FIELDS = descriptions(Plan)
 
 
 def plan_fields() -> tuple[str, ...]:
-    """Names of the plan's fields, in the order in which they are printed."""
+    """Return the names of the plan's fields, in the order in which they are printed."""
     return tuple(PLAN_FIELDS)
 
 
 def auto_fields(text: str) -> dict[str, object]:
-    """The fields that an auto plan decides, with their values. Raises PlanError where they cannot be read."""
+    """Return the fields that an auto plan decides, with their values. Raises PlanError where they cannot be read."""
     words, problems = split_plan(text.partition("auto")[2])
     if problems:
         raise PlanError(problems)

@@ -30,7 +30,7 @@ class _Values(OpenPlan):
 
 
 def legal_plans(choices: Choices, facts: Facts, rules: Sequence[Rule] = RULES) -> Iterator[Plan]:
-    """All plans whose fields have one of their `choices`, and that break none of the rules, in a fixed order.
+    """Yield all plans whose fields have one of their `choices`, and that break none of the rules, in a fixed order.
 
     choices: by field; a field that is not named has its default. Where `facts` knows the number of ranks, the mesh
     axes are pruned by it as they are decided.

@@ -347,7 +347,7 @@ RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
 
 
 def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:
-    """Every rule that the plan breaks, at most one for each field: the first in the list says the most."""
+    """Return every rule that the plan breaks, at most one for each field: the first in the list says the most."""
     found: dict[str, Violation] = {}
     for rule in RULES if rules is None else rules:
         violation = rule.check(plan, facts or Facts()) if rule.field not in found else None

@@ -106,7 +106,7 @@ class Rule:
     fix: Callable[[Plan, Facts], Plan | None] = _no_fix
 
     def check(self, plan: Plan, facts: Facts) -> Violation | None:
-        """The violation, or None where the plan keeps the rule or a fact is unknown."""
+        """Return the violation, or None where the plan keeps the rule or a fact is unknown."""
         try:
             if not self.predicate(plan, facts):
                 return None
@@ -142,7 +142,7 @@ class Violation:
 
 
 def alternatives(values: Sequence[object], field: str) -> str:
-    """'Use tp=1, 2, 4 or 8': the legal values of a field, at most eight of them."""
+    """Return 'Use tp=1, 2, 4 or 8': the legal values of a field, at most eight of them."""
     shown = [str(value) for value in values[:8]]
     listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]
     return f"Use {field}={listed}"

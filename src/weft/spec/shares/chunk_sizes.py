@@ -21,7 +21,10 @@ _LOSS_SHARE = 64
 
 
 def bucket_bytes(device: str) -> int:
-    """Bytes of fp32 masters in a bucket. device: "cpu" or "cuda", where the first of a backward is smaller."""
+    """Return the bytes of fp32 masters in a bucket.
+
+    device: "cpu" or "cuda", where the first of a backward is smaller.
+    """
     return _GPU_BUCKET_BYTES if device == "cuda" else _BUCKET_BYTES
 
 
@@ -44,7 +47,9 @@ class LossChunk:
         return cls(min(_MOST_LOSS_CHUNK, max(_LOSS_CHUNK, share)))
 
     def rows(self, tokens: Any, vocab: Any, sum_bytes: Any) -> Any:
-        """Tokens at a time: in equal chunks, as few as there can be; the last may be smaller. Arrays give an array.
+        """Return the number of tokens at a time: in equal chunks, as few as there can be; the last may be smaller.
+
+        Arrays give an array.
 
         vocab: entries on a rank. sum_bytes: of one logit in the format of the sum.
         """

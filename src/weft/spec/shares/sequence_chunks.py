@@ -18,7 +18,7 @@ RING_TOKENS = 4096
 
 
 def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> bool:
-    """Whether the heads of one tensor-parallel rank can be shared out over cp ranks.
+    """Return whether the heads of one tensor-parallel rank can be shared out over cp ranks.
 
     Query heads must come out even. Key-value heads are shared out, or, where they are fewer, each goes to several.
     """
@@ -27,7 +27,7 @@ def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> boo
 
 
 def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_len: int, tp: int = 1) -> str:
-    """The way that a plan's `cp_mode` stands for: itself, or for "auto" the one that suits the shape.
+    """Return the way that a plan's `cp_mode` stands for: itself, or for "auto" the one that suits the shape.
 
     Ulysses where it sends no more than the others would: each rank sends its queries, keys, values and outputs once,
     while gather and ring take every other rank's keys and values. Else the ring, from RING_TOKENS tokens on a rank,
@@ -44,12 +44,12 @@ def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_le
 
 
 def num_chunks(mode: str, cp: int) -> int:
-    """Into how many equal chunks a sequence is cut; its length must be a multiple of that."""
+    """Return into how many equal chunks a sequence is cut; its length must be a multiple of that."""
     return cp if mode == "ulysses" else 2 * cp
 
 
 def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
-    """Numbers of the chunks that a rank of cp holds, in order of the sequence."""
+    """Return the numbers of the chunks that a rank of cp holds, in order of the sequence."""
     return (rank,) if mode == "ulysses" else (rank, 2 * cp - 1 - rank)
 
 

@@ -53,7 +53,7 @@ class TracedLayer:
         return self.params_cut + self.params_whole
 
     def flops(self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, backward: bool = False) -> Any:
-        """FLOPs of matrix products and attention on one rank, which has 1/cp of each sequence of `seq` tokens."""
+        """Count FLOPs of matrix products and attention on one rank, which has 1/cp of each sequence of `seq` tokens."""
         part = seq / cp
         products = sum(each.flops(batch, part, tp) * (each.num_backward if backward else 1) for each in self.matmuls)
         scores = sum(each.flops(batch, part, tp, cp) * (2.5 if backward else 1.0) for each in self.attentions)
@@ -62,13 +62,13 @@ class TracedLayer:
     def saved_bytes(
         self, batch: Any, seq: Any, policy: str = "none", *, tp: Any = 1, cp: Any = 1, sp: bool = False
     ) -> Any:
-        """Bytes that one pass keeps for backward on one rank."""
+        """Return the bytes that one pass keeps for backward on one rank."""
         return dict(self.saved)[policy].at(batch, seq / cp, tp, tp if sp else 1)
 
     def moved_bytes(
         self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, sp: bool = False, backward: bool = False
     ) -> Any:
-        """Bytes that memory-bound kernels read and write on one rank."""
+        """Return the bytes that memory-bound kernels read and write on one rank."""
         return (self.moved_backward if backward else self.moved_forward).at(batch, seq / cp, tp, tp if sp else 1)
 
 
@@ -115,7 +115,7 @@ class TracedModel:
         return next((each for layer in self.layers for each in layer.attentions), None)
 
     def flops(self, batch: Any, seq: Any, *, causal: bool = True) -> Any:
-        """The model's own FLOPs of forward and backward, head included; what kernels do again is not counted.
+        """Return the model's own FLOPs of forward and backward, head included; what kernels do again is not counted.
 
         causal=False counts attention's whole square.
         """
@@ -136,7 +136,7 @@ class TracedModel:
 
     @classmethod
     def from_table(cls, source: str, table: Mapping[str, Any]) -> TracedModel:
-        """What `save` wrote. source: for errors. Raises ModelError."""
+        """Return what `save` wrote. source: for errors. Raises ModelError."""
         if table.get("version") != VERSION:
             rule = f"version={table.get('version')} of a saved model, and this is for version {VERSION}"
             raise ModelError(f"model={source}: {rule}. Trace it again: weft plan package.module:function --save-model.")

@@ -54,7 +54,7 @@ class PaperReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return what people read of it."""
         told = [
             f"{self.name}: {self.kernels} kernels, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
             f"{sum(self.copies.values())} copies, {self.num_blocking} of them blocking; "

@@ -84,7 +84,7 @@ class Subject:
         return self.settings.global_batch if self.kind in ("decoder", "task") else None
 
     def build(self) -> BuiltCase:
-        """The model with its data and loss. Raises ModelError where it cannot be had."""
+        """Return the model with its data and loss. Raises ModelError where it cannot be had."""
         torch.manual_seed(self.settings.seed)
         dtype = DTYPES[self.settings.dtype]
         if self.kind == "decoder":
@@ -215,7 +215,7 @@ class BuiltCase(SampleCase):
 
 
 def find_subject(source: str, settings: Settings) -> Subject:
-    """What `source` stands for; the table is at the top of the file. Raises ModelError or ConfigError."""
+    """Return what `source` stands for; the table is at the top of the file. Raises ModelError or ConfigError."""
     path = Path(source)
     if path.suffix == ".toml":
         config = load_config(path).config

@@ -29,7 +29,7 @@ CHOSEN = "planned.json"
 
 
 def settle_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
-    """The config with a plan in the place of "auto", and what is expected of it; any other config as it is.
+    """Return the config with a plan in the place of "auto", and what is expected of it; any other config as it is.
 
     A run that was begun keeps the plan that was chosen then, as long as it has the same ranks.
     Raises PlanError where no plan fits this machine.
@@ -57,7 +57,7 @@ def choose_plan(
     global_batch: int | None = None,
     profile: Profile | None = None,
 ) -> Candidate:
-    """The fastest plan that the runtime runs today. Raises PlanError where none fits."""
+    """Return the fastest plan that the runtime runs today. Raises PlanError where none fits."""
     if machines.device.name in ("cpu", "here"):
         decided = {"compile": False, "offload": ()} | decided  # the host is the device, and compilers may be missing
     asked = Question.of(model, machines, seq_len=seq_len, global_batch=global_batch, fixed=decided)
@@ -84,7 +84,7 @@ def _profile(machines: ClusterSpec) -> Profile | None:
 
 
 def chosen_line(best: Candidate) -> str:
-    """What was chosen and what is expected of it, in one line."""
+    """Return what was chosen and what is expected of it, in one line."""
     return (
         f"plan auto chose {best.plan or 'one rank'}: {format_seconds(best.step_s)} a step and "
         f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on a rank are expected."
@@ -111,7 +111,9 @@ def _begun(folder: Path, asked: str, world_size: int) -> str | None:
 
 
 def this_cluster(world_size: int, local_size: int, device: str = "auto") -> ClusterSpec:
-    """The machines of this run: `local_size` ranks on each. device: "cpu", or "auto" for GPUs where there are any.
+    """Return the machines of this run: `local_size` ranks on each.
+
+    device: "cpu", or "auto" for GPUs where there are any.
 
     Raises PlanError for a GPU that is not in the device table, and for ranks that do not fill whole machines.
     """

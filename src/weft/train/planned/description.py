@@ -26,7 +26,7 @@ _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 
 
 def trace(source: str) -> TracedModel:
-    """The description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
+    """Return the description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
 
     The function is called with meta as the default device and without arguments. It returns a model; or a model and
     an example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as `weft verify`

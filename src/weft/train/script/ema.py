@@ -32,7 +32,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After each optimizer step; no collective."""
+        """Move the averages after each optimizer step; no collective."""
         if self._is_swapped:
             raise ModelError("ema.update(): the averages are in the model now. Call it outside of ema.swapped().")
         weights = self._engine.held_weights()
@@ -46,7 +46,7 @@ class Ema:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """While inside, the model has the averages, in place, and the averages are the weights. All ranks call it.
+        """Give the model the averages while inside, in place, and the averages the weights. All ranks call it.
 
         For evaluation and export; a step inside would train the averages. Under zero=1 and 2 it gathers the weights.
         """
@@ -61,7 +61,7 @@ class Ema:
             self._swap()
 
     def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the averages, for checkpoints; no collective."""
+        """Yield what this rank holds of the averages, for checkpoints; no collective."""
         if self._is_swapped:
             raise ModelError("ema: the averages are in the model now. Save and load outside of ema.swapped().")
         averages, weights = self._paired(self._engine.held_weights())

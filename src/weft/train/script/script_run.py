@@ -84,7 +84,7 @@ class Run(ScriptState):
         return model
 
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
-        """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
+        """Return this rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
 
         A sampler or batch_sampler is kept: it is drawn alike on all ranks. Batches are cut by samples, and the loader's
         collate_fn is called for each part. Where the plan cuts a rank's samples into microbatches, or a batch has fewer
@@ -111,7 +111,7 @@ class Run(ScriptState):
         max_grad_norm: float = 0.0,
         **optimizer_options: Any,
     ) -> TrainStep:
-        """The step of this run: `metrics = step(batch)`.
+        """Return the step of this run: `metrics = step(batch)`.
 
         optimizer: a class such as torch.optim.AdamW, built here with `optimizer_options`, or an optimizer built on
         the parallelized model. loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
@@ -128,7 +128,7 @@ class Run(ScriptState):
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, max_grad_norm=max_grad_norm)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """torch.nn.utils.clip_grad_norm_ for every plan, in a loop of your own between backward() and optimizer.step().
+        """Clip gradients under any plan, in a loop of your own between backward() and optimizer.step().
 
         The norm is that of the whole gradient, also of what tp, ep and zero=3 divide, of which torch's function sees
         this rank's part alone. Returns the norm before clipping, a 0-d tensor equal on all ranks. A collective.
@@ -136,7 +136,7 @@ class Run(ScriptState):
         return data_parallel(model).clip_own(max_norm)
 
     def global_mean(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        """The loss for `backward()` in a loop of your own: the mean over the tokens of all ranks.
+        """Return the loss for `backward()` in a loop of your own: the mean over the tokens of all ranks.
 
         loss_sum: of this rank's tokens or samples, 0-d; num_tokens: how many. A collective: call it on all ranks.
         """

@@ -151,7 +151,7 @@ class ScriptState:
         )
 
     def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """Whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
+        """Return the whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
 
         The first rank gets them, the others an empty dict, or all ranks with `everywhere`. Trained weights are the
         masters: float32 under bf16 and fp16. All ranks call it.
@@ -183,7 +183,7 @@ class ScriptState:
         on_first(self.mesh, lambda: write_pretrained(model, folder, whole, originals(model), dtype, options))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
-        """An exponential moving average of the trained weights; make it after the optimizer.
+        """Return an exponential moving average of the trained weights; make it after the optimizer.
 
         Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
         """
@@ -192,7 +192,7 @@ class ScriptState:
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
     ) -> Evaluated:
-        """The mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
+        """Return the mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
 
         batches: this rank's, such as `shard` gives. loss_fn, forward: as `train_step` takes them.
         """

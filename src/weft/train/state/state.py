@@ -41,7 +41,7 @@ def capture(
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The "model" group of `capture`, in the same manner."""
+    """Return the "model" group of `capture`, in the same manner."""
     engine = data_parallel(model)
     weights = held(chain(engine.weights(), engine.frozen()), keep)
     # On all ranks: under zero=3 looking at a module lets its gathered weights go.
@@ -53,7 +53,7 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
 
 def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
-    """Bytes of what `capture` will give of a model that is trained; optimizer states exist only after a step.
+    """Return the bytes of what `capture` will give of a trained model; optimizer states exist only after a step.
 
     model: on the meta device; what the optimizer leaves alone is frozen in it. master: the format in which weights and
     states are kept.
@@ -84,7 +84,7 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
 def pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
 ) -> Iterator[SavedPiece]:
-    """What this rank writes of a checkpoint: its share of weights and states, no collective.
+    """Yield what this rank writes of a checkpoint: its share of weights and states, no collective.
 
     Tensors are in their own memory, to be written before the next step, or what `copies` takes of them as they are now.
     """
@@ -104,7 +104,7 @@ def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Save
 
 
 def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> Iterator[SavedPiece]:
-    """What of the stretches this rank writes, as pieces of a group."""
+    """Yield what of the stretches this rank writes, as pieces of a group."""
     for one in stretches:
         mine = one.mine(engine.axes.mesh.rank)
         if mine is None:

@@ -22,7 +22,7 @@ from weft.train.task import Task
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Loss and metrics of this rank's batches, added over the data-parallel ranks. A collective."""
+    """Return the loss and metrics of this rank's batches, added over the data-parallel ranks. A collective."""
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
     def add(output: Any, local: Any) -> None:
@@ -43,7 +43,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 def mean_loss(
     model: nn.Module, batches: Iterable[Any], mesh: Mesh, loss_fn: LossFn, forward: ForwardFn
 ) -> tuple[float, int]:
-    """The mean loss of this rank's batches and those of the other data-parallel ranks, and the number in it.
+    """Return the mean loss of this rank's batches and those of the other data-parallel ranks, and the number in it.
 
     batches: plain ones or `Microbatches`, as many on each rank. loss_fn, forward: as `TrainStep` takes them. Equal on
     all ranks; a collective.

@@ -54,7 +54,9 @@ class Microbatches:
     def of_samples(
         cls, sample_at: Callable[[int], Any], own: Sequence[range], collate: Callable[[list[Any]], Any]
     ) -> Microbatches:
-        """A rank's microbatches, each made of its samples. sample_at: gives a sample by its number in the global batch.
+        """Return a rank's microbatches, each made of its samples.
+
+        sample_at: gives a sample by its number in the global batch.
 
         own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them. collate: makes a
         batch of a list of samples.
@@ -64,7 +66,7 @@ class Microbatches:
 
     @classmethod
     def of_rows(cls, batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
-        """A rank's microbatches of a global batch in whose tensors each row is a sample.
+        """Return a rank's microbatches of a global batch in whose tensors each row is a sample.
 
         Raises ModelError where rows are not samples.
         """
@@ -79,22 +81,22 @@ class Microbatches:
         return self._samples
 
     def to(self, device: torch.device) -> Microbatches:
-        """The same on `device`."""
+        """Return the same on `device`."""
         return self.map(lambda batch: move_batch(batch, device))
 
     def map(self, change: Callable[[Any], Any]) -> Microbatches:
-        """The same samples, in changed batches."""
+        """Return the same samples, in changed batches."""
         changed = Microbatches(map(change, self._batches))
         changed._samples = self._samples
         return changed
 
     def marked(self) -> list[Any]:
-        """The microbatches in a list, each marked so that a step knows its samples."""
+        """Return the microbatches in a list, each marked so that a step knows its samples."""
         return [batch if samples is None else mark(batch, samples)
                 for batch, samples in zip(self._batches, self._samples or [None] * len(self), strict=True)]  # fmt: skip
 
     def counted(self) -> Iterator[tuple[Any, bool]]:
-        """Each microbatch, and whether it counts: those that stand in for none do not."""
+        """Yield each microbatch, and whether it counts: those that stand in for none do not."""
         for index, batch in enumerate(self._batches):
             yield batch, self._samples is None or not self._samples[index].is_empty
 
@@ -127,7 +129,7 @@ def _stand_in(own: Sequence[range]) -> range:
 def from_loader(
     batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
 ) -> Any:
-    """What `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of."""
+    """Return what `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of."""
     if not is_plain:
         return Microbatches(batches, numbers, rows)
     return mark(batches[0], SampleNumbers(numbers[0], rows[0]))

@@ -141,7 +141,7 @@ class TrainStep:
         return metrics
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """The tensors that this rank's gradients lie in."""
+        """Return the tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
     def _inside(self, samples: list[SampleNumbers], key: int | None) -> Inside:

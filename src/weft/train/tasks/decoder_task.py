@@ -98,7 +98,7 @@ class DecoderTask(Task):
         return _StreamBatches(self._stream(self.data.train, shuffle=True), share, len(self.config.data.train))
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """The evaluation set, cut as the training batches are: the same memory, the same for any plan."""
+        """Return the evaluation set, cut as the training batches are: the same memory, the same for any plan."""
         from weft.data import EvalBatches
 
         stream = self._stream(self.data.eval, shuffle=False)

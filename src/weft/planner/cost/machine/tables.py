@@ -71,7 +71,7 @@ class Tables:
 
     @classmethod
     def of(cls, device: DeviceSpec, tier: str = "tables", profile: Mapping[str, float] | None = None) -> Tables:
-        """The constants of a device.
+        """Return the constants of a device.
 
         tier: one of TIERS. profile: constants measured on this machine, by name; they win.
         Raises ConfigError for an unknown tier or an unknown constant in the profile.
@@ -93,7 +93,7 @@ class Tables:
         return cls(**(_rates(device, shipped["devices"]) | values), rungs=rungs)
 
     def changed(self, **values: float) -> Tables:
-        """The same with some constants replaced."""
+        """Return the same with some constants replaced."""
         return replace(self, **values)  # pyright: ignore[reportArgumentType]  # fields of numbers
 
 

@@ -74,7 +74,7 @@ class CrowdedLaws:
 
 
 def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
-    """Costs of every row with all ranks at work; the rows have one number format."""
+    """Return the costs of every row with all ranks at work; the rows have one number format."""
     [(dtype, _)] = dtype_of(columns)
     return layer_costs(job, columns, laws, columns.world_size.astype(float), dtype)
 

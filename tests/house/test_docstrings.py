@@ -1,0 +1,248 @@
+"""What a door names says what it does: public functions, methods and classes have docstrings of one form.
+
+A function begins with a verb, a property or class with what it is; more than two parameters stand in `Args:`, what a
+function raises itself in `Raises:`. What takes or gives flat buffers says their dtype and shape.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from tests.house.test_doors import exported, home, modules, rooms
+
+#: Rooms whose doors are held to it.
+ROOMS = rooms()
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+PROPERTIES = frozenset({"property", "cached_property", "classproperty"})
+SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
+FLAT = frozenset({"flat", "flats", "bucket", "buckets", "buffer", "buffers"})
+DTYPE = re.compile(r"\bdtypes?\b|\b(float|bfloat|int|uint)\d+\b|\bbool\b|\bfp32\b|\bbf16\b|\bbytes\b")
+SHAPE = re.compile(r"\bshapes?\b|\([^()]*\w[^()]*,\)|\(\w+(, \w+)+\)|\bnumel\b|\b1-D\b")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A public function, or a class with its own docstring."""
+
+    name: str
+    node: Function | ast.ClassDef
+    text: str | None
+    parameters: tuple[str, ...] = ()
+    is_function: bool = True
+    inherits: bool = False
+
+
+@cache
+def errors() -> frozenset[str]:
+    """Names of Weft's error classes, and of the two of Python that its functions raise for wrong values."""
+    bases = {
+        node.name: {getattr(base, "id", "") for base in node.bases}
+        for tree in modules().values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"WeftError", "ValueError", "TypeError"}
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return frozenset(found)
+
+
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    return {node.name: node for tree in modules().values() for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def definition(room: str, name: str) -> tuple[str, Function | ast.ClassDef] | None:
+    """(module, node) of what a door names; None for values and modules."""
+    module = home(room, name)
+    for node in modules().get(module, ast.Module([], [])).body:
+        if isinstance(node, Function | ast.ClassDef) and node.name == name:
+            return module, node
+    return None
+
+
+def items(room: str) -> Iterator[Item]:
+    """The public functions and classes of a door, with the classes' public methods."""
+    for name in exported(room) or ():
+        found = definition(room, name)
+        if found is None:
+            continue
+        module, node = found
+        if isinstance(node, ast.ClassDef):
+            yield from _of_class(module, node)
+        else:
+            yield _function(f"{module}:{name}", node, bound=False)
+
+
+def _of_class(module: str, node: ast.ClassDef) -> Iterator[Item]:
+    name = f"{module}:{node.name}"
+    text = ast.get_docstring(node)
+    parameters: tuple[str, ...] = ()
+    for member in node.body:
+        if not isinstance(member, Function):
+            continue
+        if member.name == "__init__":
+            parameters = _parameters(member, bound=True)
+            text = "\n".join(filter(None, [text, ast.get_docstring(member)])) or None
+        elif not member.name.startswith("_") and "overload" not in _decorators(member):
+            yield _function(f"{name}.{member.name}", member, bound="staticmethod" not in _decorators(member), of=node)
+    yield Item(name, node, text, parameters, is_function=False)
+
+
+def _function(name: str, node: Function, bound: bool, of: ast.ClassDef | None = None) -> Item:
+    is_property = bool(_decorators(node) & PROPERTIES) or "setter" in _decorators(node)
+    inherits = of is not None and any(node.name in _members(base) for base in _bases(of))
+    return Item(name, node, ast.get_docstring(node), _parameters(node, bound), not is_property, inherits)
+
+
+def _bases(node: ast.ClassDef) -> Iterator[ast.ClassDef]:
+    for base in node.bases:
+        target = base.value if isinstance(base, ast.Subscript) else base
+        if (found := classes().get(getattr(target, "id", ""))) is not None and found is not node:
+            yield found
+            yield from _bases(found)
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    return {member.name for member in node.body if isinstance(member, Function) and ast.get_docstring(member)}
+
+
+def _decorators(node: Function) -> set[str]:
+    targets = [item.func if isinstance(item, ast.Call) else item for item in node.decorator_list]
+    return {getattr(target, "attr", getattr(target, "id", "")) for target in targets}
+
+
+def _parameters(node: Function, bound: bool) -> tuple[str, ...]:
+    arguments = node.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    if bound:
+        every = every[1:]
+    every += [rest for rest in (arguments.vararg, arguments.kwarg) if rest is not None]
+    return tuple(argument.arg for argument in every if not argument.arg.startswith("_"))
+
+
+def section(text: str, title: str) -> str:
+    """The lines of a section of a docstring, without its title."""
+    lines: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if line.strip() in SECTIONS:
+            inside = line.strip() == title
+        elif line and not line.startswith(" "):
+            inside = False
+        elif inside:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def named_in(text: str) -> set[str]:
+    """The names before the colons of a section; `x, y: ...` names two."""
+    heads = re.findall(r"^ {4}((?:\*{0,2}\w+(?:, )?)+):", text, re.MULTILINE)
+    return {name.strip(" *") for head in heads for name in head.split(",")}
+
+
+def raised(node: Function) -> set[str]:
+    """Error classes that a function raises itself, not in functions inside of it."""
+    found: set[str] = set()
+    ahead: list[ast.AST] = list(node.body)
+    while ahead:
+        here = ahead.pop()
+        if isinstance(here, Function | ast.ClassDef | ast.Lambda):
+            continue
+        if isinstance(here, ast.Raise) and here.exc is not None:
+            what = here.exc.func if isinstance(here.exc, ast.Call) else here.exc
+            found.add(getattr(what, "id", getattr(what, "attr", "")))
+        ahead.extend(ast.iter_child_nodes(here))
+    return found & errors()
+
+
+def offences(item: Item) -> Iterator[tuple[str, str]]:
+    """(rule, what is wrong) for each rule that the item's docstring breaks."""
+    if not item.text:
+        if not item.inherits:
+            yield "missing", "has no docstring"
+        return
+    yield from _of_first_line(item)
+    unnamed = set(item.parameters) - named_in(section(item.text, "Args:"))
+    if len(item.parameters) > 2 and unnamed:
+        yield "args", f"Args: does not name {', '.join(sorted(unnamed))}"
+    yield from _of_raises(item)
+    if isinstance(item.node, Function) and _is_flat(item.node):
+        if not DTYPE.search(item.text):
+            yield "flat", "says no dtype of the flat buffer"
+        if not SHAPE.search(item.text):
+            yield "flat", "says no shape of the flat buffer"
+
+
+def _of_first_line(item: Item) -> Iterator[tuple[str, str]]:
+    first = (item.text or "").splitlines()[0]
+    if not first.endswith("."):
+        yield "period", f"its first line does not end with a period: {first!r}"
+    word = re.match(r"\W*([\w-]*)", first)
+    start = word.group(1).lower() if word else ""
+    if start in ("returns", "this"):
+        yield "start", f"begins with {start}"
+    elif item.is_function and (start not in VERBS or re.match(r"\w+ of\b", first)):
+        yield "verb", f"begins with {start!r}, which is no verb of VERBS"
+
+
+def _of_raises(item: Item) -> Iterator[tuple[str, str]]:
+    nodes = (
+        [item.node]
+        if isinstance(item.node, Function)
+        else [member for member in item.node.body if isinstance(member, Function) and member.name == "__init__"]
+    )
+    for node in nodes:
+        if unsaid := raised(node) - named_in(section(item.text or "", "Raises:")):
+            yield "raises", f"Raises: does not name {', '.join(sorted(unsaid))}"
+
+
+def _is_flat(node: Function) -> bool:
+    """Whether a tensor parameter is a flat buffer by its name."""
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return any(
+        argument.arg in FLAT and argument.annotation is not None and "Tensor" in ast.unparse(argument.annotation)
+        for argument in every
+    )
+
+
+#: Verbs that functions begin with, in the imperative. A new one is added here.
+VERBS = frozenset(
+    """
+    account add answer append attend begin bring build call carry check choose clip close combine commit
+    compare compute continue control copy count decide describe divide do draw drop encode end exchange fill
+    find fit forget give go hear hide hold ignore join judge keep lay leave let list look make measure meet
+    mix move multiply note number open order post predict print put raise read refuse rename return run save
+    say scale send set show sort start stop sum surround take tell tokenise trace train treat trust turn wait
+    watch write yield
+    """.split()
+)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_a_door_names_has_docstrings_of_one_form(room):
+    found = [f"{item.name} {what}" for item in items(room) for _, what in offences(item)]
+    assert not found
+
+
+def count() -> dict[str, Counter[str]]:
+    seen: set[str] = set()
+    by_room: dict[str, Counter[str]] = {}
+    for room in rooms():
+        counter = by_room[room] = Counter()
+        for item in items(room):
+            if item.name in seen:
+                continue
+            seen.add(item.name)
+            counter["items"] += 1
+            for rule, _ in offences(item):
+                counter[rule] += 1
+    return by_room
