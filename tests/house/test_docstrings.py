@@ -64,7 +64,7 @@ def definition(room: str, name: str) -> tuple[str, Function | ast.ClassDef] | No
     """(module, node) of what a door names; None for values and modules."""
     module = home(room, name)
     for node in modules().get(module, ast.Module([], [])).body:
-        if isinstance(node, Function | ast.ClassDef) and node.name == name:
+        if isinstance(node, Function | ast.ClassDef) and node.name == name and "overload" not in _decorators(node):
             return module, node
     return None
 
@@ -115,7 +115,7 @@ def _members(node: ast.ClassDef) -> set[str]:
     return {member.name for member in node.body if isinstance(member, Function) and ast.get_docstring(member)}
 
 
-def _decorators(node: Function) -> set[str]:
+def _decorators(node: Function | ast.ClassDef) -> set[str]:
     targets = [item.func if isinstance(item, ast.Call) else item for item in node.decorator_list]
     return {getattr(target, "attr", getattr(target, "id", "")) for target in targets}
 
@@ -218,7 +218,7 @@ def _is_flat(node: Function) -> bool:
 VERBS = frozenset(
     """
     account add answer append attend begin bring build call carry check choose clip close combine commit
-    compare compute continue control copy count decide describe divide do draw drop encode end exchange fill
+    compare compute continue control copy count decide delete describe divide do draw drop encode end exchange fill
     find fit forget give go hear hide hold ignore join judge keep lay leave let list look make measure meet
     mix move multiply note number open order post predict print put raise read refuse rename return run save
     say scale send set show sort start stop sum surround take tell tokenise trace train treat trust turn wait

@@ -16,7 +16,8 @@ from weft.errors import CheckpointError
 def set_aside(root: Path, chosen: Callable[[StepFolder], bool]) -> list[Path]:
     """Rename the chosen step folders, each in one rename; where they are now, oldest step first.
 
-    Raises CheckpointError where another process is saving there, or a folder cannot be renamed.
+    Raises:
+        CheckpointError: where another process is saving there, or a folder cannot be renamed.
     """
     root = Path(root)
     found = [folder for folder in folders.step_folders(root) if chosen(folder)]

@@ -80,6 +80,7 @@ class Checkpoint:
 
     @property
     def groups(self) -> tuple[str, ...]:
+        """The names of its groups, such as "model" and "optimizer"."""
         return tuple(self._manifest.tensors)
 
     @property
@@ -107,7 +108,11 @@ class Checkpoint:
         return whole_ones or [f"{group}/{name}" for name in _runs_in(file, self._manifest)]
 
     def tensors(self, group: str) -> Mapping[str, Tensor]:
-        """Return the tensors of a group by name, in the order they were saved. CheckpointError for an unknown group."""
+        """Return the tensors of a group by name, in the order they were saved.
+
+        Raises:
+            CheckpointError: for an unknown group.
+        """
         if group not in self._manifest.tensors:
             known = ", ".join(self.groups) or "none"
             raise CheckpointError(
@@ -120,9 +125,19 @@ class Checkpoint:
         return self._manifest.tensors.get(group, {})
 
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part of a tensor, from place `start` of its line on, in the saved dtype.
+        """Fill `out` with elements of a part of a tensor, in the saved dtype.
 
-        Reads the bytes that are asked for and no others, under whatever plan they were written. Raises CheckpointError.
+        Reads the bytes that are asked for and no others, under whatever plan they were written.
+
+        Args:
+            group: such as "model".
+            name: of the tensor in its group.
+            part: which elements of the whole tensor, as a line.
+            start: place in that line where reading begins, in elements.
+            out: filled to its end: whole elements, contiguous.
+
+        Raises:
+            CheckpointError: where bytes are missing or cannot be read.
         """
         try:
             self._reader.read(group, name, self.entries(group)[name], part, start, out)
@@ -149,7 +164,14 @@ class Checkpoint:
     def write_whole(
         self, file: Path, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
     ) -> None:
-        """Write tensors of a group, whole, each through `convert`, into a new safetensors file. All are in memory."""
+        """Write tensors of a group, whole, into a new safetensors file. All are in memory at once.
+
+        Args:
+            file: path of the new file.
+            group: such as "model".
+            names: which of the group's tensors.
+            convert: what is written in place of each.
+        """
         blocks = {name: convert(self.block(f"{group}/{name}")) for name in names}
         entries = self.entries(group)
         write_tensors(file, blocks, {name: replace(entries[name], dtype=one.dtype) for name, one in blocks.items()})
@@ -161,11 +183,18 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -> Checkpoint:
-    """Open a checkpoint. CheckpointError says what is damaged.
+    """Open a checkpoint. Bytes of tensors are read when they are asked for.
 
-    COMMIT, the manifest, the state, all sizes and all tensor headers are always checked; verify=True also digests
-    every tensor's bytes (`newest_checkpoint` has already done so for the one it returns). lazily: a file's size and
-    header are checked when something is read of it, so that a rank looks at no files but those it needs.
+    COMMIT, the manifest and the state are always checked.
+
+    Args:
+        path: a step's folder.
+        verify: also digest every tensor's bytes (`newest_checkpoint` has already done so for the one it returns).
+        lazily: check a file's size and header when something is read of it, so that a rank looks at no files but those
+            it needs. False: those of all files, now.
+
+    Raises:
+        CheckpointError: says what is damaged.
     """
     path = Path(path)
     try:
@@ -184,9 +213,11 @@ def verify_checkpoint(
 ) -> list[str]:
     """Return all problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
 
-    together: ranks that divide the files among them, and all learn what each found. digests=False
-    skips the digests of tensor files and finds only missing, resized and mislabelled files. report: called by several
-    threads with the number of bytes that were digested since the last call.
+    Args:
+        path: a step's folder.
+        digests: False skips the digests of tensor files and finds only missing, resized and mislabelled files.
+        together: ranks that divide the files among them, and all learn what each found.
+        report: called by several threads with the number of bytes that were digested since the last call.
     """
     found = json.dumps(_problems(Path(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
@@ -223,9 +254,16 @@ def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = A
     """Return the newest whole checkpoint of a run, or None when none was ever finished.
 
     The result lists each newer one that was passed over and why; a folder without COMMIT never counted and is only
-    listed. Raises CheckpointError when there are finished checkpoints and all are damaged: starting over silently
-    would lose the run. verify=False trusts the digests and checks the rest. together: ranks that look at it together,
-    each at its share of the files; all find the same.
+    listed.
+
+    Args:
+        root: the folder of the steps' folders.
+        verify: digest all bytes; False trusts them and checks the rest.
+        together: ranks that look at it together, each at its share of the files; all find the same.
+
+    Raises:
+        CheckpointError: when there are finished checkpoints and all are damaged: starting over silently would lose the
+            run.
     """
     passed_over: list[PassedOver] = []
     damaged = False

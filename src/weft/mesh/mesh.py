@@ -80,6 +80,14 @@ class Mesh:
 
     `mesh["ep"]` are the ranks among which a layer's experts are divided, `mesh["beside_ep"]` those with the same ones.
     `mesh["tp/2"]` are 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
+
+    `build_mesh` makes one and checks the number of ranks.
+
+    Args:
+        plan: the sizes of the axes.
+        rank: this process's global rank.
+        device: where this rank computes.
+        record: called after each collective with what the ledger counts.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
@@ -224,7 +232,13 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
 
     Ranks must have joined before (`join_ranks`) unless the plan has one rank.
 
-    Raises PlanError when the number of started ranks is not the plan's.
+    Args:
+        plan: the sizes of the axes.
+        device: where this rank computes.
+        record: called after each collective with what a ledger counts, such as `Ledger().record`.
+
+    Raises:
+        PlanError: when the number of started ranks is not the plan's.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan.world_size != world_size:

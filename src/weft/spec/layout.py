@@ -66,7 +66,8 @@ class Style(NamedTuple):
     def sizes(self, total: int) -> tuple[int, ...]:
         """Return the rows of each segment of a layer with `total` rows; () where it is not fused.
 
-        Raises LayoutError where they do not add up to the layer.
+        Raises:
+            LayoutError: where they do not add up to the layer.
         """
         if not self.segments:
             return ()
@@ -119,7 +120,11 @@ class Layout:
 
     @classmethod
     def named(cls, name: str) -> Layout:
-        """Return the layout of one of the project's own families: "llama", "gpt2", or "moe", a llama with experts."""
+        """Return the layout of one of the project's own families: "llama", "gpt2", or "moe", a llama with experts.
+
+        Raises:
+            LayoutError: for a name that no family has.
+        """
         known = {"llama": _LLAMA, "gpt2": _GPT2, "moe": _MOE}
         if name not in known:
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
@@ -128,7 +133,11 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read the text form."""
+        """Read the text form.
+
+        Raises:
+            LayoutError: for a word that is not pattern=style.
+        """
         pairs: list[tuple[str, str]] = []
         for word in text.split():
             pattern, equals, style = word.partition("=")
@@ -143,7 +152,10 @@ class Layout:
     def read(cls, source: str | Path) -> Layout:
         """Return what a setting says: the words themselves, or the file of them that `weft layout MODEL --save` writes.
 
-        In a file, '#' begins a comment. Raises LayoutError for a file that cannot be read.
+        In a file, '#' begins a comment.
+
+        Raises:
+            LayoutError: for a file that cannot be read, or a word that is not pattern=style.
         """
         text = str(source)
         if "=" in text and not Path(text).is_file():

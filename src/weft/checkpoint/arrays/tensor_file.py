@@ -55,7 +55,8 @@ def torch_formats() -> dict[str, torch.dtype]:
 def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
     """Return the format's name of a tensor's dtype.
 
-    CheckpointError when the tensor is of a kind that cannot be stored.
+    Raises:
+        CheckpointError: when the tensor is of a kind that cannot be stored; `name` is said in it.
     """
     if isinstance(tensor, RawArray):
         return tensor.dtype
@@ -150,7 +151,11 @@ def write_tensors(
 ) -> FileEntry:
     """Write one safetensors file, durable on return. One tensor at a time is copied to the CPU.
 
-    look: sees all values, some MiB at a time, as they are written; what it raises ends the write.
+    Args:
+        path: of the new file.
+        tensors: by the name that each has in the file.
+        entries: dtype and shape of each, by the same names.
+        look: sees all values, some MiB at a time, as they are written; what it raises ends the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -185,7 +190,8 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 def open_tensors(path: Path, framework: str = "pt") -> Any:
     """Return the safetensors package's handle on a memory-mapped file.
 
-    CheckpointError when the file is not of the format.
+    Raises:
+        CheckpointError: when the file is not of the format.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -56,6 +56,7 @@ class Part:
 
     @property
     def numel(self) -> int:
+        """The number of its elements."""
         return math.prod(self.local_shape)
 
     @property
@@ -150,7 +151,13 @@ class Deal:
         return self.ranks[number * self.times + (rest // self.share + self.turn) % self.times]
 
     def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Return (rank, from, to) for each rank that has any elements from `start` to `end` of a part of `numel`."""
+        """Return (rank, from, to) for each rank that has any elements of a stretch of a part.
+
+        Args:
+            start: first element of the stretch, as a place in the part.
+            end: the element after its last.
+            numel: elements of the part.
+        """
         position = start
         while position < end:
             number, rest = divmod(self.start + position, self.length)
@@ -160,7 +167,14 @@ class Deal:
             position = stop
 
     def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
-        """Return what this rank has of the elements `start` to `end`, which it holds with others; None: nothing."""
+        """Return what a rank has of a stretch of a part, as (from, to); None: nothing.
+
+        Args:
+            rank: the one that is asked about.
+            start: first element of the stretch, as a place in the part.
+            end: the element after its last.
+            numel: elements of the part.
+        """
         if not numel:
             return (0, 0) if self.holder(0) == rank else None
         if rank not in self.ranks:
@@ -177,7 +191,15 @@ LEAST_SHARE = 65536
 
 
 def deal_out(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> Deal:
-    """Divide a line into equal lengths, each held by `times` ranks that share its work evenly but for what is small."""
+    """Divide a line into equal lengths, each held by ranks that share its work evenly but for what is small.
+
+    Args:
+        ranks: in the order of the lengths that they hold, `times` for each.
+        length: elements of each length.
+        times: how many ranks hold the same length.
+        start: the place of the part's first element in the line.
+        turn: which of the `times` ranks takes the first share.
+    """
     each = min(length, max(-(-length // times), LEAST_SHARE))
     return Deal(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
 

@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
 
 def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
-    """Return the number of ranks that the plan asks for on a machine with `gpus` visible GPUs and `cores` usable cores.
+    """Return the number of ranks that the plan asks for on a machine.
 
-    Raises LaunchError where the machine lacks what was asked for, PlanError where a '*' does not come out even.
+    Args:
+        config: its plan, launch.device and launch.ranks.
+        gpus: visible GPUs.
+        cores: usable cores.
+
+    Raises:
+        LaunchError: where the machine lacks what was asked for.
+        PlanError: where a '*' does not come out even.
     """
     device, wanted = config.launch.device, config.launch.ranks
     if device == "cuda" and gpus == 0:

@@ -105,7 +105,10 @@ class ClusterSpec:
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
         """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers.
 
-        A device's table starts from a known one where it has `like = "h100"`. Raises ConfigError with every mistake.
+        A device's table starts from a known one where it has `like = "h100"`.
+
+        Raises:
+            ConfigError: with every mistake of the table, each from `origin`.
         """
         problems = _unknown_keys(table, _CLUSTER_KEYS, "cluster")
         counts: dict[str, int] = {}

@@ -168,6 +168,8 @@ class ModelSection(Section):
 
 
 class TokenizerSection(Section):
+    """The tokenizer: trained on the run's own text, read from a file, or bytes."""
+
     kind: Literal["bpe", "file", "bytes"] = "bpe"
     """bpe: a byte-level BPE trained on the run's own text; file: a saved tokenizer; bytes: one token per byte."""
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
@@ -196,6 +198,8 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
+    """Where samples come from, and how documents become sequences."""
+
     train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1, strict=False)
     """Sources of training data, mixed by token weight."""
     eval: tuple[SourceSection, ...] = Field(default=(), strict=False)
@@ -227,6 +231,8 @@ class OptimizerGroup(Section):
 
 
 class OptimizerSection(Section):
+    """The optimizer, its learning rate over the steps, and its groups of parameters."""
+
     name: Literal["adamw", "sgd", "muon"] | CodeName = "adamw"
     """Muon updates the matrices between embedding and head, AdamW all other parameters. A class of your own or of a
     library is named package.module:Class."""
@@ -342,6 +348,8 @@ class MemorySection(Section):
 
 
 class SampleSection(Section):
+    """The text that the trained model writes at the end of a run."""
+
     prompt: str = "def "
     """Prompt of the sample at the end of the run; empty: no sample."""
     max_tokens: PositiveInt = 120

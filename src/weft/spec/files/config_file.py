@@ -45,7 +45,14 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
 def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path | None = None) -> LoadedConfig:
     """Read the text of a config file, as `load_config` does.
 
-    name: of the file, for the origins of what is wrong. file: the run takes its name from it if nothing else names it.
+    Args:
+        text: TOML.
+        name: of the file, for the origins of what is wrong.
+        overrides: key=value words of the command line, applied in order.
+        file: the run takes its name from it if nothing else names it.
+
+    Raises:
+        ConfigError: with every problem found, in the order of the file's lines.
     """
     tables, origins = _read_tables(text, name)
     problems: list[Problem] = []

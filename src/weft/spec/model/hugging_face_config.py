@@ -36,7 +36,8 @@ _NAMES = {
 def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
     """Return all numbers of a shape that a config.json holds, by what they are; `name` is said in errors.
 
-    Raises ModelError where one is no whole number, or what every model has is missing.
+    Raises:
+        ModelError: where one is no whole number, or what every model has is missing.
     """
     found: dict[str, int] = {}
     for field, keys in _NAMES.items():

@@ -224,7 +224,10 @@ def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
     """Return the shape that a [model] section asks for: a named size with single fields changed.
 
     tokenizer_vocab: entries of the tokenizer. Sizes that leave their vocabulary open take it; for all others it is
-    the least that the vocabulary may be. Raises ConfigError with every problem found.
+    the least that the vocabulary may be.
+
+    Raises:
+        ConfigError: with every problem found.
     """
     try:
         size = _named_size(section.name)

@@ -209,7 +209,11 @@ class Plan:
         return {axis: getattr(self, axis) for axis in self.axis_order}
 
     def replace(self, **changes: object) -> Plan:
-        """Return a new plan with some fields changed."""
+        """Return a new plan with some fields changed.
+
+        Raises:
+            PlanError: for a name that is no field, and a value that its field does not take.
+        """
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
@@ -288,7 +292,11 @@ def plan_fields() -> tuple[str, ...]:
 
 
 def auto_fields(text: str) -> dict[str, object]:
-    """Return the fields that an auto plan decides, with their values. Raises PlanError where they cannot be read."""
+    """Return the fields that an auto plan decides, with their values.
+
+    Raises:
+        PlanError: where they cannot be read.
+    """
     words, problems = split_plan(text.partition("auto")[2])
     if problems:
         raise PlanError(problems)

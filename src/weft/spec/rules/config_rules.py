@@ -196,9 +196,13 @@ def config_problems(
 ) -> list[Problem]:
     """Return every rule that a config breaks: between its keys, of the model's shape, and of the plan.
 
-    broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
-    origins: dotted key -> where it was typed; fallback: the origin of what was typed nowhere.
-    world_size, device: what the ranks are and run on, where that is known.
+    Args:
+        config: with defaults in the place of what was refused.
+        broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
+        origins: dotted key -> where it was typed.
+        fallback: the origin of what was typed nowhere.
+        world_size: the number of ranks, where that is known.
+        device: what they run on, where that is known.
     """
     found: list[tuple[Problem, tuple[str, ...]]] = []  # with the keys that may be to blame
     for rule in CONFIG_RULES:

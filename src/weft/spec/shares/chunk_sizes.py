@@ -36,7 +36,7 @@ class LossChunk:
 
     @classmethod
     def of_device(cls, device_bytes: int = 0) -> LossChunk:
-        """device_bytes: memory of the GPU; 0 for a CPU, which wants logits in its caches.
+        """Choose by the memory of a GPU in bytes; 0 for a CPU, which wants logits in its caches.
 
         A GPU wants large products: each chunk reads and writes the gradient of the weight. A power of two, so that what
         vendors and drivers say is one size.
@@ -49,9 +49,10 @@ class LossChunk:
     def rows(self, tokens: Any, vocab: Any, sum_bytes: Any) -> Any:
         """Return the number of tokens at a time: in equal chunks, as few as there can be; the last may be smaller.
 
-        Arrays give an array.
-
-        vocab: entries on a rank. sum_bytes: of one logit in the format of the sum.
+        Args:
+            tokens: of one microbatch on a rank. Arrays give an array.
+            vocab: entries on a rank.
+            sum_bytes: of one logit in the format of the sum.
         """
         most = self.num_bytes // (vocab * sum_bytes)
         most = most + (most < 1)

@@ -23,7 +23,13 @@ def samples_per_microbatch(global_batch: int, data_ranks: int, num_microbatches:
 @overload
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any: ...
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any:
-    """Samples that one microbatch of one rank holds, in whole ones. Arrays of ranks and microbatches give an array."""
+    """Return how many samples one microbatch of one rank holds, in whole ones.
+
+    Args:
+        global_batch: samples of a step.
+        data_ranks: ranks that see different samples; an array gives an array.
+        num_microbatches: of each of them, or an array.
+    """
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
 
@@ -44,6 +50,12 @@ def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int
 
     The batch is shared out as the first microbatch of every rank, then the second of every rank, and so on. So ranks
     differ by at most one sample, as do microbatches; the last ones may be empty.
+
+    Args:
+        global_batch: samples of a step.
+        data_ranks: ranks that see different samples.
+        num_microbatches: of each of them.
+        rank: the place of this one among them.
     """
     return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
 
@@ -53,9 +65,16 @@ def divide_layers(
 ) -> tuple[int, ...]:
     """Return how many layers each stage takes, so that the most costly stage costs least; at least one each.
 
-    costs: of each layer, in any unit. before: of what the first stage has besides (the embedding); after: of what the
-    last one has (norm, head, loss). Among equally good divisions the one whose later stages have most: they hold
-    fewer activations. Raises ValueError for fewer layers than stages.
+    Among equally good divisions the one whose later stages have most: they hold fewer activations.
+
+    Args:
+        costs: of each layer, in any unit.
+        num_stages: of the whole model.
+        before: cost of what the first stage has besides (the embedding).
+        after: cost of what the last one has besides (norm, head, loss).
+
+    Raises:
+        ValueError: for fewer layers than stages.
     """
     num_layers = len(costs)
     if num_layers < num_stages:
@@ -119,7 +138,11 @@ def divide_by_rank(
     A bound is halved until no smaller one can be kept, and ranks are filled up to it (the classic linear partition).
     Stages are counted from the embedding; every stage holds at least one layer where there are enough.
 
-    stages: those of each rank. first, last: what the first and the last stage hold besides, in layers' time.
+    Args:
+        num_layers: of the whole model.
+        stages: those of each rank.
+        first: what the first stage holds besides, in layers' time.
+        last: what the last stage holds besides, in layers' time.
     """
     num_stages = sum(map(len, stages))
     owner = {stage: rank for rank, own in enumerate(stages) for stage in own}

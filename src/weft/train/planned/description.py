@@ -31,7 +31,9 @@ def trace(source: str) -> TracedModel:
     The function is called with meta as the default device and without arguments. It returns a model; or a model and
     an example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as `weft verify`
     takes it. Without an example the model is called with ids, an image or features, by how it begins.
-    Raises ModelError where that gives no model, or the model does not run without numbers.
+
+    Raises:
+        ModelError: where that gives no model, or the model does not run without numbers.
     """
     with torch.device("meta"):
         model, rest = call_function(source)

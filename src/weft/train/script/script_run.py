@@ -40,7 +40,15 @@ from weft.units import parse_seconds
 
 
 class Run(ScriptState):
-    """What `init` gives: the plan, its mesh, and one call for each step of adoption."""
+    """What `init` gives: the plan, its mesh, and one call for each step of adoption.
+
+    Args:
+        plan: without `*` or "auto".
+        mesh: of that plan, on this rank.
+        ledger: counts what the mesh's collectives send.
+        seed: of initial weights, dropout and the order of samples.
+        watch: reports waits that last; None: nobody does.
+    """
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int, watch: Watch | None = None):
         self._watch = watch
@@ -52,7 +60,7 @@ class Run(ScriptState):
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """The device of this rank."""
         return self.mesh.device
 
     @property
@@ -71,10 +79,18 @@ class Run(ScriptState):
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
         Matrices that are shapes alone (`weft.models.as_shapes`) are drawn from the run's seed, each rank its part.
-        layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save` wrote;
-        None: found from the model. balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their
-        router_aux_loss_coef, but by sequence and in backward; 0: none. pinned_limit: host memory that all ranks of one
-        machine may pin for what is offloaded: "64GiB", or a share of what the machine has.
+
+        Args:
+            model: any nn.Module; it is also what is returned.
+            layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save`
+                wrote;
+                None: found from the model.
+            balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their router_aux_loss_coef,
+                but by
+                sequence and in backward; 0: none.
+            pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: "64GiB", or a share
+                of what
+                the machine has.
         """
         if balance_rate:
             balance_routers(model, balance_rate)
@@ -113,10 +129,18 @@ class Run(ScriptState):
     ) -> TrainStep:
         """Return the step of this run: `metrics = step(batch)`.
 
-        optimizer: a class such as torch.optim.AdamW, built here with `optimizer_options`, or an optimizer built on
-        the parallelized model. loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
-        forward(model, batch) -> output; without it the model gets x of (x, y) and [x, y], and of a dict all but labels
-        by name. max_grad_norm: 0 is no clipping.
+        Args:
+            model: what `parallelize` returned.
+            optimizer: a class such as torch.optim.AdamW, built here, or an optimizer built on the parallelized model.
+            loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
+            forward: forward(model, batch) -> output; None: the model gets x of (x, y) and [x, y], and of a dict all but
+                labels
+                by name.
+            max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+            **optimizer_options: for the class, such as lr=3e-4.
+
+        Raises:
+            PlanError: for options that the class does not take, or beside an optimizer that is built already.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             _check_options(optimizer, optimizer_options)
@@ -145,7 +169,7 @@ class Run(ScriptState):
         return global_mean(loss_sum, num_tokens, self.mesh)
 
     def close(self) -> None:
-        """Part from the other ranks. Call it last, or use the run as a context manager."""
+        """Leave the other ranks. Call it last, or use the run as a context manager."""
         if self._watch is not None:
             self._watch.close()
         leave_ranks()
@@ -174,13 +198,21 @@ def init(
 ) -> Run:
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
-    plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it needs
-    the model (a size, a Hugging Face config folder, package.module:function, or a spec), tokens of a sequence and
-    sequences of a step.
-    device: "auto", "cpu" or "cuda".
-    timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
-    keeps its own. warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
-    Raises PlanError when the plan breaks a rule or needs another number of ranks than were started.
+    Args:
+        plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it
+            needs
+            `model`, `seq_len` and `global_batch`.
+        device: "auto", "cpu" or "cuda".
+        seed: of initial weights, dropout and the order of samples.
+        model: a size, a Hugging Face config folder, package.module:function, or a spec. None unless the plan is "auto".
+        seq_len: tokens of a sequence.
+        global_batch: sequences of a step.
+        timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
+            keeps its own.
+        warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
+
+    Raises:
+        PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
     """
     limit_s, warn_after_s = _duration("timeout", timeout), _duration("warn_after", warn_after)
     place = env.rank_env()

@@ -23,13 +23,17 @@ _MARK = "_weft_samples"
 class Microbatches:
     """A batch that is cut already: `step(Microbatches([first, second]))`, as many as the plan accumulates.
 
-    A plain list is one batch, because that is what torch's DataLoader gives. samples: for each microbatch, the numbers
-    that its samples have in the global batch, counted from 0 over all ranks; random numbers follow them. Without
-    numbers at all, ranks and microbatches are taken to be equally large. A microbatch with an empty list of numbers
-    stands in for one without samples: it runs, so that ranks stay together, and counts for nothing. rows: how many
-    rows each sample has in tensors whose rows are no samples.
+    A plain list is one batch, because that is what torch's DataLoader gives.
 
-    Raises ModelError where there are not as many of each.
+    Args:
+        batches: the microbatches, each as the model takes it.
+        samples: for each microbatch, the numbers that its samples have in the global batch, counted from 0 over all
+            ranks; random numbers follow them. None: ranks and microbatches are taken to be equally large. An empty list
+            of numbers: the microbatch runs, so that ranks stay together, and counts for nothing.
+        rows: how many rows each sample has in tensors whose rows are no samples; None where there are no such tensors.
+
+    Raises:
+        ModelError: where there are not as many of each.
     """
 
     def __init__(
@@ -56,10 +60,10 @@ class Microbatches:
     ) -> Microbatches:
         """Return a rank's microbatches, each made of its samples.
 
-        sample_at: gives a sample by its number in the global batch.
-
-        own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them. collate: makes a
-        batch of a list of samples.
+        Args:
+            sample_at: gives a sample by its number in the global batch.
+            own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them.
+            collate: makes a batch of a list of samples.
         """
         parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
         return cls([collate(part) for part in parts], own, [rows_of(part) for part in parts])
@@ -68,7 +72,13 @@ class Microbatches:
     def of_rows(cls, batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
         """Return a rank's microbatches of a global batch in whose tensors each row is a sample.
 
-        Raises ModelError where rows are not samples.
+        Args:
+            batch: tensors of shape (samples, ...), nested in dicts, lists and tuples.
+            plan: says how many microbatches a rank has, and how many ranks share the batch.
+            dp_rank: this rank's place on the data-parallel axes.
+
+        Raises:
+            ModelError: where rows are not samples.
         """
         count = samples_in(batch)
         own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)

@@ -38,7 +38,10 @@ def with_transfers(schedule: Schedule) -> list[Program]:
     """Return the ranks' lists, action by action, with receives before and sends after what needs and makes them.
 
     The receive is placed among the receiver's steps at the moment at which the sender sends, when all steps take
-    one unit of time. Raises ValueError where the lists wait for each other in a circle.
+    one unit of time.
+
+    Raises:
+        ValueError: where the lists wait for each other in a circle.
     """
     programs: list[Program] = [[] for _ in schedule.ranks]
     place, done = [0] * schedule.num_ranks, set[Action]()
