@@ -31,10 +31,12 @@ class Case(Protocol):
     """A model, its data and its optimizer: all that a training needs besides a plan."""
 
     @property
-    def num_steps(self) -> int: ...
+    def num_steps(self) -> int:
+        """The number of steps that are trained."""
 
     @property
-    def max_grad_norm(self) -> float: ...
+    def max_grad_norm(self) -> float:
+        """The norm that gradients are clipped to; 0 is no clipping."""
 
     def model(self) -> nn.Module:
         """Return the model, with the same weights each time."""
@@ -115,17 +117,21 @@ class DecoderCase:
         return batch
 
     def model(self) -> nn.Module:
+        """Return the decoder in float64, with the same weights each time."""
         return build_decoder(self.spec, dtype=torch.float64, seed=self.seed)
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer that `optimizer` names, of the model's parameters."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the logits of a batch."""
         return model_forward(model, batch)
 
     def loss(self, output: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of losses and the number of trained tokens."""
         return token_cross_entropy(output, batch)
 
     #: So that with a cut vocabulary the head gives the loss, as in a run.
@@ -180,8 +186,11 @@ def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
 def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch | None = None) -> ParityResult:
     """Train `case` under a plan on the ranks that are joined (or on one process) and return what this rank has.
 
-    see: told of each whole gradient and weight at the end, which are then not kept. watch: gives what the first step
-    runs inside of.
+    Args:
+        plan_text: one line, without `*`.
+        case: model, data and optimizer.
+        see: called with each whole gradient and weight at the end, which are then not kept.
+        watch: gives what the first step runs inside of.
     """
     plan = Plan.parse(plan_text)
     ledger = Ledger()

@@ -38,10 +38,15 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the steps' folders."""
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """Return the checkpoint of one step; CheckpointError names the steps that were saved."""
+        """Return the checkpoint of one step.
+
+        Raises:
+            CheckpointError: names the steps that were saved.
+        """
         from weft.checkpoint import list_checkpoints
 
         saved = {
@@ -54,14 +59,17 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
+        """The folder of the ranks' logs."""
         return self.path / "logs"
 
     @property
     def events(self) -> Path:
+        """The file of events, one JSON value a line."""
         return self.path / "events.jsonl"
 
     @property
     def loss_plot(self) -> Path:
+        """The picture of the losses."""
         return self.path / "loss.png"
 
     def config(self) -> RunConfig:

@@ -35,8 +35,10 @@ class Hook:
         """Hear that training begins at `start_step` (0, or the step resumed from)."""
 
     def on_phase(self, name: str) -> None:
-        """The loop turns to something besides training: "compiling", "first step", "evaluating" or "saving"; "" when
-        it trains again."""
+        """Hear that the loop turns to something besides training, and when it trains again.
+
+        name: "compiling", "first step", "evaluating" or "saving"; "" when it trains again.
+        """
 
     def on_step(self, record: StepRecord) -> str | None:
         """Hear that a step is done. Return a reason to stop, or None."""

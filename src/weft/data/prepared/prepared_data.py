@@ -31,10 +31,12 @@ class PreparedSource:
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens in the split."""
         return self.counts.num_tokens
 
     @property
     def num_documents(self) -> int:
+        """The number of documents in the split."""
         return self.counts.num_documents
 
     @property
@@ -63,6 +65,7 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens, read from its folder."""
         return Tokenizer.load(self.tokenizer_dir)
 
     @property
@@ -83,7 +86,11 @@ class PreparedData:
 
     @classmethod
     def from_json(cls, text: str) -> PreparedData:
-        """Raises DataError, with the reason alone, where the text is not one that `to_json` wrote."""
+        """Read what `to_json` wrote.
+
+        Raises:
+            DataError: with the reason alone, for any other text.
+        """
         try:
             values = json.loads(text)
             train, evaluation = (

@@ -42,13 +42,16 @@ class Engine(Protocol):
 
     @property
     def batches(self) -> Batches:
-        """This rank's training batches."""
+        """The training batches of this rank."""
         ...
 
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
-        """Return one optimizer step on this rank's microbatches.
+        """Take one optimizer step on this rank's microbatches.
 
-        number: steps done before, from which all chance is derived. lr_factor: of each peak learning rate.
+        Args:
+            batches: the microbatches, in their order.
+            number: steps done before, from which all chance is derived.
+            lr_factor: of each peak learning rate.
         """
         ...
 
@@ -93,7 +96,7 @@ class Engine(Protocol):
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Part from the other ranks. failed: after an error, when they may never come."""
+        """Leave the other ranks. failed: after an error, when they may never come."""
         ...
 
     # --- what people are told ---

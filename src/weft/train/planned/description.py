@@ -47,6 +47,9 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     """Trace a model, which is brought to the meta device and half precision, in place.
 
     example: arguments of a forward, or batch_fn(step, size); None: ids, an image or features, by how it begins.
+
+    Raises:
+        ModelError: where the model does not run without numbers.
     """
     inputs = dry_run.Inputs(model, example)
     model.to("meta").train()

@@ -16,9 +16,10 @@ from weft.mesh import Mesh
 
 
 def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
-    """Return the JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise.
+    """Return the JSON value that the first rank's `act` returns, on all ranks. A collective.
 
-    A collective.
+    Raises:
+        CheckpointError: on the other ranks, with the text of what `act` raised on the first.
     """
     said, failure = None, None
     if mesh.rank == 0:
@@ -54,7 +55,11 @@ def together(mesh: Mesh) -> Together:
 
 
 def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
-    """Return what `act` returns on this rank, where no rank fails: else all raise, so that none waits. A collective."""
+    """Return what `act` returns on this rank, where no rank fails: else all raise, so that none waits. A collective.
+
+    Raises:
+        CheckpointError: where another rank's `act` raised; it names the rank. This rank's own error is raised as it is.
+    """
     value, failure = None, None
     try:
         value = act()

@@ -139,7 +139,14 @@ def _stand_in(own: Sequence[range]) -> range:
 def from_loader(
     batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
 ) -> Any:
-    """Return what `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of."""
+    """Return what `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of.
+
+    Args:
+        batches: one for each microbatch.
+        numbers: of the samples in each, in the global batch.
+        rows: of each sample, in tensors whose rows are no samples.
+        is_plain: there is one microbatch, and it is given as it is.
+    """
     if not is_plain:
         return Microbatches(batches, numbers, rows)
     return mark(batches[0], SampleNumbers(numbers[0], rows[0]))

@@ -19,6 +19,9 @@ def token_cross_entropy(
 
     logits_BTV: batch, time, vocabulary; of any float format, summed in fp32 (fp64 for fp64); or what the head gave in
     their place. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not trained.
+
+    Raises:
+        ModelError: where the head gave the loss of other labels than the batch's.
     """
     labels = batch["labels"]
     if isinstance(logits_BTV, HeadLoss):
