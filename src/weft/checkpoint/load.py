@@ -31,10 +31,11 @@ from weft.checkpoint.manifest import (
     TensorEntry,
     commit_text,
     parse_manifest,
+    runs_in,
 )
 from weft.checkpoint.parts import Part
 from weft.checkpoint.read import StretchReader, TensorGroup, whole
-from weft.checkpoint.slices import shard_name
+from weft.checkpoint.slices import rank_of, shard_name
 from weft.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Checkpoint:
             if entry.file == file and entry.same_as is None
         ]
         group = file.rpartition("-")[0]
-        return whole_ones or [f"{group}/{name}" for name in _runs_in(file, self._manifest)]
+        return whole_ones or [f"{group}/{name}" for name in runs_in(file, self._manifest)]
 
     def tensors(self, group: str) -> Mapping[str, Tensor]:
         """Return the tensors of a group by name, in the order they were saved.
@@ -367,36 +368,16 @@ def _file_problems(
     # By the rank in the name, so that a rank that goes on under the same plan reads its own files once from the disk.
     share = list(manifest.files)
     if together.number > 1:
-        share = [name for name in share if _rank_of(name) % together.number == together.rank]
+        share = [name for name in share if rank_of(name) % together.number == together.rank]
     if not share:
         return []
     with ThreadPoolExecutor(min(_VERIFY_THREADS, len(share))) as threads:
         return [problem for problems in threads.map(check, share) for problem in problems]
 
 
-def _rank_of(file: str) -> int:
-    number = file.removesuffix(".safetensors").rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def _runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
-    """Of the tensors of which a rank's file holds a run: dtype and number of elements, by name."""
-    group, rank = file.rpartition("-")[0], _rank_of(file)
-    entries = manifest.tensors.get(group)
-    if entries is None or file != shard_name(group, rank):
-        return {}
-    wanted: dict[str, tuple[str, int]] = {}
-    for name, entry in entries.items():
-        for one in entry.slices:
-            run = one.deal.run_of(rank, 0, one.part.numel, one.part.numel)
-            if run is not None:
-                wanted[name] = entry.dtype, run[1] - run[0]
-    return wanted
-
-
 def _slices_in(path: Path, manifest: Manifest) -> list[str]:
     """Where a rank's file lacks what the manifest says of it."""
-    wanted = _runs_in(path.name, manifest)
+    wanted = runs_in(path.name, manifest)
     return missing_slices(path, wanted) if wanted else []
 
 
