@@ -218,7 +218,7 @@ def _is_flat(node: Function) -> bool:
 VERBS = frozenset(
     """
     account add answer append attend begin bring build call carry check choose clip close combine commit
-    compare compute continue control copy count decide delete describe divide do draw drop encode end exchange fill
+    compare compute continue control copy count decide delete describe map line publish divide do draw drop encode end exchange fill
     find fit forget give go hear hide hold ignore join judge keep lay leave let list look make measure meet
     mix move multiply note number open order post predict print put raise read refuse rename return run save
     say scale send set show sort start stop sum surround take tell tokenise trace train treat trust turn wait

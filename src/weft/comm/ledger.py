@@ -23,7 +23,14 @@ class Ledger:
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
 
     def record(self, axis: str, operation: str, num_bytes: int, seconds: float) -> None:
-        """Add one call."""
+        """Add one call.
+
+        Args:
+            axis: its name.
+            operation: such as "all_reduce".
+            num_bytes: that this rank sent.
+            seconds: of the host.
+        """
         entry = self._entries.setdefault((axis, operation), LedgerEntry())
         entry.calls += 1
         entry.num_bytes += num_bytes

@@ -14,8 +14,12 @@ from weft.mesh import Axis
 class Pending:
     """A collective under way; `wait()` returns its tensor, and may be called again.
 
-    into: where the result belongs, in another format than it travelled in; it is copied there at the end.
-    counts: whether the ledger sees it; what carries a part of another collective is counted with that one.
+    Args:
+        tensor: what `wait()` returns.
+        axis: the ranks; None: nothing is under way.
+        operation: what is started now; None: nothing is under way.
+        into: where the result belongs, in another format than it travelled in; it is copied there at the end.
+        counts: whether the ledger sees it; what carries a part of another collective is counted with that one.
     """
 
     def __init__(

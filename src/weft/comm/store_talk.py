@@ -28,8 +28,13 @@ _AT_ONCE = 1024
 class StoreTalk:
     """One conversation of all ranks. All make it, and then call the same methods in the same order, from one thread.
 
-    A rank that ends leaves the others waiting; what ends the job ends them too. Raises CommError where the store is
-    lost.
+    A rank that ends leaves the others waiting; what ends the job ends them too. Methods raise CommError where the store
+    is lost.
+
+    Args:
+        rank: this one.
+        number: of all ranks.
+        open_store: gives a connection of the thread's own; None: one to the ranks' store.
     """
 
     def __init__(self, rank: int, number: int, open_store: Callable[[], Store] | None = None):
@@ -59,7 +64,11 @@ class StoreTalk:
         return found
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """Return the JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise."""
+        """Return the JSON value that the first rank's `act` returns, on all ranks.
+
+        Raises:
+            CheckpointError: on the other ranks, with the text of what `act` raised on the first.
+        """
         turn = self._next()
         if self._rank:
             with self._told_if_lost() as store:

@@ -36,9 +36,12 @@ class Host:
 
 
 def open_host(plan: Plan, device: torch.device, pinned_limit: str = MOST_OF_HOST) -> Host | None:
-    """Return the host, where the plan puts something there.
+    """Return the host, where the plan puts something there; None where it does not.
 
-    pinned_limit: of all ranks of the machine: "64GiB" or "60%".
+    Args:
+        plan: its `offload`.
+        device: of this rank.
+        pinned_limit: of all ranks of the machine: "64GiB" or "60%".
     """
     return Host(link_to(device), pool_for(device, pinned_limit)) if plan.offload else None
 
@@ -78,7 +81,13 @@ def choose(sizes: Sequence[tuple[str, int]], share: float) -> frozenset[str]:
 class HostPart:
     """One flat part of weights whose masters are on the host.
 
-    master: unrounded weights; grad: their gradient, after `arrive`. Both 1-D, of `length` elements of `dtype`.
+    master: unrounded weights; grad: their gradient, after `arrive`. Both (length,) of `dtype`.
+
+    Args:
+        host: the pool, and the way to the device.
+        length: elements.
+        dtype: of the masters.
+        field: the plan's field, for errors.
     """
 
     def __init__(self, host: Host, length: int, dtype: torch.dtype, field: str = "offload=optimizer"):
@@ -174,7 +183,15 @@ def shard_offload(plan: Plan, device: torch.device, is_chosen: bool = True) -> d
     """Return the keyword arguments for fully_shard, for a unit whose parameters are among those on the host or not.
 
     The unit's shards, their gradients and so the optimizer's states and step are then on the host; each gather brings
-    the shards to the device. Raises LaunchError where torch lacks it.
+    the shards to the device.
+
+    Args:
+        plan: its `offload`.
+        device: of this rank.
+        is_chosen: whether the unit is among those on the host.
+
+    Raises:
+        LaunchError: where torch lacks it.
     """
     if not plan.offload_share("params") or not is_chosen:
         return {}

@@ -91,7 +91,13 @@ class Opaque:
         return Handle(self, torch.tensor(len(self._codes) - 1))
 
     def run(self, number: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-        """Run the code that a graph has by this number."""
+        """Run the code that a graph has by this number.
+
+        Args:
+            number: 0-d; what `keep` gave.
+            inputs: tensors for the code.
+            numbers: Python numbers for the code.
+        """
         code, known = self._codes[int(number)]
         owner = known()
         assert owner is not None, _GONE

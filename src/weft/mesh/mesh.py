@@ -81,13 +81,11 @@ class Mesh:
     `mesh["ep"]` are the ranks among which a layer's experts are divided, `mesh["beside_ep"]` those with the same ones.
     `mesh["tp/2"]` are 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
 
-    `build_mesh` makes one and checks the number of ranks.
-
     Args:
-        plan: the sizes of the axes.
+        plan: the sizes of the axes. `build_mesh` checks them by the number of ranks.
         rank: this process's global rank.
         device: where this rank computes.
-        record: called after each collective with what the ledger counts.
+        record: called after each collective with what a ledger counts.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
@@ -256,9 +254,15 @@ def join_ranks(
 ) -> None:
     """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
-    A process group that is there already is used again, with the timeout that it has. timeout_s: how long a collective
-    waits for a rank. store: what `open_store` gave, if the caller has met the others already.
-    Raises CommError when the ranks cannot meet, or the group that is there does not fit.
+    Args:
+        place: which rank this is of how many.
+        device: of this rank.
+        timeout_s: seconds that a collective waits for a rank; a process group that is there already is used again, and
+            keeps its own.
+        store: what `open_store` gave, if the caller has met the others already.
+
+    Raises:
+        CommError: when the ranks cannot meet, or the group that is there does not fit.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -329,7 +333,10 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
 def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
     """Return a store for other processes of this machine. It listens on `address` only; torch's own listen everywhere.
 
-    port: 0 takes a free one (see `.port`). Raises OSError where the port is taken.
+    Args:
+        address: IPv4 or IPv6.
+        port: 0 takes a free one (see `.port`). OSError where the port is taken.
+        timeout: how long a read waits for its key.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as own:
@@ -364,7 +371,7 @@ def _keep_gloo_at_home() -> None:
 
 
 def leave_ranks() -> None:
-    """Part from the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
+    """Leave the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
     if not dist.is_initialized():
         return
     gc.collect()
@@ -373,7 +380,11 @@ def leave_ranks() -> None:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda"."""
+    """Return the device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda".
+
+    Raises:
+        PlanError: where the machine has no GPU, or none for this rank.
+    """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
             raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")

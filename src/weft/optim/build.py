@@ -27,9 +27,15 @@ def build_optimizer(
 
     Matrices are decayed, vectors (norms, biases) are not, and `section.groups` decides otherwise by name. Each group
     keeps its peak rate as `initial_lr`, as torch's schedulers do. The fused kernels take one pass over memory per step
-    where the foreach ones take several; torch has them for CPU and CUDA. seed: of states that are rounded at random.
+    where the foreach ones take several; torch has them for CPU and CUDA.
 
-    Raises ConfigError where a class of the user's cannot be imported, is no optimizer, or refuses its options.
+    Args:
+        named_params: of the model; frozen ones are left out.
+        section: the optimizer's settings.
+        seed: of states that are rounded at random.
+
+    Raises:
+        ConfigError: where a class of the user's cannot be imported, is no optimizer, or refuses its options.
     """
     groups = _groups(named_params, section)
     match section.name:

@@ -35,10 +35,12 @@ class AdamRule:
 
     @property
     def correction1(self) -> float:
+        """What the first mean is divided by, because it began at zero."""
         return 1 - self.beta1**self.step
 
     @property
     def correction2(self) -> float:
+        """What the second mean is divided by, because it began at zero."""
         return 1 - self.beta2**self.step
 
 
@@ -79,7 +81,13 @@ class Lane:
 
 @torch.no_grad()
 def step_lane(lane: Lane, rule: Rule, factor: float) -> None:
-    """Take one step, in place. factor: what the gradient is multiplied by."""
+    """Take one step, in place.
+
+    Args:
+        lane: master, gradient, states and rounded weights, all 1-D of one length.
+        rule: the optimizer's numbers at this step.
+        factor: what the gradient is multiplied by.
+    """
     if lane.master.device.type == "cuda" and lane.master.dtype == torch.float32:
         _launch(lane, rule, factor)
         return

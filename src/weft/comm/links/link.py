@@ -129,7 +129,13 @@ def unobserved() -> AbstractContextManager[object]:
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
     """Carry on all `links` until `operation` is finished.
 
-    Raises CommError, naming axis and operation, when a rank is gone or the group's timeout is over.
+    Args:
+        operation: has been started.
+        link: the one that carries it.
+        links: all of this rank, `link` among them.
+
+    Raises:
+        CommError: naming axis and operation, when a rank is gone or the group's timeout is over.
     """
     if link.self_driven:
         link.block(operation)

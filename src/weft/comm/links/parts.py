@@ -11,10 +11,14 @@ from weft.comm.private_torch import foreach_copy
 
 
 class Parts:
-    """`numel` elements, of which each part (first element, 1-D tensor) holds some; they do not overlap.
+    """A flat tensor of which each part holds some elements; they do not overlap.
 
-    Elements that no part holds count as zero; where the result is written, they are left as they are. dtype: of the
-    flat tensor, where parts may be of others; by default that of the first part.
+    Elements that no part holds count as zero; where the result is written, they are left as they are.
+
+    Args:
+        parts: (first element, 1-D tensor) of each.
+        numel: elements of the flat tensor.
+        dtype: of the flat tensor, where parts may be of others; by default that of the first part.
     """
 
     def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], numel: int, dtype: torch.dtype | None = None):
@@ -45,7 +49,7 @@ class Parts:
                 yield slice(low - first, high - first), tensor if whole else tensor[low - start : high - start]
 
     def copy_to(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write what lies from `first` on into a flat tensor, zeros between. Returns the tensor."""
+        """Write what lies from `first` on into a flat tensor (n,) of any dtype, zeros between, and return it."""
         pieces = list(self._cut(first, first + flat.numel()))
         if sum(piece.numel() for _, piece in pieces) < flat.numel():
             flat.zero_()

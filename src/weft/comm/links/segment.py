@@ -56,7 +56,13 @@ def slot_bytes(size: int) -> int:
 
 
 class Segment:
-    """The mapped memory, seen from one rank. Memory and file go when the object goes."""
+    """The mapped memory, seen from one rank. Memory and file go when the object goes.
+
+    Args:
+        fd: descriptor of the memory; it is closed with the object.
+        rank: this one's place on the axis.
+        size: ranks on the axis.
+    """
 
     def __init__(self, fd: int, rank: int, size: int):
         # The lock on this rank's byte ends with the process, however it ends: `has_ended` of the others sees it.
@@ -95,7 +101,13 @@ class Segment:
 
     @classmethod
     def find(cls, address: tuple[int, int, bytes], rank: int, size: int) -> Segment:
-        """Return the other ranks: map the memory at `address`. Raises OSError when it is not there."""
+        """Map the memory that rank 0 made, on the other ranks. Raises OSError when it is not there.
+
+        Args:
+            address: (process, descriptor, token) of that memory.
+            rank: this one's place on the axis.
+            size: ranks on the axis.
+        """
         pid, descriptor, token = address
         fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(fd).st_size != cls.total_bytes(size) or os.pread(fd, 16, 0) != token:

@@ -48,7 +48,13 @@ class Wire:
         raise NotImplementedError
 
     def decode(self, codes_RC: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of each row, a new tensor of shape (R, numel)."""
+        """Return the values of each row, a new tensor of shape (R, numel).
+
+        Args:
+            codes_RC: what `encode` gave: uint8 (R, bytes).
+            numel: values of a row.
+            dtype: of the values.
+        """
         raise NotImplementedError
 
 
