@@ -23,7 +23,7 @@ ROOMS = rooms()
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 PROPERTIES = frozenset({"property", "cached_property", "classproperty"})
 SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
-FLAT = frozenset({"flat", "flats", "bucket", "buckets", "buffer", "buffers"})
+FLAT = frozenset({"flat", "flats", "bucket", "buckets"})
 DTYPE = re.compile(r"\bdtypes?\b|\b(float|bfloat|int|uint)\d+\b|\bbool\b|\bfp32\b|\bbf16\b|\bbytes\b")
 SHAPE = re.compile(r"\bshapes?\b|\([^()]*\w[^()]*,\)|\(\w+(, \w+)+\)|\bnumel\b|\b1-D\b")
 
@@ -206,24 +206,23 @@ def _of_raises(item: Item) -> Iterator[tuple[str, str]]:
 
 
 def _is_flat(node: Function) -> bool:
-    """Whether a tensor parameter is a flat buffer by its name."""
+    """Whether a tensor parameter is named as a flat buffer, or a tensor is returned that the docstring calls flat."""
     every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return any(
-        argument.arg in FLAT and argument.annotation is not None and "Tensor" in ast.unparse(argument.annotation)
-        for argument in every
-    )
+    takes = {argument.arg for argument in every if argument.annotation and "Tensor" in ast.unparse(argument.annotation)}
+    gives = node.returns is not None and "Tensor" in ast.unparse(node.returns)
+    return bool(takes & FLAT) or (gives and bool(re.search(r"\bflat\b", ast.get_docstring(node) or "")))
 
 
 #: Verbs that functions begin with, in the imperative. A new one is added here.
 VERBS = frozenset(
     """
-    account add answer append attend begin bring build call carry check choose clip close combine commit
-    compare compute continue control copy count decide delete describe map line publish divide do draw drop encode end exchange fill
-    find fit forget give go hear hide hold ignore join judge keep lay leave let list look make measure meet
-    mix move multiply note number open order post predict print put raise read refuse rename return run save
-    say scale send set show sort start stop sum surround take tell tokenise trace train treat trust turn wait
-    watch write yield
-    """.split()
+    account add answer append attend begin bring build call carry check choose clip close combine commit compare
+    compute continue control copy count decide delete describe divide do draw drop encode end exchange fill find
+    fit forget give go hear hide hold ignore join judge keep lay leave let line list look make map measure meet
+    mix move multiply note number open order post predict print publish put raise read refuse rename return run
+    save say scale send set show sort start stop sum surround take tell tokenise trace train treat trust turn
+    wait watch write yield
+    """.split()  # noqa: SIM905 (a list of strings is harder to read and to add to)
 )
 
 

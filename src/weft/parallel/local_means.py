@@ -44,6 +44,11 @@ def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Me
 
     Its gradient is scaled so that the mean over ranks, which is what `.grad` becomes, is that of the global mean.
     A collective of two numbers; nothing waits for the device.
+
+    Args:
+        loss_sum: 0-d, of this rank's tokens.
+        num_tokens: of this rank; 0-d where it is a tensor.
+        mesh: of the ranks.
     """
     exact = {"dtype": torch.float64, "device": mesh.device}
     sums = torch.stack([loss_sum.detach().to(**exact), torch.as_tensor(num_tokens).to(**exact)])

@@ -35,7 +35,7 @@ class Parts:
         return self._numel
 
     def cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield what lies in [first, last): where from `first` on, and the elements in the flat tensor's format."""
+        """Yield what lies in [first, last): where from `first` on, and the elements (n,) in the flat tensor's dtype."""
         return ((place, piece.to(self.dtype)) for place, piece in self._cut(first, last))
 
     def _cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -59,5 +59,5 @@ class Parts:
         return flat
 
     def joined(self) -> torch.Tensor:
-        """Return one flat tensor of all."""
+        """Return one flat tensor of all, (numel,) of `dtype`."""
         return self.copy_to(torch.empty(self._numel, dtype=self.dtype, device=self.device))

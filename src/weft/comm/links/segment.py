@@ -128,7 +128,7 @@ class Segment:
         self._lines[self.rank * _LINE + which] = value
 
     def slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Return each slot's memory as a flat tensor: `slots(dtype)[slot][rank]`."""
+        """Return each slot's memory as flat tensors (bytes / itemsize,) of `dtype`: `slots(dtype)[slot][rank]`."""
         if dtype not in self._slots:
             flat = torch.frombuffer(self._memory, dtype=dtype, offset=self._slots_at(self.size))
             slots = flat.view(self.size, NUM_SLOTS, -1)

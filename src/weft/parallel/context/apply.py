@@ -25,7 +25,9 @@ def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Let `model` take sequences that are cut over `mesh["cp"]`, in place. Nothing happens where cp is 1.
 
     Returns the placements of the parameters it changed: none, since every rank of cp keeps them whole.
-    Raises ModelError for a model whose attention cannot be replaced from outside.
+
+    Raises:
+        ModelError: for a model whose attention cannot be replaced from outside.
     """
     if mesh["cp"].size == 1:
         return {}

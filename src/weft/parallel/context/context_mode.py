@@ -29,6 +29,12 @@ class Context:
 
     in_use: whether the model is being given cut sequences. Where it is not, as in generation, attention is as the
     model has it, and each rank computes the whole of what it is given.
+
+    Args:
+        plan: its `cp_mode` and `tp`.
+        axis: the ranks of cp.
+        num_heads: query heads of the whole model.
+        num_kv_heads: key-value heads of the whole model.
     """
 
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
@@ -61,7 +67,11 @@ class Context:
             self.in_use = before
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Return where this rank's tokens are in sequences of that length; ModelError where they are not even."""
+        """Return where this rank's tokens are in sequences of that length.
+
+        Raises:
+            ModelError: where tokens or heads cannot be divided evenly.
+        """
         cp, (heads, kv_heads) = self.axis.size, self._heads
         mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
         if mode == "ulysses" and not ulysses_fits(cp, heads, kv_heads, self._plan.tp):
@@ -77,7 +87,11 @@ class Context:
         return SequenceOrder(mode, cp, self.axis.rank, seq_len)
 
     def cut(self, batch: Any) -> Any:
-        """Return this rank's part of a batch of whole sequences; see `cut_batch`."""
+        """Return this rank's part of a batch of whole sequences; see `cut_batch`.
+
+        Raises:
+            ModelError: where no tensor of the batch is (batch, sequence), or the sequence cannot be divided evenly.
+        """
         seq_len = sequence_length(batch)
         if seq_len is None:
             raise ModelError(
@@ -96,7 +110,15 @@ class Context:
     def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None) -> Tensor:
         """Return the attention over the whole sequence; (B, H, T, C).
 
-        ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
+        Args:
+            q_BHTC: queries of this rank's tokens.
+            k_BKTC: keys of the same tokens.
+            v_BKTC: values of the same tokens.
+            scoring: scale, mask and dropout.
+            ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
+
+        Raises:
+            ModelError: where there are more keys than queries, as from a cache.
         """
         self.num_calls += 1
         if q_BHTC.shape[2] != k_BKTC.shape[2]:

@@ -77,7 +77,10 @@ class DividedSpan(Span):
 def divide_sequences(model: nn.Module, mesh: Mesh, context: CutSequences | None) -> None:
     """Tell routers that sequences lie on several ranks, where cp or sp divides them. After these were applied.
 
-    context: how cp cuts sequences; None where it does not.
+    Args:
+        model: with or without routers.
+        mesh: of the ranks.
+        context: how cp cuts sequences; None where it does not.
     """
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     if context is not None or tp.size > 1:
@@ -105,7 +108,7 @@ class ExpertBalance:
         self._pending: Pending | None = None
 
     def begin(self, scale: float) -> None:
-        """At the start of a step. scale: of the gradient of a loss that is summed over tokens."""
+        """Begin a step. scale: of the gradient of a loss that is summed over tokens."""
         self._pending = None
         for router in self._routers:
             router.aux_scale = scale

@@ -100,5 +100,13 @@ class _Linear(Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, held: HeldGradients, *, transposed: bool = False) -> Tensor:
-    """Compute `torch.nn.functional.linear` (transposed: of a weight (I, O)); its weight gradient may wait."""
+    """Compute `torch.nn.functional.linear`; its weight gradient may wait.
+
+    Args:
+        x: (..., I).
+        weight: (O, I).
+        bias: (O,) or None.
+        held: keeps the factors of the weight gradient while it holds back.
+        transposed: the weight is (I, O).
+    """
     return _Linear.apply(x, weight, bias, weight, held, transposed)

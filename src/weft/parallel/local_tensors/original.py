@@ -32,6 +32,7 @@ class Original:
 
     @property
     def numel(self) -> int:
+        """The number of its elements."""
         return torch.Size(self.shape).numel()
 
     def bytes_laid_out(self, precision: Precision) -> int:

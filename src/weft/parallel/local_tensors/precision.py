@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weft.comm.wire import Wire, find_wire
-from weft.errors import PlanError
+from weft.errors import ModelError, PlanError
 from weft.models import BATCH_NORMS
 from weft.private_torch import tree_map
 from weft.spec.plan import Plan
@@ -40,7 +40,8 @@ class Precision:
     def of(cls, plan: Plan) -> Precision:
         """Return the formats that the plan's `precision` and `reduce` stand for.
 
-        PlanError where they do not go together.
+        Raises:
+            PlanError: where they do not go together.
         """
         compute = _COMPUTE[plan.precision]
         master = torch.float64 if compute == torch.float64 else torch.float32
@@ -56,6 +57,18 @@ class Precision:
     def scales_loss(self) -> bool:
         """fp16 gradients underflow without loss scaling; the other formats have the range of fp32."""
         return self.compute == torch.float16
+
+    def refuse_unscaled(self, what: str) -> None:
+        """Refuse fp16 in a user's own loop. what: of it came outside of a train step.
+
+        Raises:
+            ModelError: under fp16, whose loss must be scaled.
+        """
+        if self.scales_loss:
+            raise ModelError(
+                f"precision=fp16: its loss must be scaled, and {what} outside of a train step. "
+                "Use run.train_step, or precision=bf16."
+            )
 
     @property
     def is_mixed(self) -> bool:

@@ -25,19 +25,30 @@ class SavedTensor(Protocol):
     """Shape and format of a tensor in a checkpoint."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """The name of its dtype, as safetensors writes it."""
 
 
 class StateSource(Protocol):
     """A group of a checkpoint: what there is, and any stretch of it."""
 
     @property
-    def entries(self) -> Mapping[str, SavedTensor]: ...
+    def entries(self) -> Mapping[str, SavedTensor]:
+        """What was saved, by name."""
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line from `start` on, in the saved format."""
+        """Fill `out` with elements of a part's line, in the saved format.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor.
+            start: place in its line where reading begins, in elements.
+            out: filled to its end.
+        """
         ...
 
 
@@ -57,7 +68,14 @@ class Stretch:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, part: Part, deal: Deal) -> Stretch:
-        """Return a tensor of which this rank holds all of its part."""
+        """Return the stretch of a tensor of which this rank holds all of its part.
+
+        Args:
+            name: in the checkpoint.
+            tensor: the part, of any strides.
+            part: which elements of the whole tensor it is.
+            deal: which ranks hold the same part.
+        """
         tensor = tensor.detach()
         dense = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
         is_dense, reach = True, 1
@@ -170,7 +188,14 @@ class WholeTensors:
         self.entries: dict[str, SavedTensor] = {name: _Whole(one) for name, one in tensors.items()}
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line from `start` on."""
+        """Fill `out` with elements of a part's line.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor.
+            start: place in its line where reading begins, in elements.
+            out: filled to its end, in the tensor's dtype.
+        """
         whole = self._tensors[name].detach().cpu()
         target = torch.frombuffer(out, dtype=whole.dtype)
         if part.is_padded:
@@ -186,13 +211,26 @@ class _Whole:
 
 
 def filled(full_name: str, like: Stretch, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
-    """Return a state of a piece, in the saved format, from a checkpoint."""
+    """Return a state of a piece, in the saved format, from a checkpoint.
+
+    Args:
+        full_name: of the state in the checkpoint, `parameter/key`.
+        like: where the piece lies in the whole parameter.
+        piece: the parameter's piece on this rank; the state has its shape.
+        source: the checkpoint.
+    """
     target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
     Stretch(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)
     return target
 
 
 def alone(name: str, value: torch.Tensor, rank: int) -> Stretch:
-    """Return a tensor that is shaped as no parameter, which one of the ranks that have it writes whole."""
+    """Return the stretch of a tensor that is shaped as no parameter, which one of the ranks that have it writes whole.
+
+    Args:
+        name: in the checkpoint.
+        value: the same on all ranks.
+        rank: the one that writes it.
+    """
     value = value.detach().contiguous()
     return Stretch(name, Part(tuple(value.shape)), Deal.to_one(rank, value.numel()), 0, value.view(-1))

@@ -72,7 +72,7 @@ class StepWork:
 
 
 class Pipeline:
-    """This rank's stages and its list of what to do with them."""
+    """The stages of one rank, and its list of what to do with them."""
 
     def __init__(self, split: Split, mesh: Mesh):
         self.stages = split.stages
@@ -104,8 +104,10 @@ class Pipeline:
     def hold_weight_gradients(self, model: nn.Module) -> None:
         """Let the linear layers of this rank hold back what the schedule does later, in place.
 
-        A compiled block makes all its gradients in one program, so there W has nothing left to do. Raises ModelError
-        where the plan recomputes or compiles blocks and the model has none.
+        A compiled block makes all its gradients in one program, so there W has nothing left to do.
+
+        Raises:
+            ModelError: where the plan recomputes or compiles blocks and the model has none.
         """
         plan = self._plan
         if not repeated_blocks(model) and (plan.recompute != "none" or plan.compile):
@@ -138,9 +140,14 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
-        """Run forward alone of batches, one after another; on the rank with the last stage `each(output, batch)`.
+        """Run forward alone of batches, one after another.
 
         A collective over the axis of stages: all its ranks are given the same batches.
+
+        Args:
+            batches: as many on all ranks.
+            forward: forward(model, batch) -> output.
+            each: each(output, batch), called on the rank with the last stage.
         """
         self._begin([])
         for batch in batches:

@@ -54,8 +54,13 @@ class Axes:
 class AxisMap:
     """Axes and placements of a module's parameters and buffers by name.
 
-    sharded: whether the plan divides anything (zero above 0). `batch`: ranks whose gradients add up where nothing is
-    said; `stage`: all ranks with the same modules; `world`: all ranks.
+    `batch`: ranks whose gradients add up where nothing is said; `stage`: all ranks with the same modules; `world`: all
+    ranks.
+
+    Args:
+        mesh: of the ranks.
+        placements: what techniques did, by name; a tensor that is not named is whole.
+        sharded: whether the plan divides anything (zero above 0).
     """
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
@@ -80,7 +85,11 @@ class AxisMap:
         return "ep" in self.placement(name).cut
 
     def check_names(self, model: nn.Module) -> None:
-        """Raise ModelError for a placement of a tensor that the module does not have."""
+        """Compare the names of placements with those of the module.
+
+        Raises:
+            ModelError: for a placement of a tensor that the module does not have.
+        """
         known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         for name in self.placements:
             if name not in known:
@@ -171,7 +180,11 @@ class AxisMap:
         return self._size(self.placement(name).cut) > 1
 
     def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """Raise ModelError where an optimizer must see whole parameters, and these are cut."""
+        """Refuse an optimizer that must see whole parameters, where these are cut.
+
+        Raises:
+            ModelError: for the first of the names.
+        """
         for name in sorted(names):
             cut = self.placement(name).cut
             raise ModelError(

@@ -166,7 +166,13 @@ class _Attached:
 
 
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
-    """Keep the engine with its module, for `data_parallel`, and what the module held before, for `originals`."""
+    """Keep the engine with its module, for `data_parallel` and `originals`.
+
+    Args:
+        model: the parallelized module.
+        engine: of its parameters.
+        originals: what the module held before, by name; None: nothing.
+    """
     setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
 
 
@@ -181,7 +187,11 @@ def originals(model: nn.Module) -> Mapping[str, Original]:
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """Return the engine that `parallelize` made for this module; ModelError where it was not called."""
+    """Return the engine that `parallelize` made for this module.
+
+    Raises:
+        ModelError: where it was not called, or the module is a copy.
+    """
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
         raise ModelError(

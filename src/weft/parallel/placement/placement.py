@@ -68,7 +68,13 @@ class Placement:
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
 
     def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """Return the rows of `dim` that a rank holds, as ranges; those of padding lie beyond the whole."""
+        """Return the rows of `dim` that a rank holds, as ranges; those of padding lie beyond the whole.
+
+        Args:
+            local: shape of a rank's part.
+            rank: on the joined cut axis.
+            size: of that axis.
+        """
         if self.index is not None:
             return tuple(_ranges(self.index))
         if not self.parts:
@@ -80,9 +86,12 @@ class Placement:
         return tuple(found)
 
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Return this rank's part of the whole: a view where the rows are contiguous.
+        """Return a rank's part of the whole: a view where the rows are contiguous.
 
-        rank, size: of the joined cut axis.
+        Args:
+            whole: the tensor as it is without the cut.
+            rank: on the joined cut axis.
+            size: of that axis.
         """
         if not self.cut:
             return whole
@@ -160,7 +169,8 @@ WHOLE = Placement()
 def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
     """Return what several techniques did, as one. A parameter is cut by one of them; partial sums of all are added up.
 
-    Raises ModelError where two techniques cut the same parameter.
+    Raises:
+        ModelError: where two techniques cut the same parameter.
     """
     merged: dict[str, Placement] = {}
     for placements in found:

@@ -40,7 +40,10 @@ def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
 def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Return which elements stay when each goes with probability `rate`; bool, of the two shapes together.
 
-    lines: of `lines_of` for all dims but the last, with a last dim of 1. columns: of `lines_of` for the last one.
+    Args:
+        lines: of `lines_of` for all dims but the last, with a last dim of 1.
+        columns: of `lines_of` for the last one.
+        rate: 0 to 1.
     """
     x = lines ^ columns
     x.mul_(_FIRST_32)
@@ -54,6 +57,11 @@ def kept_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
 
     Shape: (len(places[0]), len(places[1]), ...). One operator where it is compiled: generated code takes places for
     index arithmetic, which is not done in 64 bits, and would draw other numbers.
+
+    Args:
+        key: int64, 0-d.
+        places: int64, 1-D, one for each dim.
+        rate: 0 to 1.
     """
     if torch.compiler.is_compiling():
         return kept(key, places, rate)

@@ -15,10 +15,10 @@ _ROW = 2**32
 
 @dataclass(frozen=True, slots=True)
 class SampleNumbers:
-    """numbers: of the samples in the global batch, in their order; empty where the microbatch stands in
-    for one without samples.
+    """Which samples of the global batch a microbatch holds.
 
-    rows: how many rows each sample has in tensors whose rows are no samples, one tuple for each such tensor.
+    numbers: of the samples in the global batch, in their order; empty where the microbatch stands in for one without
+    samples. rows: how many rows each sample has in tensors whose rows are no samples, one tuple for each such tensor.
     """
 
     numbers: Sequence[int]

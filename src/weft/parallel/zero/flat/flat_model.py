@@ -46,9 +46,11 @@ from weft.spec import shares
 class FlatModel:
     """The engine of zero=0, 1 and 2; see `weft.parallel.placement.gradients.DataParallel`.
 
-    host: where the plan's share of masters and states goes. seed: of parameters on the meta device. each_microbatch:
-    stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs traffic. Raises
-    ModelError for parameters it cannot hold, CommError where ranks built different models.
+    Args:
+        model, mesh, placements, host, seed: as `build_engine` takes them, with the same errors.
+        each_microbatch: stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs
+            traffic.
+        bucket_bytes: of masters in a bucket; None: `usual_bucket_bytes`.
     """
 
     @staticmethod
@@ -248,6 +250,7 @@ class FlatModel:
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces of the masters by name."""
         for bucket in self.reducer.buckets:
             if bucket.host is not None:
                 bucket.host.arrive()
@@ -255,6 +258,7 @@ class FlatModel:
         return {name: piece.detach() for name, piece in pieces.items() if piece is not None}
 
     def held_gradients(self) -> list[torch.Tensor]:
+        """Return the tensors that this rank's gradients lie in."""
         kept = [tensor for bucket in self.reducer.buckets for tensor in (bucket.grads, bucket.shard)]
         loose = [grad for bucket in self.reducer.buckets for _, grad in bucket.loose or ()]
         return [*(tensor for tensor in kept if tensor is not None), *loose]
@@ -294,7 +298,11 @@ class FlatModel:
         SlotStretches(self.reducer.buckets, self.axes).take_states(self._adoption(optimizer), source)
 
     def check_parameters(self) -> None:
-        """Refuse parameters that were taken out of their buckets; the master of one that was written to follows it."""
+        """Let the master of a parameter that was written to follow it.
+
+        Raises:
+            ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
+        """
         for slot in self._slots:
             param = slot.param
             if param.data_ptr() != slot.address or not param.requires_grad:

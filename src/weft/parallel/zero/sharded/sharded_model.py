@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from weft.comm import all_reduce, broadcast
-from weft.errors import ModelError
 from weft.memory import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import clip_factor
@@ -52,7 +51,11 @@ from weft.structure import repeated_blocks
 
 
 class FullyShardedModel:
-    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
+    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`.
+
+    Args:
+        model, mesh, placements, seed, host: as `build_engine` takes them, with the same errors.
+    """
 
     def __init__(
         self,
@@ -272,6 +275,7 @@ class FullyShardedModel:
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer was adopted."""
         return optimizer in self._adoption
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -293,12 +297,14 @@ class FullyShardedModel:
         return self._whole(lambda param: param.grad)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's shards and whole parameters by name."""
         for module in self._modules:
             module.reshard()  # what was gathered from them would not follow
         params = {name: shard.local for name, shard in self.shards.items()} | self.plain
         return {name: param.detach() for name, param in params.items() if param.requires_grad}
 
     def held_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's shards."""
         return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -337,11 +343,7 @@ class FullyShardedModel:
 
     def settle(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
-        if self.precision.scales_loss:
-            raise ModelError(
-                "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
-                "Use run.train_step, or precision=bf16."
-            )
+        self.precision.refuse_unscaled("the optimizer stepped")
         if self._hosted is not None:
             self._hosted.forget()
         self._settle_gradients()
