@@ -35,8 +35,12 @@ class EventLog:
             raise self._halted(error) from error
 
     def write(self, event: Mapping[str, object]) -> None:
-        """Append one event; "time" is added where absent. The line is with the kernel on return, so that it
-        survives the death of this process. TrainingHalted when it cannot be written, such as on a full disk."""
+        """Append one event; "time" is added where absent.
+
+        The line is with the kernel on return, so that it survives the death of this process. TrainingHalted when it
+        cannot be
+        written, such as on a full disk.
+        """
         line = _encode({"time": round(time.time(), 3), **event})
         try:
             done = os.write(self._handle, line)
@@ -68,6 +72,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """Return all events of a log, oldest first; empty when there is no file. A torn last line is left out.
 
     A damaged line in the middle becomes {"event": "damaged", "line": its number}, so that the rest stays readable.
+
+    Raises:
+        DataError: where the file cannot be read.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")

@@ -17,7 +17,8 @@ def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
     The working folder can be imported from.
 
-    Raises ModelError where it cannot be imported or called, or gives no model.
+    Raises:
+        ModelError: where it cannot be imported or called, or gives no model.
     """
     try:
         function = named_object(source)

@@ -33,10 +33,12 @@ class Case(Protocol):
     @property
     def num_steps(self) -> int:
         """The number of steps that are trained."""
+        ...
 
     @property
     def max_grad_norm(self) -> float:
         """The norm that gradients are clipped to; 0 is no clipping."""
+        ...
 
     def model(self) -> nn.Module:
         """Return the model, with the same weights each time."""

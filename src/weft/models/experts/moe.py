@@ -102,7 +102,13 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(spec.num_experts, spec.dim, spec.expert_width))
 
     def forward(self, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        """Return the weighted sum of what each token's experts give; (M, D). ids: E for none."""
+        """Return the weighted sum of what each token's experts give; (M, D).
+
+        Args:
+            x_MD: tokens.
+            ids_MK: the experts of each; E for none.
+            weights_MK: of each expert's output.
+        """
         order = sort_by_expert(ids_MK, self.gate_up.shape[0], self.drops)
         return combine_rows(self.run(spread_rows(x_MD, order), order.ends_E), weights_MK, order)
 

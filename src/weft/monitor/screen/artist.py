@@ -24,7 +24,13 @@ _WAIT_S = 5.0
 
 
 class Artist:
-    """Has a run's picture drawn now and then; every call returns at once but for `close`."""
+    """Has a run's picture drawn now and then; every call returns at once but for `close`.
+
+    Args:
+        events: the log that is drawn.
+        png: the picture, replaced each time.
+        title: above the picture.
+    """
 
     def __init__(self, events: Path, png: Path, title: str):
         self._command = [sys.executable, "-m", "weft.monitor.screen.artist", str(events), str(png), title]

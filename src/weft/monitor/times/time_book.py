@@ -116,9 +116,13 @@ class TimeBook:
 def time_lines(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> list[str]:
-    """Return the report in words. ranks: `TimeBook.seconds()` of each rank. start_step: what an earlier start had done.
+    """Return the report in words.
 
-    sizes: of the mesh's axes, so that joined axes are told without those of one rank.
+    Args:
+        ranks: `TimeBook.seconds()` of each rank.
+        num_steps: that these times are of.
+        sizes: of the mesh's axes, so that joined axes are told without those of one rank.
+        start_step: what an earlier start had done.
     """
     ranks = [_over_wide(one, sizes) for one in ranks]
     total = max(one["total"] for one in ranks)
@@ -147,7 +151,8 @@ def draw_times(
 ) -> str:
     """Return the report as a picture: SVG text, one row for each rank (at most 64, evenly chosen).
 
-    The arguments are those of `time_lines`.
+    Args:
+        ranks, num_steps, sizes, start_step: as `time_lines` takes them.
     """
     ranks = [_over_wide(one, sizes) for one in ranks]
     kinds = _kinds(ranks)

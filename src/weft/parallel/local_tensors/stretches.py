@@ -27,10 +27,12 @@ class SavedTensor(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
+        ...
 
     @property
     def dtype(self) -> str:
         """The name of its dtype, as safetensors writes it."""
+        ...
 
 
 class StateSource(Protocol):
@@ -39,6 +41,7 @@ class StateSource(Protocol):
     @property
     def entries(self) -> Mapping[str, SavedTensor]:
         """What was saved, by name."""
+        ...
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with elements of a part's line, in the saved format.
