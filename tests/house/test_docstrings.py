@@ -21,7 +21,9 @@ from tests.house.test_doors import exported, home, modules, rooms
 ROOMS = rooms()
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-PROPERTIES = frozenset({"property", "cached_property", "classproperty"})
+PROPERTIES = frozenset({"property", "cached_property"})
+#: Of definitions that another one of the same name has the docstring of.
+SECOND = frozenset({"overload", "setter"})
 SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
 FLAT = frozenset({"flat", "flats", "bucket", "buckets"})
 DTYPE = re.compile(r"\bdtypes?\b|\b(float|bfloat|int|uint)\d+\b|\bbool\b|\bfp32\b|\bbf16\b|\bbytes\b")
@@ -64,7 +66,7 @@ def definition(room: str, name: str) -> tuple[str, Function | ast.ClassDef] | No
     """(module, node) of what a door names; None for values and modules."""
     module = home(room, name)
     for node in modules().get(module, ast.Module([], [])).body:
-        if isinstance(node, Function | ast.ClassDef) and node.name == name and "overload" not in _decorators(node):
+        if isinstance(node, Function | ast.ClassDef) and node.name == name and not _decorators(node) & SECOND:
             return module, node
     return None
 
@@ -92,13 +94,13 @@ def _of_class(module: str, node: ast.ClassDef) -> Iterator[Item]:
         if member.name == "__init__":
             parameters = _parameters(member, bound=True)
             text = "\n".join(filter(None, [text, ast.get_docstring(member)])) or None
-        elif not member.name.startswith("_") and "overload" not in _decorators(member):
+        elif not member.name.startswith("_") and not _decorators(member) & SECOND:
             yield _function(f"{name}.{member.name}", member, bound="staticmethod" not in _decorators(member), of=node)
     yield Item(name, node, text, parameters, is_function=False)
 
 
 def _function(name: str, node: Function, bound: bool, of: ast.ClassDef | None = None) -> Item:
-    is_property = bool(_decorators(node) & PROPERTIES) or "setter" in _decorators(node)
+    is_property = bool(_decorators(node) & PROPERTIES)
     inherits = of is not None and any(node.name in _members(base) for base in _bases(of))
     return Item(name, node, ast.get_docstring(node), _parameters(node, bound), not is_property, inherits)
 
@@ -218,10 +220,10 @@ VERBS = frozenset(
     """
     account add answer append attend begin bring build call carry check choose clip close combine commit compare
     compute continue control copy count decide delete describe divide do draw drop encode end exchange fill find
-    fit forget give go hear hide hold ignore join judge keep lay leave let line list look make map measure meet
-    mix move multiply note number open order post predict print publish put raise read refuse rename return run
-    save say scale send set show sort start stop sum surround take tell tokenise trace train treat trust turn
-    wait watch write yield
+    fit flush forget give go hear hide hold ignore join judge keep lay leave let line list look make map measure
+    meet mix move multiply note number open order post predict print publish put raise read refuse rename return
+    run save say scale send set show sort start stop sum surround take tell tokenise trace train treat trust
+    turn wait watch write yield
     """.split()  # noqa: SIM905 (a list of strings is harder to read and to add to)
 )
 

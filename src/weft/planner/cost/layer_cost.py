@@ -55,7 +55,14 @@ class LayerCosts:
 
 
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """Return one entry per row of `columns`; rows that cut a layer alike are computed once."""
+    """Return one entry per row of `columns`; rows that cut a layer alike are computed once.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        fabric: of the links between devices.
+    """
     key = columns.tp
     for name, size in (("microbatch", 1 << 20), ("cp", 1 << 12), ("ep", 1 << 12)):
         key = key * size + getattr(columns, name)

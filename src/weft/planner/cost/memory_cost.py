@@ -38,7 +38,15 @@ CLASSES = (
 
 
 def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
-    """Return the parameters of a rank with so many layers, and whether it holds the embedding and the head."""
+    """Return the parameters of a rank.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        layers: that the rank holds, one entry per plan.
+        embedding: whether it holds the embedding.
+        head: whether it holds the head.
+    """
     shape = job.shape
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     moe = shape.moe_layers / shape.layers
@@ -179,6 +187,16 @@ def rank_bytes(
     place: tuple[Array, object, bool, bool],
     device_bytes: int,
 ) -> dict[str, Array]:
+    """Return the bytes by class of one rank, one entry per plan, at its fuller moment: loss or backward.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        layer: saved bytes of a mean layer.
+        place: layers of the rank, its place in the pipeline, and whether it holds the embedding and the head.
+        device_bytes: memory of a GPU; 0 of a CPU.
+    """
     layers, rank, embedding, head = place
     shares = rank_shares(job, columns, layers, embedding, head)
     held = in_flight(columns, rank)

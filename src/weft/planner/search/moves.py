@@ -20,7 +20,10 @@ _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
     """Yield the legal plans that are one change away, each once; decided fields stay as they are.
 
-    fine: in small steps.
+    Args:
+        plan: where the search stands.
+        question: what is asked.
+        fine: in small steps.
     """
     space = Space.whole(question.job, question.cluster, question.fixed)
     words = _words(plan)

@@ -143,7 +143,11 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
 
 
 def drawn_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
-    """Return the candidate's schedule with its seconds, to be drawn. PlanError where there is no pipeline."""
+    """Return the candidate's schedule with its seconds, to be drawn.
+
+    Raises:
+        PlanError: where there is no pipeline.
+    """
     if one.plan.pp == 1:
         rule = "there is no pipeline to draw. Ask with --fix pp=4, or leave --draw out."
         raise PlanError([Problem("pp", f"pp=1: {rule}")])

@@ -127,7 +127,11 @@ class Columns:
 
     @classmethod
     def make(cls, num_rows: int, **values: object) -> Columns:
-        """Return the columns with the given arrays or scalars; what is not named has the value of the default plan."""
+        """Return the columns with the given arrays or scalars; what is not named has the value of the default plan.
+
+        Raises:
+            TypeError: for a name that is no column.
+        """
         filled: dict[str, NDArray[Any]] = {}
         for name, (dtype, start) in _DEFAULTS.items():
             array = np.asarray(values.pop(name, start), dtype=dtype)

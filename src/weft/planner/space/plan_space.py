@@ -37,7 +37,13 @@ class Space:
 
     @classmethod
     def whole(cls, job: Job, cluster: ClusterSpec, fixed: Mapping[str, Any] | None = None) -> Space:
-        """Return everything that the planner knows, for a job on a cluster. fixed: plan fields with decided values."""
+        """Return everything that the planner knows, for a job on a cluster.
+
+        Args:
+            job: model, sequence and batch.
+            cluster: its devices.
+            fixed: plan fields with decided values.
+        """
         facts, given = search_facts(job, cluster), dict(fixed or {})
         choices = {
             name: _decided(name, tuple(each.searched(facts)), given)

@@ -47,7 +47,16 @@ class Comparison:
 
 
 def compare(left: str, right: str, question: Question) -> Comparison:
-    """Return two plans from their texts. Raises PlanError where one is no plan or breaks a rule."""
+    """Compare two plans, given as text.
+
+    Args:
+        left: A.
+        right: B.
+        question: what they are compared for.
+
+    Raises:
+        PlanError: where one is no plan or breaks a rule.
+    """
     plans = [read_plan(text, question) for text in (left, right)]
     problems = [
         Problem(violation.field, f"{name}: {violation.message}")

@@ -119,17 +119,14 @@ class ScriptState:
         ema: Ema | None = None,
         step: int | None = None,
     ) -> Loaded | None:
-        """Go on from the newest whole checkpoint of the folder, saved under any plan. None where none was ever saved.
+        """Go on from the newest whole checkpoint of the folder, of any plan; None where there is none.
 
         All ranks call it.
 
         Args:
             folder: of all checkpoints of the run, reached by every rank.
-            model: what `parallelize` returned; its weights are replaced.
-            optimizer: as for `save`.
-            loader: goes on where the saved one was; None: left alone.
-            scheduler: the same.
-            ema: the same.
+            model, optimizer: as for `save`; their weights and states are replaced.
+            loader, scheduler, ema: go on where the saved ones were; None: left alone.
             step: of the checkpoint to load in place of the newest.
 
         Raises:

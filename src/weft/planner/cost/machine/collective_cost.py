@@ -51,8 +51,14 @@ class Fabric:
     def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:
         """Return the seconds of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
 
-        stride: ranks from one member of the group to the next. The groups beside it are taken to be at work at the
-        same time, so that each device has its own share of the network.
+        The groups beside it are taken to be at work at the same time, so that each device has its own share of the
+        network.
+
+        Args:
+            kind: the collective.
+            size: bytes of the unsharded buffer.
+            n: ranks of a group.
+            stride: ranks from one member of the group to the next.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
@@ -69,7 +75,13 @@ class Fabric:
         return np.where(n > 1, alpha + moved / np.maximum(rate, 1.0) * ramp, 0.0)
 
     def all_to_all_s(self, size: Any, n: Any, stride: Any) -> Array:
-        """Return the seconds of an all-to-all in which each of n ranks sends `size` bytes, its own share included."""
+        """Return the seconds of an all-to-all over n ranks.
+
+        Args:
+            size: bytes that each rank sends, its own share included.
+            n: ranks of a group.
+            stride: ranks from one member of the group to the next.
+        """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
         inner = self.inside(n, stride)

@@ -73,8 +73,13 @@ class Tables:
     def of(cls, device: DeviceSpec, tier: str = "tables", profile: Mapping[str, float] | None = None) -> Tables:
         """Return the constants of a device.
 
-        tier: one of TIERS. profile: constants measured on this machine, by name; they win.
-        Raises ConfigError for an unknown tier or an unknown constant in the profile.
+        Args:
+            device: known or described.
+            tier: one of TIERS.
+            profile: constants measured on this machine, by name; they win.
+
+        Raises:
+            ConfigError: for an unknown tier or an unknown constant in the profile.
         """
         if tier not in TIERS:
             raise _error("tier", f"tier={tier}: not one of {', '.join(TIERS)}.{did_you_mean(tier, TIERS)}")

@@ -54,7 +54,14 @@ def split_layers(num_layers: int, columns: Columns) -> Stages:
 
 
 def balanced_layers(num_layers: int, columns: Columns, first_cost: Array, last_cost: Array) -> Stages:
-    """Return how many layers the ranks hold where embedding and head count as `first_cost` and `last_cost` layers."""
+    """Return how many layers the ranks hold where embedding and head count as layers.
+
+    Args:
+        num_layers: of the whole model.
+        columns: the plans.
+        first_cost: of the embedding, in layers.
+        last_cost: of the head, in layers.
+    """
     p = columns.pp.astype(np.float64)
     even = split_layers(num_layers, columns)
     mean = (num_layers + first_cost + last_cost) / p
@@ -73,12 +80,19 @@ def balanced_layers(num_layers: int, columns: Columns, first_cost: Array, last_c
 def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: Any) -> Array:
     """Return the seconds that the fullest rank waits for the others.
 
-    forward, backward: of one pass on one rank, all its chunks. wgrad: the part of backward that makes weight
-    gradients. slack: sum over the ranks of a pass's seconds, less the fullest rank's; (p - 1)(forward + backward)
-    where all are equal. Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024.
+    Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024. Of equal stages each is the
+    longest path through its schedule, in closed form, as the clock finds it (`pipeline_sim`): exact but for zb_v
+    between p
+    and 2 p - 1 passes, where it is drawn straight.
 
-    Of equal stages each is the longest path through its schedule, in closed form, as the clock finds it
-    (`pipeline_sim`): exact but for zb_v between p and 2 p - 1 passes, where it is drawn straight.
+    Args:
+        columns: the plans.
+        forward: seconds of one pass on one rank, all its chunks.
+        backward: the same.
+        wgrad: the part of backward that makes weight gradients.
+        slack: sum over the ranks of a pass's seconds, less the fullest rank's; (p - 1)(forward + backward) where all
+            are
+            equal.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     whole = np.maximum(forward + backward, 1e-30)

@@ -74,7 +74,14 @@ class Drawing:
         self.shapes.extend(shapes)
 
     def legend(self, names: Sequence[tuple[str, str]], x: float, y: float, width: float) -> float:
-        """Draw names with their colours in lines that are `width` wide; gives the y below them."""
+        """Draw names with their colours in lines; gives the y below them.
+
+        Args:
+            names: (name, colour).
+            x: left edge.
+            y: baseline of the first line.
+            width: of a line.
+        """
         left = x
         for name, colour in names:
             needed = 22 + 6.6 * len(name)

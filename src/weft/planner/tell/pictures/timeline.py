@@ -84,7 +84,10 @@ def _bar(schedule: Schedule, rank: int, action: Action, start: float, end: float
 def draw_bars(rows: Sequence[tuple[str, Sequence[Bar]]], title: str, legend: Sequence[tuple[str, str]]) -> str:
     """Draw rows of bars on one scale of seconds, as SVG text.
 
-    rows: (name, bars) from top to bottom. legend: (word, colour).
+    Args:
+        rows: (name, bars) from top to bottom.
+        title: above them.
+        legend: (word, colour).
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - 10) / length
