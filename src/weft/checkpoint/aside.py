@@ -33,9 +33,12 @@ def set_aside(root: Path, chosen: Callable[[StepFolder], bool]) -> list[Path]:
 
 
 def set_unfinished_aside(root: Path) -> list[Path]:
-    """Return those without COMMIT: a writer was killed, or a copy left files out.
+    """Set aside the step folders without COMMIT: a writer was killed, or a copy left files out.
 
-    The second save of a step is left alone.
+    The second save of a step is left alone. Returns where they are now.
+
+    Raises:
+        CheckpointError: as `set_aside`.
     """
     return set_aside(root, lambda folder: not folder.committed and not folder.again)
 

@@ -46,7 +46,7 @@ class Ledger:
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))
 
     def table(self) -> str:
-        """Return what was sent, one line for each axis and operation, for a person to read."""
+        """Write what was sent, one line for each axis and operation, for a person to read."""
         lines = [f"{'axis':<24}{'operation':<16}{'calls':>8}{'bytes':>12}{'seconds':>10}"]
         for axis, operation, entry in self.rows():
             sent = format_bytes(entry.num_bytes)

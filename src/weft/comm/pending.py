@@ -46,7 +46,8 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Return the result.
 
-        Raises CommError, naming axis and operation, when a rank is gone or late beyond the timeout.
+        Raises:
+            CommError: names axis and operation, when a rank is gone or late beyond the timeout.
         """
         axis, operation = self._axis, self._operation
         if axis is not None and operation is not None:

@@ -22,7 +22,7 @@ _STAY_S = 10.0
 
 
 class FirstWord:
-    """One message of rank 0 to all others. Raises CommError when the store is lost."""
+    """One message of rank 0 to all others. Its methods raise CommError when the store is lost."""
 
     def __init__(self, place: RankEnv, store: Store):
         """store: of all ranks, as `weft.mesh.open_store` gives it."""

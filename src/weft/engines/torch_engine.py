@@ -119,7 +119,7 @@ class TorchEngine:
         return self._eval_batches is not None
 
     def evaluate(self) -> Evaluation:
-        """Return loss and metrics over the task's evaluation set."""
+        """Compute loss and metrics over the task's evaluation set."""
         assert self._eval_batches is not None
         return evaluate(self.model, self._eval_batches, self.mesh, self._task)
 

@@ -29,7 +29,8 @@ class HostCopies:
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors' values as they are now, in memory that the next call writes over.
 
-        Raises CheckpointError where the host has no room for them.
+        Raises:
+            CheckpointError: where the host has no room for them.
         """
         places, end = [], 0
         for tensor in tensors:

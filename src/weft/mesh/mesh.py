@@ -226,9 +226,7 @@ def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
-    """Return the mesh of `plan` on this rank.
-
-    Ranks must have joined before (`join_ranks`) unless the plan has one rank.
+    """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
 
     Args:
         plan: the sizes of the axes.
@@ -257,8 +255,7 @@ def join_ranks(
     Args:
         place: which rank this is of how many.
         device: of this rank.
-        timeout_s: seconds that a collective waits for a rank; a process group that is there already is used again, and
-            keeps its own.
+        timeout_s: seconds that a collective waits for a rank; a process group that is there already keeps its own.
         store: what `open_store` gave, if the caller has met the others already.
 
     Raises:
@@ -293,7 +290,10 @@ def join_ranks(
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
     """Return where the ranks of this job leave word for each other; on one machine on the loopback interface only.
 
-    The first rank may host it: keep it until all have parted. Raises CommError when the ranks cannot meet.
+    The first rank may host it: keep it until all have parted.
+
+    Raises:
+        CommError: when the ranks cannot meet.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)

@@ -37,9 +37,10 @@ class EventLog:
     def write(self, event: Mapping[str, object]) -> None:
         """Append one event; "time" is added where absent.
 
-        The line is with the kernel on return, so that it survives the death of this process. TrainingHalted when it
-        cannot be
-        written, such as on a full disk.
+        The line is with the kernel on return, so that it survives the death of this process.
+
+        Raises:
+            TrainingHalted: when it cannot be written, such as on a full disk.
         """
         line = _encode({"time": round(time.time(), 3), **event})
         try:

@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Return one update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient, and return what `closure` gives."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

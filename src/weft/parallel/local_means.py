@@ -145,7 +145,7 @@ class _OwnLoss:
 
 
 def is_hugging_face_output(output: Any) -> bool:
-    """Return whether a model of transformers returned this; without importing it."""
+    """Return whether a model of transformers returned it; transformers need not be installed."""
     return isinstance(output, dict) and type(output).__module__.startswith("transformers.")
 
 
@@ -159,7 +159,7 @@ def count_of_hugging_face(output: Any) -> str:
 
 
 def sum_of_hugging_face(output: Any) -> str:
-    """Return a loss function to paste for the outputs of such a model: the sum of the losses and their number."""
+    """Write a loss function for the outputs of such a model: the sum of the losses and their number, to paste."""
     logits = output.get("logits")
     if logits is not None and logits.ndim < 3:
         return '    return F.cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])'

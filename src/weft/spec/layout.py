@@ -83,7 +83,8 @@ class Style(NamedTuple):
 class Layout:
     """Ordered pairs of module-path pattern and style. Hashable; `Layout.parse(layout.format()) == layout`.
 
-    Raises LayoutError for a pattern or style that cannot be used, or a pattern given twice.
+    Raises:
+        LayoutError: for a pattern or style that cannot be used, or a pattern given twice.
     """
 
     pairs: tuple[tuple[str, str], ...] = ()

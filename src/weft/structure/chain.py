@@ -53,7 +53,8 @@ class Chain:
 def find_chain(model: nn.Module) -> Chain:
     """Return the chain of a model.
 
-    ModelError where there is none, several, or a parameter that belongs to no part of it.
+    Raises:
+        ModelError: where there is none, several, or a parameter that belongs to no part of it.
     """
     path = _chain_path(model)
     holder = model.get_submodule(path) if path else model

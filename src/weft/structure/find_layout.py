@@ -22,7 +22,11 @@ _HF_STYLES = {
 
 
 def find_layout(model: nn.Module) -> Layout:
-    """Return the layout of any model. LayoutError where nothing is found that can be cut."""
+    """Return the layout of any model.
+
+    Raises:
+        LayoutError: where nothing is found that can be cut.
+    """
     return model.tensor_layout() if isinstance(model, KnownModel) else explain_layout(model).layout
 
 

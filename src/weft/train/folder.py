@@ -83,7 +83,11 @@ class RunFolder:
         return Plan.parse(self.text("plan.txt").strip())
 
     def text(self, name: str) -> str:
-        """Return the contents of one of the files that `prepare_run` wrote. ConfigError where it is missing."""
+        """Return the contents of one of the files that `prepare_run` wrote.
+
+        Raises:
+            ConfigError: where it is missing.
+        """
         return self.texts[name] if name in self.texts else self._needed(name).read_text(errors="replace")
 
     def _needed(self, name: str) -> Path:

@@ -135,7 +135,7 @@ class Deal:
 
     @classmethod
     def to_one(cls, rank: int, numel: int) -> Deal:
-        """Return all of it to one rank."""
+        """Deal all elements to one rank."""
         return cls((rank,), max(numel, 1))
 
     @property

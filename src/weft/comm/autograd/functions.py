@@ -33,7 +33,7 @@ def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def sum_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum of the ranks' tensors; each gets the gradient of the sum."""
+    """Sum the ranks' tensors; each gets the gradient of the sum."""
     return x if axis.size == 1 else _SumOver.apply(x, axis)
 
 

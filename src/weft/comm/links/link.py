@@ -158,7 +158,7 @@ def finish(operation: Operation, link: Link, links: list[Link]) -> None:
 
 
 def failed(operation: Operation, error: Exception) -> CommError:
-    """Return the CommError for what the backend raised."""
+    """Make the CommError for what the backend raised."""
     text = str(error).strip().splitlines()
     return CommError(
         f"{operation}: {text[0] if text else type(error).__name__}. "

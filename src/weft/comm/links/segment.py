@@ -101,12 +101,15 @@ class Segment:
 
     @classmethod
     def find(cls, address: tuple[int, int, bytes], rank: int, size: int) -> Segment:
-        """Map the memory that rank 0 made, on the other ranks. Raises OSError when it is not there.
+        """Map the memory that rank 0 made, on the other ranks.
 
         Args:
             address: (process, descriptor, token) of that memory.
             rank: this one's place on the axis.
             size: ranks on the axis.
+
+        Raises:
+            OSError: when it is not there.
         """
         pid, descriptor, token = address
         fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

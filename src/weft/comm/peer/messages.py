@@ -44,7 +44,11 @@ class Message:
         self._seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor, sent or received. Raises CommError when the other rank is gone."""
+        """Return the tensor, sent or received.
+
+        Raises:
+            CommError: when the other rank is gone.
+        """
         if self._work is not None:
             pulse = self._axis.pulse
             pulse.waiting = self

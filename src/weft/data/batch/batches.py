@@ -49,7 +49,7 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """Return the same batch with every tensor changed; what is neither tensor nor container stays as it is."""
+    """Change every tensor of a batch; what is neither tensor nor container stays as it is."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     parts = parts_of(batch)
@@ -57,10 +57,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> A
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Return the batch on `device`; pinned tensors travel without the host waiting.
-
-    Objects with a `to` move themselves.
-    """
+    """Move a batch to `device`; pinned tensors travel without the host waiting."""
     if isinstance(batch, torch.Tensor):
         if batch.device == device:
             return batch

@@ -67,7 +67,7 @@ class Loader:
         ]
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
-        """Return the same for steps start_step .. end_step - 1, built ahead in a thread.
+        """Return the microbatches of steps start_step .. end_step - 1, built ahead in a thread.
 
         Close it, or use it in `with`.
         """

@@ -126,7 +126,7 @@ class SampleStream:
         )  # fmt: skip
 
     def state_at(self, index: int) -> dict[str, int]:
-        """Return the samples taken from each source before `index`."""
+        """Count the samples taken from each source before `index`, by the source's name."""
         if self._mixture is None:
             epochs, rest = divmod(index, max(1, self.num_sequences))
             counts = []

@@ -76,7 +76,8 @@ class SourceManifest:
     def read(cls, folder: Path) -> SourceManifest:
         """Read manifest.json of a folder.
 
-        Raises OSError, ValueError, TypeError or KeyError where it is missing or damaged.
+        Raises:
+            OSError, ValueError, TypeError, KeyError: where it is missing or damaged.
         """
         values = json.loads((folder / "manifest.json").read_text("utf-8"))
         splits = {name: SplitCounts.from_dict(counts) for name, counts in values["splits"].items()}
@@ -84,7 +85,7 @@ class SourceManifest:
 
 
 def piece_bytes(files: FileSet, holdout: float) -> int:
-    """Return how much of a text file is kept aside, or not, as a whole.
+    """Choose how many bytes of a text file go to training or evaluation as a whole.
 
     Many files: each one whole. Few large files: so many pieces that the evaluation share gets some.
     """
@@ -313,7 +314,7 @@ def _write_broken(file: Any, broken: Broken) -> None:
 def too_many_broken(
     files: FileSet, schema: Schema, read: DocumentStream | SourceManifest, max_bad_fraction: float, listed: Path
 ) -> DataError:
-    """Return the error for a source with too many broken records.
+    """Make the error for a source with too many broken records.
 
     Args:
         files: of the source.

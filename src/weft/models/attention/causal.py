@@ -77,7 +77,7 @@ def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
 
 
 def repeat_heads(x_BKSC: Tensor, num_heads: int) -> Tensor:
-    """Return each key-value head once for every query head of its group; (B, H, S, C)."""
+    """Repeat each key-value head for every query head of its group; (B, H, S, C)."""
     return x_BKSC.repeat_interleave(num_heads // x_BKSC.shape[1], 1)
 
 

@@ -36,11 +36,11 @@ class Span:
         return x_BE
 
     def whole(self, ids_BTK: Tensor) -> Tensor:
-        """Return the ids of all tokens, in the order of the sequence; (B, S, K)."""
+        """Bring together the ids of all tokens, in the order of the sequence; (B, S, K)."""
         return ids_BTK
 
     def part(self, x_BSK: Tensor) -> Tensor:
-        """Return this rank's tokens again; (B, T, K)."""
+        """Cut out this rank's tokens again; (B, T, K)."""
         return x_BSK
 
 

@@ -91,7 +91,7 @@ def grouped_way(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
 
 
 def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """Return x @ w[e].T for the rows of each expert e; (R, F).
+    """Compute x @ w[e].T for the rows of each expert e; (R, F).
 
     Args:
         x_RD: rows, by expert.

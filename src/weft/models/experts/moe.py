@@ -113,7 +113,7 @@ class Experts(nn.Module):
         return combine_rows(self.run(spread_rows(x_MD, order), order.ends_E), weights_MK, order)
 
     def run(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
-        """Return what the experts give for rows in their order; (R, D). ends_E: number of rows up to each expert."""
+        """Run the experts on rows in their order; (R, D). ends_E: number of rows up to each expert."""
         gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends_E).chunk(2, -1)
         return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends_E)
 

@@ -51,7 +51,7 @@ def make_display(
     past: Sequence[Mapping[str, Any]] = (),
     metrics: Mapping[str, str] | None = None,
 ) -> Display:
-    """Return a live panel when `stream` is a terminal (and no CI's), else plain lines.
+    """Make a live panel when `stream` is a terminal (and no CI's), else plain lines.
 
     Args:
         stream: where it is shown.

@@ -116,7 +116,7 @@ class TimeBook:
 def time_lines(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> list[str]:
-    """Return the report in words.
+    """Tell the report in words.
 
     Args:
         ranks: `TimeBook.seconds()` of each rank.
@@ -149,7 +149,7 @@ def time_lines(
 def draw_times(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> str:
-    """Return the report as a picture: SVG text, one row for each rank (at most 64, evenly chosen).
+    """Draw the report: SVG text, one row for each rank (at most 64, evenly chosen).
 
     Args:
         ranks, num_steps, sizes, start_step: as `time_lines` takes them.

@@ -28,7 +28,7 @@ class HeldProduct:
     is_transposed: bool
 
     def multiply(self) -> Tensor:
-        """Return the gradient, in the weight's shape."""
+        """Compute the gradient, in the weight's shape."""
         left, right = (self.x_RI, self.grad_RO) if self.is_transposed else (self.grad_RO, self.x_RI)
         return left.t() @ right
 

@@ -96,7 +96,11 @@ class Stretch:
 
     @torch.no_grad()
     def fill(self, source: StateSource) -> None:
-        """Take its elements from a checkpoint. CheckpointError where that has none of them, or another shape."""
+        """Take its elements from a checkpoint.
+
+        Raises:
+            CheckpointError: where that has none of them, or another shape.
+        """
         saved = expected(source, self.name, self.part.shape)
         kind, flat = torch_formats()[saved.dtype], self.flat
         if not flat.numel():

@@ -267,7 +267,7 @@ def _edge_of(output: torch.Tensor) -> Any:
 def build_pipeline(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Keep only this rank's stages of a model, and with it what carries them out: `pipeline_of(model)`.
 
-    Returns placements of weights that two stages share. Raises what `split_model` raises.
+    Returns placements of weights that two stages share. Errors are those of `split_model`.
     """
     split = split_model(model, mesh)
     attach_pipeline(model, Pipeline(split, mesh))

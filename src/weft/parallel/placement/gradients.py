@@ -99,8 +99,10 @@ class DataParallel(Protocol):
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
 
-        Nothing happens where the optimizer is adopted already. Raises ModelError where it has states, or holds a
-        parameter that is not the module's.
+        Nothing happens where the optimizer is adopted already.
+
+        Raises:
+            ModelError: where it has states, or holds a parameter that is not the module's.
         """
         ...
 

@@ -137,7 +137,7 @@ def _head(
 
 
 def padded_vocab(job: Job, tp: Array) -> Array:
-    """Return the rows of the embedding table after the stack's padding."""
+    """Count the rows of the embedding table after the stack's padding."""
     unit = job.stack.vocab_multiple * tp
     return np.ceil(job.shape.vocab / unit) * unit
 

@@ -24,7 +24,7 @@ _SUMS = 4.0
 
 
 def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
-    """Return the rows whose head gives the loss at once: under tp, and where whole logits would be large.
+    """Return for each row whether the head gives the loss at once: under tp, and where whole logits would be large.
 
     Args:
         columns: the plans.

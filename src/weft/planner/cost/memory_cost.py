@@ -85,7 +85,7 @@ class LayerBytes:
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
-    """Return the saved activations of a mean layer, without and with the plan's recompute."""
+    """Return the bytes of activations that a mean layer saves, without and with the plan's recompute."""
     shape, stack = job.shape, job.stack
     fp32 = columns.precision == PRECISIONS.index("fp32")
     width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
@@ -268,7 +268,7 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
 
 
 def stays_loose(columns: Columns) -> NDArray[np.bool_]:
-    """Return the rows whose gradients stay where autograd put them, in its format, until the optimizer read them."""
+    """Return for each row whether gradients stay where autograd put them, and in its format, until the update."""
     alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
     return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
 

@@ -134,7 +134,11 @@ def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
 
 
 def learn(run: Path, profile: Profile) -> Profile:
-    """Return the profile with what a run teaches. Raises ConfigError where the run was of another kind of device."""
+    """Return the profile with what a run teaches.
+
+    Raises:
+        ConfigError: where the run was of another kind of device, or has no times.
+    """
     lesson = lesson_of(run)
     kind = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["device"]
     if kind != profile.machine.kind:

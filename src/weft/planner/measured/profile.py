@@ -135,7 +135,11 @@ class Profile:
         return lines + "\n}\n"
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all. Raises ConfigError where it cannot be written."""
+        """Write the file whole or not at all.
+
+        Raises:
+            ConfigError: where it cannot be written.
+        """
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +163,11 @@ def default_path() -> Path:
 
 
 def load_profile(path: Path | str) -> Profile:
-    """Read a profile. Raises ConfigError that names the file and the first mistake."""
+    """Read a profile.
+
+    Raises:
+        ConfigError: names the file and the first mistake.
+    """
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

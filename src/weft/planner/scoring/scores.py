@@ -44,7 +44,11 @@ class ScoreReport:
 
 
 def score(path: Path | str) -> ScoreReport:
-    """Predict all runs of a CSV file. Raises ConfigError."""
+    """Predict all runs of a CSV file.
+
+    Raises:
+        ConfigError: for a file that cannot be read, or a run that it does not describe whole.
+    """
     runs, skipped = read_runs(path)
     predictions = [predict_run(run, tier) for tier in TIERS for run in runs]
     tables = [each for each in predictions if each.tier == TIERS[-1]]

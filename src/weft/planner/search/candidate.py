@@ -116,7 +116,7 @@ class Answer(Generic[Found]):
         return self.ranked[0] if self.ranked else None
 
     def each(self, change: Callable[[Found], Other]) -> Answer[Other]:
-        """Return the same answer with every candidate changed."""
+        """Change every candidate, and return the answer with them."""
         return Answer(
             question=self.question,
             ranked=tuple(map(change, self.ranked)),

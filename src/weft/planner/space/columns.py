@@ -104,7 +104,7 @@ class Columns:
         return (self.reshard == RESHARDS.index("after_step")) | ((self.pp > 1) & ~lets_go)
 
     def stride(self, axis: str) -> Ints:
-        """Return the ranks from one neighbour on an axis to the next: the product of the axes inside of it."""
+        """Count the ranks from one neighbour on an axis to the next: the product of the axes inside of it."""
         usual = self._inside(ORDERS[0], axis, slice(None))
         if not self.order.any():
             return usual
@@ -160,7 +160,7 @@ class Columns:
         return cls.make(len(listed), **found).with_recompute_share(job.shape.layers)
 
     def with_recompute_share(self, num_layers: int) -> Columns:
-        """Return the share of the layers that blocks by number are of the fullest rank's."""
+        """Fill in which share of the fullest rank's layers `recompute_blocks` are."""
         if not self.recompute_blocks.any():
             return self
         chunks = np.where(self.pp > 1, self.pp * self.virtual_stages, 1)
@@ -170,12 +170,16 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """Return the rows of several columns, one after another."""
+        """Join the rows of several columns, one after another."""
         tables = list(parts)
         return cls({name: np.concatenate([getattr(table, name) for table in tables]) for name in _DEFAULTS})
 
     def plan(self, row: int) -> Plan:
-        """Return one row as a plan. Raises PlanError where the runtime has no word for it (fp8)."""
+        """Return one row as a plan.
+
+        Raises:
+            PlanError: where the runtime has no word for it (fp8).
+        """
         values: dict[str, Any] = {
             name: known.kind.decode(*(getattr(self, column.name)[row] for column in known.columns))
             for name, known in PLAN_FIELDS.items()

@@ -122,7 +122,8 @@ class Shape:
     def stage_layers(self, num_stages: int) -> tuple[int, ...]:
         """Return the layers of each stage, from the embedding on, as the runtime divides them.
 
-        ValueError for too few layers.
+        Raises:
+            ValueError: for too few layers.
         """
         return shares.divide_layers([1.0] * self.layers, num_stages, after=self.head_weights / self.layer_weights)
 

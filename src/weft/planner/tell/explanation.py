@@ -31,7 +31,7 @@ _WIDTH = 32
 
 
 def explain(one: Candidate, hour_price: float | None = None) -> str:
-    """Return the whole story of one candidate. hour_price: dollars of one device for one hour."""
+    """Tell the whole story of one candidate. hour_price: dollars of one device for one hour."""
     return "\n".join([*headline(one, hour_price), "", *waterfall(one), "", *memory_bars(one)])
 
 

@@ -90,7 +90,8 @@ class ClusterSpec:
     def parse(cls, text: str) -> ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
-        Raises ConfigError.
+        Raises:
+            ConfigError: for a text that cannot be read, and a device that is not known.
         """
         match = _SHORTHAND.fullmatch(text.strip().lower())
         if match is None:
@@ -129,7 +130,11 @@ class ClusterSpec:
 
     @classmethod
     def load(cls, path: Path | str) -> ClusterSpec:
-        """Read a TOML file in the form of `from_mapping`. Raises ConfigError."""
+        """Read a TOML file in the form of `from_mapping`.
+
+        Raises:
+            ConfigError: for a file that cannot be read, and as `from_mapping`.
+        """
         try:
             table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
         except OSError as error:
@@ -152,7 +157,11 @@ def devices() -> Mapping[str, DeviceSpec]:
 
 
 def device(name: str) -> DeviceSpec:
-    """Return a known device by its name or an alias. Raises ConfigError that lists the known ones."""
+    """Return a known device by its name or an alias.
+
+    Raises:
+        ConfigError: for any other; it lists the known ones.
+    """
     wanted = name.strip().lower()
     for spec in devices().values():
         if wanted == spec.name or wanted in spec.aliases:

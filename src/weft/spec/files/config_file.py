@@ -34,7 +34,8 @@ _NOT_TOML = (".yaml", ".yml", ".json")
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read a config file (None: the built-in defaults) with overrides such as "optimizer.lr=1e-4".
 
-    Raises ConfigError, which holds every problem found.
+    Raises:
+        ConfigError: holds every problem found.
     """
     if path is None:
         return parse_config("", "", overrides)

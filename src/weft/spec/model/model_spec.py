@@ -45,12 +45,16 @@ class ModelSpec:
 
     @classmethod
     def named(cls, name: str) -> ModelSpec:
-        """Return the parameter counts of a named size, by formula. Raises ModelError for a name that is not known."""
+        """Count the parameters of a named size, by formula.
+
+        Raises:
+            ModelError: for a name that is not known.
+        """
         return cls.of_decoder(decoder_spec(name), name)
 
     @classmethod
     def of_decoder(cls, spec: DecoderSpec, name: str = "Decoder") -> ModelSpec:
-        """Return the parameter counts of any decoder shape, by formula."""
+        """Count the parameters of any decoder shape, by formula."""
         return cls(name=name, layers=tuple(_decoder_layers(spec)), shape=spec)
 
 
@@ -208,7 +212,11 @@ def size_hides(source: str) -> str:
 
 
 def decoder_spec(name: str) -> DecoderSpec:
-    """Return the shape of a named size. Raises ModelError for a name that is not known."""
+    """Return the shape of a named size.
+
+    Raises:
+        ModelError: for a name that is not known.
+    """
     return _named_size(name).spec
 
 

@@ -51,7 +51,9 @@ class Plan:
     """How a model is laid over the machines: a field for each thing that may be chosen, described where it is declared.
 
     `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
-    Raises PlanError, with every field that cannot be used, when it is made.
+
+    Raises:
+        PlanError: when it is made, with every field that cannot be used.
     """
 
     # One field after another, in the order in which they are printed.
@@ -226,7 +228,9 @@ class Plan:
         Where they leave one rank for `dp_shard=*`, zero is 0: "dp_shard=* zero=3" is a plan for any number of ranks.
 
         world_size: number of ranks; needed only where the text holds a `*`.
-        Raises PlanError for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
+
+        Raises:
+            PlanError: for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
         """
         return cls._close(text, world_size)
 
@@ -259,7 +263,8 @@ class Plan:
     def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
         """Read text or a table while the number of ranks is unknown: the plan with its `*` as 1, and that axis's name.
 
-        Raises PlanError with every mistake found.
+        Raises:
+            PlanError: with every mistake found.
         """
         values, open_axis = read_values(source, PLAN_FIELDS)
         return cls(**values), open_axis

@@ -261,7 +261,7 @@ def _plan_problems(
 
 
 def in_config(problem: Problem) -> Problem:
-    """Return a problem of the plan's field as one of the config's key: "tp" is "plan.tp"."""
+    """Turn a problem of the plan's field into one of the config's key: "tp" is "plan.tp"."""
     if "." in problem.field:
         return problem
     message = problem.message

@@ -128,7 +128,11 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_sta
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule that a plan asks for. PlanError where it cannot be."""
+    """Return the schedule that a plan asks for.
+
+    Raises:
+        PlanError: where the schedule cannot order the plan's numbers.
+    """
     return build_schedule(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages)
 
 

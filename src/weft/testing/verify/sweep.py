@@ -25,7 +25,7 @@ def techniques_of(plan: Plan) -> frozenset[str]:
 
 
 def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
-    """Return few of the plans, in which each layout and all pairs of settings occur."""
+    """Choose few of the plans, in which each layout and all pairs of settings occur."""
     return [plans[index] for index in covering([row_of(plan) for plan in plans])]
 
 

@@ -61,7 +61,7 @@ class Verdict:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return as a dict for JSON; numbers that JSON does not know become text."""
+        """Return a dict for JSON; numbers that JSON does not know become text."""
         return json.loads(json.dumps(asdict(self)), parse_constant=str)
 
 

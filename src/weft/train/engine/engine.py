@@ -37,7 +37,11 @@ class Engine(Protocol):
     wants_stop: bool
 
     def build(self) -> None:
-        """Make model and optimizer. Raises a WeftError for what cannot be laid out so."""
+        """Make model and optimizer.
+
+        Raises:
+            WeftError: for what cannot be laid out so.
+        """
         ...
 
     @property
@@ -61,14 +65,17 @@ class Engine(Protocol):
         ...
 
     def evaluate(self) -> Evaluation:
-        """Return the loss and metrics over the task's evaluation set."""
+        """Compute loss and metrics over the task's evaluation set."""
         ...
 
     def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
         """Return what this rank writes of weights and optimizer states, to be written before the next step.
 
-        aside: as copies in host memory, which last until the next such call. CheckpointError where they do not fit.
+        aside: as copies in host memory, which last until the next such call.
         Paths are "model/<name>" and "optimizer/<name>"; pieces of all ranks together are all of it, each element once.
+
+        Raises:
+            CheckpointError: where copies do not fit.
         """
         ...
 

@@ -105,7 +105,9 @@ class Run(ScriptState):
         A sampler or batch_sampler is kept: it is drawn alike on all ranks. Batches are cut by samples, and the loader's
         collate_fn is called for each part. Where the plan cuts a rank's samples into microbatches, or a batch has fewer
         samples than there are ranks, `for` gives `weft.Microbatches`; else batches as the loader itself makes them.
-        Raises DataError where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
+
+        Raises:
+            DataError: where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
         """
         return ShardedLoader(
             loader,

@@ -205,7 +205,11 @@ def _match_formats(optimizer: torch.optim.Optimizer) -> None:
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy weights and buffers into a plain model. CheckpointError names what is missing, left over or misshapen."""
+    """Copy weights and buffers into a plain model.
+
+    Raises:
+        CheckpointError: names what is missing, left over or misshapen.
+    """
     own = model_tensors(model)
     _check_names({name: tensor.shape for name, tensor in own.items()}, tensors)
     with torch.no_grad():

@@ -22,7 +22,7 @@ from weft.train.task import Task
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Return the loss and metrics of this rank's batches, added over the data-parallel ranks. A collective.
+    """Compute loss and metrics of this rank's batches, added over the data-parallel ranks. A collective.
 
     Args:
         model: what `parallelize` returned.
@@ -50,7 +50,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 def mean_loss(
     model: nn.Module, batches: Iterable[Any], mesh: Mesh, loss_fn: LossFn, forward: ForwardFn
 ) -> tuple[float, int]:
-    """Return the mean loss of this rank's batches and those of the other data-parallel ranks, and the number in it.
+    """Compute the mean loss of all data-parallel ranks' batches, and the number that it is the mean over.
 
     Equal on all ranks; a collective.
 

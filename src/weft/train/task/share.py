@@ -51,7 +51,7 @@ class Batches(Protocol):
         ...
 
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
-        """Return the same for steps start_step .. end_step - 1."""
+        """Give the microbatches of steps start_step .. end_step - 1, one after another."""
         ...
 
     def state_at(self, num_samples: int) -> Any:

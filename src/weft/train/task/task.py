@@ -75,7 +75,7 @@ class Task(Protocol):
     # --- what every task writes ---
 
     def build(self) -> nn.Module:
-        """Return the model with its initial weights: plain PyTorch.
+        """Build the model with its initial weights: plain PyTorch.
 
         Weft seeds torch before; under the meta device it makes shapes alone.
         """
@@ -98,10 +98,7 @@ class Task(Protocol):
     # --- batches ---
 
     def collate(self, samples: list[Any]) -> Any:
-        """Return a batch of some samples.
-
-        By default stacked as torch's DataLoader does: (x, y) gives a batch (x, y).
-        """
+        """Make a batch of some samples. By default stacked as torch's DataLoader does: (x, y) gives a batch (x, y)."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
@@ -196,7 +193,7 @@ class Task(Protocol):
     # --- for the planner ---
 
     def describe(self) -> PlannedModel:
-        """Return the model in the planner's words; by default from tracing it with two of its samples."""
+        """Describe the model in the planner's words; by default from tracing it with two of its samples."""
         from weft.train.task.traced_task import describe_by_samples
 
         return describe_by_samples(self.shapes(), self.samples("train") or (), self.collate, self.name(), self.config)
@@ -204,19 +201,19 @@ class Task(Protocol):
     # --- what people see ---
 
     def name(self) -> str:
-        """Return what is trained, in a word or two."""
+        """Say what is trained, in a word or two."""
         return type(self).__name__
 
     def model_line(self) -> str:
-        """Return name and size of the model."""
+        """Say the model's name and size."""
         return f"{self.name()}: {format_count(sum(p.numel() for p in self.shapes().parameters()))} parameters"
 
     def data_lines(self) -> Sequence[str]:
-        """Return the data, a line for each part of it."""
+        """Describe the data, a line for each part of it."""
         return [f"{self.samples_per_epoch()} {self.sample_unit}"]
 
     def batch_line(self) -> str:
-        """Return what a step and the whole run read."""
+        """Say what a step and the whole run read."""
         batch, steps = self.config.train.global_batch, self.config.train.steps
         return f"{batch} {self.sample_unit} a step, {steps} steps, {format_count(batch * steps)} {self.sample_unit}"
 

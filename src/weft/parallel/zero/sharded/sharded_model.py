@@ -194,7 +194,10 @@ class FullyShardedModel:
             self._hosted.is_last = overlaps
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
+        """Wait for all sums; add up `totals` and what is not sharded.
+
+        Ranks that did not all come here get a CommError.
+        """
         self._settle_gradients()
         grads = ((name, param.grad) for name, param in self.plain.items() if param.grad is not None)
         self._partial.add((self._kinds[name].over, grad) for name, grad in grads)

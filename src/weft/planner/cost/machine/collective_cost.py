@@ -45,7 +45,7 @@ class Fabric:
         )
 
     def inside(self, n: Any, stride: Any) -> Array:
-        """Return the ranks of a group of n, `stride` apart, that share a scale-up domain."""
+        """Count the ranks of a group of n, `stride` apart, that share a scale-up domain."""
         return np.clip(self.domain // np.maximum(1, np.asarray(stride)), 1, np.asarray(n)).astype(np.float64)
 
     def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:

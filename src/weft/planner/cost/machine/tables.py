@@ -98,7 +98,7 @@ class Tables:
         return cls(**(_rates(device, shipped["devices"]) | values), rungs=rungs)
 
     def changed(self, **values: float) -> Tables:
-        """Return the same with some constants replaced."""
+        """Return a copy with some constants replaced."""
         return replace(self, **values)  # pyright: ignore[reportArgumentType]  # fields of numbers
 
 

@@ -183,6 +183,6 @@ def sends(columns: Columns) -> Array:
 
 
 def hidden_sends(columns: Columns) -> Array:
-    """Return the same where they do hide: those of filling and draining."""
+    """Count the transfers that the step waits for where sends hide under compute: those of filling and draining."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     return np.where(p > 1, 2 * (v * p - 1), 0.0)

@@ -75,7 +75,11 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Carry the schedule out on a clock. ValueError where its ranks wait for each other in a circle."""
+    """Carry the schedule out on a clock.
+
+    Raises:
+        ValueError: where its ranks wait for each other in a circle.
+    """
     ranks = schedule.ranks
     if durations.hidden:
         starts, ends = _run(schedule, ranks, durations)

@@ -70,7 +70,7 @@ def _round_up(value: float) -> float:
 
 
 def waterfall(one: Candidate) -> Drawing:
-    """Return the parts of a step, each beginning where the one before ends."""
+    """Draw the parts of a step, each beginning where the one before ends."""
     rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
     left, height = 280.0, 24.0
     drawing = Drawing(left + 710, _TOP + height * (len(rows) + 1) + 30)

@@ -30,11 +30,7 @@ class Bar(NamedTuple):
 
 
 def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> str:
-    """Return the schedule as SVG text, drawn to scale.
-
-    durations: of its steps; by default forward, input gradient and weight gradient of a rank take a second together
-    each, whatever the number of its stages.
-    """
+    """Draw the schedule to scale, as SVG text."""
     one = 1.0 / schedule.virtual_stages
     timeline = simulate(schedule, durations or Durations(one, one, one))
     rows = [

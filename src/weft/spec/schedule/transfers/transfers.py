@@ -96,7 +96,7 @@ Key = tuple[str, int, int]
 
 
 def arrived_by(programs: list[Program], rank: int) -> dict[Key, list[Key]]:
-    """Return what this rank has sent and need not keep: for each message that it receives, those that are surely there.
+    """List what this rank has sent and need not keep: for each message that it receives, those that are surely there.
 
     A message from another rank says that whatever that rank has worked with before is no longer on its way to it.
     """
