@@ -94,7 +94,7 @@ class Opaque:
         """Run the code that a graph has by this number.
 
         Args:
-            number: 0-d; what `keep` gave.
+            number: 0-d, of the `Handle`.
             inputs: tensors for the code.
             numbers: Python numbers for the code.
         """

@@ -84,7 +84,7 @@ def step_lane(lane: Lane, rule: Rule, factor: float) -> None:
     """Take one step, in place.
 
     Args:
-        lane: master, gradient, states and rounded weights, all 1-D of one length.
+        lane: master, gradient, states and rounded weights, all dense and of one size.
         rule: the optimizer's numbers at this step.
         factor: what the gradient is multiplied by.
     """

@@ -114,7 +114,7 @@ class Context:
             q_BHTC: queries of this rank's tokens.
             k_BKTC: keys of the same tokens.
             v_BKTC: values of the same tokens.
-            scoring: scale, mask and dropout.
+            scoring: scale, softcap, what each query sees, and dropout.
             ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
 
         Raises:

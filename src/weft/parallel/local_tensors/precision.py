@@ -58,17 +58,14 @@ class Precision:
         """fp16 gradients underflow without loss scaling; the other formats have the range of fp32."""
         return self.compute == torch.float16
 
-    def refuse_unscaled(self, what: str) -> None:
-        """Refuse fp16 in a user's own loop. what: of it came outside of a train step.
+    def refuse_unscaled(self, text: str) -> None:
+        """Refuse a user's own loop where the loss must be scaled.
 
         Raises:
-            ModelError: under fp16, whose loss must be scaled.
+            ModelError: under fp16, with the text.
         """
         if self.scales_loss:
-            raise ModelError(
-                f"precision=fp16: its loss must be scaled, and {what} outside of a train step. "
-                "Use run.train_step, or precision=bf16."
-            )
+            raise ModelError(text)
 
     @property
     def is_mixed(self) -> bool:

@@ -137,7 +137,7 @@ def learn(run: Path, profile: Profile) -> Profile:
     """Return the profile with what a run teaches.
 
     Raises:
-        ConfigError: where the run was of another kind of device, or has no times.
+        ConfigError: for a run of another kind of device, or one without estimate and measured times.
     """
     lesson = lesson_of(run)
     kind = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["device"]

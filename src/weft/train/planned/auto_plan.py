@@ -70,8 +70,8 @@ def choose_plan(
         model: in the planner's words.
         machines: where it will run.
         decided: fields of the plan with values that stay.
-        seq_len: tokens of a sequence; None: the model's own.
-        global_batch: sequences of a step; None: the model's own.
+        seq_len: tokens of a sequence; None: the config's, else a usual one.
+        global_batch: sequences of a step; None: the config's, else a usual one.
         profile: what was measured of the machine; None: nothing.
 
     Raises:

@@ -160,7 +160,10 @@ class OwnLoop:
         self._backward = None
         engine = self._held()
         engine.leave_step()
-        engine.precision.refuse_unscaled("backward() came")
+        engine.precision.refuse_unscaled(
+            "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
+            "Use run.train_step, or precision=bf16."
+        )
         if engine.axes.stage.size > 1:
             self._meet(at_step=False)
             self._reduce_touched()

@@ -194,10 +194,7 @@ class FullyShardedModel:
             self._hosted.is_last = overlaps
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
-        """Wait for all sums; add up `totals` and what is not sharded.
-
-        Ranks that did not all come here get a CommError.
-        """
+        """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
         self._settle_gradients()
         grads = ((name, param.grad) for name, param in self.plain.items() if param.grad is not None)
         self._partial.add((self._kinds[name].over, grad) for name, grad in grads)
@@ -346,7 +343,10 @@ class FullyShardedModel:
 
     def settle(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
-        self.precision.refuse_unscaled("the optimizer stepped")
+        self.precision.refuse_unscaled(
+            "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
+            "Use run.train_step, or precision=bf16."
+        )
         if self._hosted is not None:
             self._hosted.forget()
         self._settle_gradients()
