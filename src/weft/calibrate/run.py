@@ -37,10 +37,17 @@ def calibrate(
 ) -> Profile:
     """Measure this machine. Nothing is written: the caller saves the whole profile or nothing.
 
-    budget_s: about how long it may take; windows become shorter where it is short, and what is worth least is left out.
-    ranks: how many work at the same time, such as (1, 2, 4); by default powers of two up to the cores, and 4.
-    device: "cpu", "cuda", or "auto". dtypes: number formats; fp32 is always among them.
-    Raises ConfigError for what cannot be measured here, CommError where ranks fail.
+    Args:
+        budget_s: about how long it may take, 1 s and more; windows become shorter where it is short, and what is worth
+            least is left out.
+        ranks: how many work at the same time, such as (1, 2, 4); by default powers of two up to the cores, and 4.
+        device: "cpu", "cuda", or "auto".
+        dtypes: number formats; fp32 is always among them.
+        report: called with what is measured, how many measurements are done, and of how many.
+
+    Raises:
+        ConfigError: for what cannot be measured here.
+        CommError: where ranks fail.
     """
     if not 1.0 <= budget_s <= MOST_BUDGET_S:
         raise ConfigError(f"budget={budget_s:g}s: from 1 s to {MOST_BUDGET_S / 60:.0f} min. Use e.g. --budget 90s.")

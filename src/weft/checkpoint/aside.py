@@ -16,7 +16,8 @@ from weft.errors import CheckpointError
 def set_aside(root: Path, chosen: Callable[[StepFolder], bool]) -> list[Path]:
     """Rename the chosen step folders, each in one rename; where they are now, oldest step first.
 
-    Raises CheckpointError where another process is saving there, or a folder cannot be renamed.
+    Raises:
+        CheckpointError: where another process is saving there, or a folder cannot be renamed.
     """
     root = Path(root)
     found = [folder for folder in folders.step_folders(root) if chosen(folder)]
@@ -32,7 +33,13 @@ def set_aside(root: Path, chosen: Callable[[StepFolder], bool]) -> list[Path]:
 
 
 def set_unfinished_aside(root: Path) -> list[Path]:
-    """Those without COMMIT: a writer was killed, or a copy left files out. The second save of a step is left alone."""
+    """Set aside the step folders without COMMIT: a writer was killed, or a copy left files out.
+
+    The second save of a step is left alone. Returns where they are now.
+
+    Raises:
+        CheckpointError: as `set_aside`.
+    """
     return set_aside(root, lambda folder: not folder.committed and not folder.again)
 
 

@@ -41,12 +41,12 @@ class StepFolder:
 
 
 def folder_name(step: int) -> str:
-    """120 -> 'step_00000120'."""
+    """Return the name of a step's folder: 120 -> 'step_00000120'."""
     return f"step_{step:08d}"
 
 
 def step_in_name(name: str) -> int | None:
-    """'step_00000120' or 'step_00000120.again' -> 120; None for any other name."""
+    """Return the step: 'step_00000120' or 'step_00000120.again' -> 120; None for any other name."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match.group(1)) if match else None
 

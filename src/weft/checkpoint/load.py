@@ -31,10 +31,11 @@ from weft.checkpoint.manifest import (
     TensorEntry,
     commit_text,
     parse_manifest,
+    runs_in,
 )
 from weft.checkpoint.parts import Part
 from weft.checkpoint.read import StretchReader, TensorGroup, whole
-from weft.checkpoint.slices import shard_name
+from weft.checkpoint.slices import rank_of, shard_name
 from weft.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Checkpoint:
 
     @property
     def groups(self) -> tuple[str, ...]:
+        """The names of its groups, such as "model" and "optimizer"."""
         return tuple(self._manifest.tensors)
 
     @property
@@ -88,7 +90,7 @@ class Checkpoint:
         return {name: entry.num_bytes for name, entry in self._manifest.files.items()}
 
     def files_of(self, group: str, name: str) -> list[str]:
-        """The files that hold a tensor of a group, or a part of it."""
+        """Return the files that hold a tensor of a group, or a part of it."""
         entry = self.entries(group)[name]
         if entry.file:
             return [entry.file]
@@ -96,7 +98,7 @@ class Checkpoint:
         return sorted({shard_name(group, rank) for ranks in runs for rank, _, _ in ranks})
 
     def tensors_in(self, file: str) -> list[str]:
-        """ "group/name" of each tensor of which a file holds something."""
+        """Return "group/name" of each tensor of which a file holds something."""
         whole_ones = [
             f"{group}/{name}"
             for group, entries in self._manifest.tensors.items()
@@ -104,10 +106,14 @@ class Checkpoint:
             if entry.file == file and entry.same_as is None
         ]
         group = file.rpartition("-")[0]
-        return whole_ones or [f"{group}/{name}" for name in _runs_in(file, self._manifest)]
+        return whole_ones or [f"{group}/{name}" for name in runs_in(file, self._manifest)]
 
     def tensors(self, group: str) -> Mapping[str, Tensor]:
-        """The tensors of a group by name, in the order they were saved. CheckpointError for an unknown group."""
+        """Return the tensors of a group by name, in the order they were saved.
+
+        Raises:
+            CheckpointError: for an unknown group.
+        """
         if group not in self._manifest.tensors:
             known = ", ".join(self.groups) or "none"
             raise CheckpointError(
@@ -116,13 +122,23 @@ class Checkpoint:
         return TensorGroup(self.path, group, self._manifest.tensors[group], self._reader)
 
     def entries(self, group: str) -> Mapping[str, TensorEntry]:
-        """Shapes and dtypes of a group's tensors by name; empty for a group that was not saved."""
+        """Return the shapes and dtypes of a group's tensors by name; empty for a group that was not saved."""
         return self._manifest.tensors.get(group, {})
 
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part of a tensor, from place `start` of its line on, in the saved dtype.
+        """Fill `out` with elements of a part of a tensor, in the saved dtype.
 
-        Reads the bytes that are asked for and no others, under whatever plan they were written. Raises CheckpointError.
+        Reads the bytes that are asked for and no others, under whatever plan they were written.
+
+        Args:
+            group: such as "model".
+            name: of the tensor in its group.
+            part: which elements of the whole tensor, as a line.
+            start: place in that line where reading begins, in elements.
+            out: filled to its end: whole elements, contiguous.
+
+        Raises:
+            CheckpointError: where bytes are missing or cannot be read.
         """
         try:
             self._reader.read(group, name, self.entries(group)[name], part, start, out)
@@ -130,14 +146,14 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {error}. Use another checkpoint.") from error
 
     def block(self, path: str) -> RawArray:
-        """All of the array "group/name", without torch."""
+        """Return all of the array "group/name", without torch."""
         group, _, name = path.partition("/")
         entry = self.entries(group)[name]
         data = whole(entry, lambda part, out: self.read(group, name, part, 0, out))
         return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
-        """What one rank kept to itself, by name."""
+        """Return what one rank kept to itself, by name."""
         if group in self._manifest.tensors:  # of a checkpoint that one rank wrote
             return self.tensors(group)
         file = shard_name(group, rank)
@@ -149,7 +165,14 @@ class Checkpoint:
     def write_whole(
         self, file: Path, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
     ) -> None:
-        """Write tensors of a group, whole, each through `convert`, into a new safetensors file. All are in memory."""
+        """Write tensors of a group, whole, into a new safetensors file. All are in memory at once.
+
+        Args:
+            file: path of the new file.
+            group: such as "model".
+            names: which of the group's tensors.
+            convert: what is written in place of each.
+        """
         blocks = {name: convert(self.block(f"{group}/{name}")) for name in names}
         entries = self.entries(group)
         write_tensors(file, blocks, {name: replace(entries[name], dtype=one.dtype) for name, one in blocks.items()})
@@ -161,11 +184,18 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -> Checkpoint:
-    """Open a checkpoint. CheckpointError says what is damaged.
+    """Open a checkpoint. Bytes of tensors are read when they are asked for.
 
-    COMMIT, the manifest, the state, all sizes and all tensor headers are always checked; verify=True also digests
-    every tensor's bytes (`newest_checkpoint` has already done so for the one it returns). lazily: a file's size and
-    header are checked when something is read of it, so that a rank looks at no files but those it needs.
+    COMMIT, the manifest and the state are always checked.
+
+    Args:
+        path: a step's folder.
+        verify: also digest every tensor's bytes (`newest_checkpoint` has already done so for the one it returns).
+        lazily: check a file's size and header when something is read of it, so that a rank looks at no files but those
+            it needs. False: those of all files, now.
+
+    Raises:
+        CheckpointError: says what is damaged.
     """
     path = Path(path)
     try:
@@ -182,11 +212,13 @@ def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -
 def verify_checkpoint(
     path: Path, *, digests: bool = True, together: Together = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
-    """All problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
+    """Return all problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
 
-    together: ranks that divide the files among them, and all learn what each found. digests=False
-    skips the digests of tensor files and finds only missing, resized and mislabelled files. report: called by several
-    threads with the number of bytes that were digested since the last call.
+    Args:
+        path: a step's folder.
+        digests: False skips the digests of tensor files and finds only missing, resized and mislabelled files.
+        together: ranks that divide the files among them, and all learn what each found.
+        report: called by several threads with the number of bytes that were digested since the last call.
     """
     found = json.dumps(_problems(Path(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
@@ -210,7 +242,7 @@ def _problems(path: Path, digests: bool, together: Together, report: Callable[[i
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
+    """Return the committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
     by_step: dict[int, Path] = {}
     for folder in folders.step_folders(Path(root)):
         # A second save of a step stands beside the first only after a crash: it counts when it is whole.
@@ -220,12 +252,19 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = ALONE) -> Found | None:
-    """The newest whole checkpoint of a run, or None when none was ever finished.
+    """Return the newest whole checkpoint of a run, or None when none was ever finished.
 
     The result lists each newer one that was passed over and why; a folder without COMMIT never counted and is only
-    listed. Raises CheckpointError when there are finished checkpoints and all are damaged: starting over silently
-    would lose the run. verify=False trusts the digests and checks the rest. together: ranks that look at it together,
-    each at its share of the files; all find the same.
+    listed.
+
+    Args:
+        root: the folder of the steps' folders.
+        verify: digest all bytes; False trusts them and checks the rest.
+        together: ranks that look at it together, each at its share of the files; all find the same.
+
+    Raises:
+        CheckpointError: when there are finished checkpoints and all are damaged: starting over silently would lose the
+            run.
     """
     passed_over: list[PassedOver] = []
     damaged = False
@@ -329,36 +368,16 @@ def _file_problems(
     # By the rank in the name, so that a rank that goes on under the same plan reads its own files once from the disk.
     share = list(manifest.files)
     if together.number > 1:
-        share = [name for name in share if _rank_of(name) % together.number == together.rank]
+        share = [name for name in share if rank_of(name) % together.number == together.rank]
     if not share:
         return []
     with ThreadPoolExecutor(min(_VERIFY_THREADS, len(share))) as threads:
         return [problem for problems in threads.map(check, share) for problem in problems]
 
 
-def _rank_of(file: str) -> int:
-    number = file.removesuffix(".safetensors").rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def _runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
-    """Of the tensors of which a rank's file holds a run: dtype and number of elements, by name."""
-    group, rank = file.rpartition("-")[0], _rank_of(file)
-    entries = manifest.tensors.get(group)
-    if entries is None or file != shard_name(group, rank):
-        return {}
-    wanted: dict[str, tuple[str, int]] = {}
-    for name, entry in entries.items():
-        for one in entry.slices:
-            run = one.deal.run_of(rank, 0, one.part.numel, one.part.numel)
-            if run is not None:
-                wanted[name] = entry.dtype, run[1] - run[0]
-    return wanted
-
-
 def _slices_in(path: Path, manifest: Manifest) -> list[str]:
     """Where a rank's file lacks what the manifest says of it."""
-    wanted = _runs_in(path.name, manifest)
+    wanted = runs_in(path.name, manifest)
     return missing_slices(path, wanted) if wanted else []
 
 

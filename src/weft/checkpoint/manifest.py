@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.checkpoint import strict_json
-from weft.checkpoint.slices import RankLists, Slice, check_cover, read_slices
+from weft.checkpoint.slices import RankLists, Slice, check_cover, rank_of, read_slices, shard_name
 from weft.errors import CheckpointError
 
 FORMAT = "weft-checkpoint"
@@ -216,3 +216,18 @@ def _check_shared(group: str, entries: Mapping[str, TensorEntry]) -> None:
         target = entries.get(entry.same_as)
         if target is None or target.same_as is not None or TensorEntry(entry.file, entry.dtype, entry.shape) != target:
             raise _bad(f"tensors.{group}.{name[:200]} shares memory with a tensor that is not there or not alike")
+
+
+def runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
+    """Return, of each tensor of which a rank's file holds a run, dtype and number of elements by name."""
+    group, rank = file.rpartition("-")[0], rank_of(file)
+    entries = manifest.tensors.get(group)
+    if entries is None or file != shard_name(group, rank):
+        return {}
+    wanted: dict[str, tuple[str, int]] = {}
+    for name, entry in entries.items():
+        for one in entry.slices:
+            run = one.deal.run_of(rank, 0, one.part.numel, one.part.numel)
+            if run is not None:
+                wanted[name] = entry.dtype, run[1] - run[0]
+    return wanted

@@ -21,15 +21,24 @@ def prune_checkpoints(
     verify: bool = True,
     delete: bool = True,
 ) -> list[Path]:
-    """Keep the newest `keep` checkpoints, that of `best_step` and the spared steps; delete the others and return
-    where they were.
+    """Delete all checkpoints but some, and return where they were.
 
     Before anything is deleted the kept ones are verified, newest first, until one proves whole; when none does, the
-    newest whole one of the others stays too. whole: a step that was written and digested just now, and is not read
-    again. One that is being read stays until the next time.
-    verify=False trusts the digests and checks the rest. delete=False only says what would go.
+    newest whole one of the others stays too. One that is being read stays until the next time.
     Deleting is a rename out of sight first, so that a crash in between leaves no half-deleted checkpoint to be found.
     Folders without COMMIT that are older than the newest checkpoint are left by killed writers, and go too.
+
+    Args:
+        root: the folder of the steps' folders.
+        keep: how many of the newest stay, at least 1.
+        best_step: stays too.
+        spared: further steps that stay.
+        whole: a step that was written and digested just now, and is not read again.
+        verify: False trusts the digests and checks the rest.
+        delete: False only says what would go.
+
+    Raises:
+        CheckpointError: where `keep` is below 1, another process is saving there, or a folder cannot be deleted.
     """
     root = Path(root)
     if type(keep) is not int or keep < 1:

@@ -51,16 +51,24 @@ class SavedPiece:
 
     @classmethod
     def whole(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedPiece:
-        """A tensor that lies on this rank alone."""
+        """Return a tensor that lies on one rank alone.
+
+        Args:
+            path: "group/name".
+            data: all of the tensor.
+            rank: the one that writes it.
+        """
         part = Part(tuple(data.shape))
         return cls(path, part, Deal.to_one(rank, part.numel), 0, data)
 
     @property
     def group(self) -> str:
+        """The group of its path."""
         return self.path.partition("/")[0]
 
     @property
     def name(self) -> str:
+        """The tensor's name in its group."""
         return self.path.partition("/")[2]
 
 
@@ -75,9 +83,18 @@ def save_pieces(
 ) -> Path:
     """Save one step, each rank its own pieces, and return its folder on all ranks. All ranks call it.
 
-    state: JSON values, of the first rank. groups: those that are there even if empty. look: sees all values as they
-    are written. Raises CheckpointError on all ranks where one cannot write, UnfitError where `look` does; earlier
-    checkpoints then stand as they were.
+    Args:
+        root: the folder of the steps' folders, one for all ranks.
+        step: optimizer steps done.
+        pieces: what this rank writes.
+        state: JSON values, of the first rank.
+        together: the ranks.
+        groups: those that are there even if empty.
+        look: sees all values as they are written, and may end the save.
+
+    Raises:
+        CheckpointError: on all ranks where one cannot write; earlier checkpoints then stand as they were.
+        UnfitError: on all ranks where `look` raises it.
     """
     members: dict[str, dict[str, SavedPiece]] = {group: {} for group in groups}
     for piece in pieces:

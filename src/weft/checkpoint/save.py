@@ -53,12 +53,21 @@ def save_checkpoint(
 ) -> Path:
     """Save one step durably and return its folder, `<root>/step_00000120`.
 
-    step: optimizer steps done. tensors: named groups, such as {"model": {...}, "optimizer": {...}}; any device,
-    strides and sharing, or blocks (a tensor that is stored under two names is written once and comes back as one).
-    state: JSON values (floats, also inf and nan, come back exactly; tuples come back as lists).
-    look: sees all values as they are written, and may end the save.
-    One process saves; the others wait where the caller makes them. Raises CheckpointError when something cannot be
-    stored or the disk is too full; earlier checkpoints then stand as they were, and nothing half-written stays.
+    One process saves; the others wait where the caller makes them.
+
+    Args:
+        root: the folder of the steps' folders; made where it is missing.
+        step: optimizer steps done.
+        tensors: named groups, such as {"model": {...}, "optimizer": {...}}; any device, strides and sharing, or blocks
+            (a
+            tensor that is stored under two names is written once and comes back as one).
+        state: JSON values (floats, also inf and nan, come back exactly; tuples come back as lists).
+        max_file_bytes: tensors go on in a new file before one would grow past this; a larger tensor has its own.
+        look: sees all values as they are written, and may end the save.
+
+    Raises:
+        CheckpointError: when something cannot be stored or the disk is too full; earlier checkpoints then stand as they
+            were, and nothing half-written stays.
     """
     root = Path(root)
     # Hold every tensor: a mapping that makes them on the way could give two of them the same address otherwise.
@@ -152,7 +161,11 @@ def _check_space(root: Path, entries: Mapping[str, Mapping[str, TensorEntry]], s
 
 
 def require_space(root: Path, needed: int) -> None:
-    """CheckpointError where the disk of an existing folder has no room for a checkpoint of `needed` bytes."""
+    """Refuse to save where the disk of an existing folder has no room.
+
+    Raises:
+        CheckpointError: where fewer than `needed` bytes are free.
+    """
     free = shutil.disk_usage(root).free
     if needed > free:
         raise CheckpointError(

@@ -105,5 +105,11 @@ def _whole_number(value: Any) -> int:
 
 
 def shard_name(group: str, rank: int) -> str:
-    """The file of a rank: ("model", 3) -> "model-00003.safetensors"."""
+    """Return the name of a rank's file: ("model", 3) -> "model-00003.safetensors"."""
     return f"{group}-{rank:05d}.safetensors"
+
+
+def rank_of(file: str) -> int:
+    """Return the rank in the name of its file; 0 for a name without one."""
+    number = file.removesuffix(".safetensors").rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0

@@ -118,7 +118,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of the `weft` command."""
+    """Run the `weft` command."""
     code = run(sys.argv[1:])
     gc.freeze()  # what torch left behind ends with the process: the interpreter need not look through it for a second
     sys.exit(code)

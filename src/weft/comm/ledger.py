@@ -23,23 +23,30 @@ class Ledger:
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
 
     def record(self, axis: str, operation: str, num_bytes: int, seconds: float) -> None:
-        """Add one call."""
+        """Add one call.
+
+        Args:
+            axis: its name.
+            operation: such as "all_reduce".
+            num_bytes: that this rank sent.
+            seconds: of the host.
+        """
         entry = self._entries.setdefault((axis, operation), LedgerEntry())
         entry.calls += 1
         entry.num_bytes += num_bytes
         entry.seconds += seconds
 
     def entry(self, axis: str, operation: str) -> LedgerEntry:
-        """What was counted for one operation on one axis (zeros where it never ran)."""
+        """Return what was counted for one operation on one axis (zeros where it never ran)."""
         return self._entries.get((axis, operation), LedgerEntry())
 
     def rows(self) -> list[tuple[str, str, LedgerEntry]]:
-        """All entries as (axis, operation, sums), the most bytes first."""
+        """Return all entries as (axis, operation, sums), the most bytes first."""
         rows = [(axis, operation, entry) for (axis, operation), entry in self._entries.items()]
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))
 
     def table(self) -> str:
-        """What was sent, one line for each axis and operation, for a person to read."""
+        """Write what was sent, one line for each axis and operation, for a person to read."""
         lines = [f"{'axis':<24}{'operation':<16}{'calls':>8}{'bytes':>12}{'seconds':>10}"]
         for axis, operation, entry in self.rows():
             sent = format_bytes(entry.num_bytes)
@@ -47,7 +54,7 @@ class Ledger:
         return "\n".join(lines)
 
     def seconds_by_axis(self) -> dict[str, float]:
-        """Host seconds of all operations of each axis."""
+        """Return the host seconds of all operations of each axis."""
         found: dict[str, float] = {}
         for (axis, _), entry in self._entries.items():
             found[axis] = found.get(axis, 0.0) + entry.seconds

@@ -37,7 +37,7 @@ class Choice:
 
 
 def transports(mesh: Mesh) -> list[Choice]:
-    """What the axes of the mesh use that have communicated so far."""
+    """Return how the axes of the mesh communicate, of those that have done so."""
     found: list[Choice] = []
     for (group, device), link in mesh.world.links.items():
         link = cast(Link, link)

@@ -14,7 +14,7 @@ class Waitable(Protocol):
     """Something under way, such as a collective."""
 
     def wait(self) -> object:
-        """What the device does from here on comes after it."""
+        """Let what the device does from here on come after it."""
         ...
 
 

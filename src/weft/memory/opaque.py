@@ -87,13 +87,22 @@ class Opaque:
         library.register_fake(f"{self._space}::{name}", shapes, lib=self._library)
 
     def handle(self, code: _Code, owner: object) -> Handle:
-        """What `owner` calls while it is compiled. `code` is given the owner, which is not kept alive, and its inputs;
-        it reads no other tensors that need a gradient."""
+        """Return what `owner` calls while it is compiled.
+
+        `code` is given the owner, which is not kept alive, and its inputs; it reads no other tensors that need a
+        gradient.
+        """
         self._codes.append((code, weakref.ref(owner)))
         return Handle(self, torch.tensor(len(self._codes) - 1))
 
     def run(self, number: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-        """Run the code that a graph has by this number."""
+        """Run the code that a graph has by this number.
+
+        Args:
+            number: 0-d, of the `Handle`.
+            inputs: tensors for the code.
+            numbers: Python numbers for the code.
+        """
         code, known = self._codes[int(number)]
         owner = known()
         assert owner is not None, _GONE
@@ -109,7 +118,7 @@ class Opaque:
         return library.from_numpy(record)
 
     def kept(self, number: Tensor) -> _Record:
-        """By what `keep` returned."""
+        """Return the record of a forward by what `keep` returned."""
         return self._records[int(number)]
 
     @property

@@ -42,9 +42,15 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
     """Let the blocks of `model` recompute what `plan.recompute` asks for, in place. Compile after this, not before.
 
     A model without repeated blocks is one block. What an earlier call did to the model, or to the one that it was
-    copied from, is undone first. axis: the ranks that choose alike under a budget, all those that run the same blocks;
-    None: this one alone. Returns what `recompute_of(model)` returns from then on.
-    Raises ModelError when a block's forward was replaced by other means.
+    copied from, is undone first. Returns what `recompute_of(model)` returns from then on.
+
+    Args:
+        model: whole, or a stage.
+        plan: its `recompute` and `recompute_blocks`.
+        axis: the ranks that choose alike under a budget, all those that run the same blocks; None: this one alone.
+
+    Raises:
+        ModelError: when a block's forward was replaced by other means.
     """
     for module in model.modules():
         revert(module, _RecomputedModel)
@@ -76,7 +82,7 @@ def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Modu
 
 
 def recompute_of(model: nn.Module) -> Recompute | None:
-    """What `apply_recompute` made for this model, or None."""
+    """Return what `apply_recompute` made for this model, or None."""
     return getattr(model, "_weft_recompute_of_model", None)
 
 
@@ -86,6 +92,11 @@ class Recompute:
     policies: of each block by path, as soon as it is chosen. kept_bytes: under a budget, what one forward of this
     rank keeps for backward with these policies; full_bytes: what it would keep without recompute. Both count each
     storage once, parameters not, and end where the model's output does: what the loss keeps is not in them.
+
+    Args:
+        setting: the plan's `recompute`.
+        blocks: by path; "" is the whole model.
+        axis: the ranks that choose alike under a budget; None: this one alone.
     """
 
     def __init__(self, setting: str, blocks: dict[str, nn.Module], axis: Axis | None):
@@ -124,7 +135,7 @@ class Recompute:
             call()
 
     def describe(self) -> str:
-        """One line for a person: what is recomputed where, and under a budget what that keeps and costs."""
+        """Return one line for a person: what is recomputed where, and under a budget what that keeps and costs."""
         if self.setting == "none":
             return "none: every activation is kept"
         if not self.is_chosen:
@@ -141,7 +152,7 @@ class Recompute:
         )
 
     def at_once(self, block: nn.Module) -> Policy | None:
-        """The policy that needs no look at the block, or None."""
+        """Return the policy that needs no look at the block, or None."""
         if self.policy != "full" or next(block.buffers(), None) is not None:
             return None
         policy = Policy("full")
@@ -149,7 +160,14 @@ class Recompute:
         return policy
 
     def first_run(self, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a block that has no policy yet: look at it, and give it one if it needs none but its own facts."""
+        """Run a block that has no policy yet: look at it, and give it one if it needs none but its own facts.
+
+        Args:
+            block: one of those that recompute.
+            forward: its own, without recompute.
+            args: of this call.
+            kwargs: of this call.
+        """
         path: str = block._weft_path
         if path in self.policies:  # a copy of a model that has chosen
             block._weft_policy = self.policies[path]
@@ -179,7 +197,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Around the first forward of the whole model: count what is kept outside the blocks, and then choose."""
+        """Watch the first forward of the whole model: count what is kept outside the blocks, and then choose."""
         parameters = storages_of(list(model.parameters()))
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

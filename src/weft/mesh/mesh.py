@@ -80,6 +80,12 @@ class Mesh:
 
     `mesh["ep"]` are the ranks among which a layer's experts are divided, `mesh["beside_ep"]` those with the same ones.
     `mesh["tp/2"]` are 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
+
+    Args:
+        plan: the sizes of the axes. `build_mesh` checks them by the number of ranks.
+        rank: this process's global rank.
+        device: where this rank computes.
+        record: called after each collective with what a ledger counts.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
@@ -123,11 +129,11 @@ class Mesh:
         return self[AXES]
 
     def built_axes(self) -> list[Axis]:
-        """The axes that were asked for so far."""
+        """Return the axes that were asked for so far."""
         return list(self._axes.values())
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Global ranks that differ from this one only along those axes, in order; makes no group."""
+        """Return the global ranks that differ from this one only along those axes, in order; makes no group."""
         return _members(self.plan, self.rank, self._key(names))
 
     def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -169,7 +175,7 @@ class Mesh:
 
 
 def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGroup:
-    """The process group of these ranks: made when it is first asked for, then the same until the ranks part.
+    """Return the process group of these ranks: made when it is first asked for, then the same until the ranks part.
 
     A group holds sockets and threads, so a later mesh over the same ranks takes the one that is there. Only the
     members need to call.
@@ -220,9 +226,15 @@ def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
-    """The mesh of `plan` on this rank. Ranks must have joined before (`join_ranks`) unless the plan has one rank.
+    """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
 
-    Raises PlanError when the number of started ranks is not the plan's.
+    Args:
+        plan: the sizes of the axes.
+        device: where this rank computes.
+        record: called after each collective with what a ledger counts, such as `Ledger().record`.
+
+    Raises:
+        PlanError: when the number of started ranks is not the plan's.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan.world_size != world_size:
@@ -240,9 +252,14 @@ def join_ranks(
 ) -> None:
     """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
-    A process group that is there already is used again, with the timeout that it has. timeout_s: how long a collective
-    waits for a rank. store: what `open_store` gave, if the caller has met the others already.
-    Raises CommError when the ranks cannot meet, or the group that is there does not fit.
+    Args:
+        place: which rank this is of how many.
+        device: of this rank.
+        timeout_s: seconds that a collective waits for a rank; a process group that is there already keeps its own.
+        store: what `open_store` gave, if the caller has met the others already.
+
+    Raises:
+        CommError: when the ranks cannot meet, or the group that is there does not fit.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -271,9 +288,12 @@ def join_ranks(
 
 
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
-    """Where the ranks of this job leave word for each other; on one machine it listens on the loopback interface only.
+    """Return where the ranks of this job leave word for each other; on one machine on the loopback interface only.
 
-    The first rank may host it: keep it until all have parted. Raises CommError when the ranks cannot meet.
+    The first rank may host it: keep it until all have parted.
+
+    Raises:
+        CommError: when the ranks cannot meet.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)
@@ -311,9 +331,12 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
 
 
 def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
-    """A store for other processes of this machine, which listens on `address` only; torch's own listen everywhere.
+    """Return a store for other processes of this machine. It listens on `address` only; torch's own listen everywhere.
 
-    port: 0 takes a free one (see `.port`). Raises OSError where the port is taken.
+    Args:
+        address: IPv4 or IPv6.
+        port: 0 takes a free one (see `.port`). OSError where the port is taken.
+        timeout: how long a read waits for its key.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as own:
@@ -348,7 +371,7 @@ def _keep_gloo_at_home() -> None:
 
 
 def leave_ranks() -> None:
-    """Part from the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
+    """Leave the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
     if not dist.is_initialized():
         return
     gc.collect()
@@ -357,7 +380,11 @@ def leave_ranks() -> None:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda"."""
+    """Return the device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda".
+
+    Raises:
+        PlanError: where the machine has no GPU, or none for this rank.
+    """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
             raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")

@@ -28,13 +28,21 @@ def generate(
     num_ids: int | None = None,
     use_cache: bool = True,
 ) -> list[int]:
-    """Token ids that follow the prompt; at most `max_tokens`. A stop id ends the text and is not part of it.
+    """Return the token ids that follow the prompt. A stop id ends the text and is not part of it.
 
-    temperature: 0 takes the likeliest token each time. top_k: sample among the k likeliest only; None: among all.
-    seed: the same seed gives the same ids on any device, as far as the logits agree.
-    num_ids: ids from here on are never taken, for a vocabulary larger than the tokenizer's; None: all may be.
-    use_cache: False computes the whole text again for each token.
-    Raises ModelError for an empty prompt, an id outside the vocabulary, or a text longer than the model can read.
+    Args:
+        model: on any device.
+        prompt_ids: at least one.
+        max_tokens: at most this many follow.
+        temperature: 0 takes the likeliest token each time.
+        top_k: sample among the k likeliest only; None: among all.
+        seed: the same seed gives the same ids on any device, as far as the logits agree.
+        stop_ids: any of them ends the text.
+        num_ids: ids from here on are never taken, for a vocabulary larger than the tokenizer's; None: all may be.
+        use_cache: False computes the whole text again for each token.
+
+    Raises:
+        ModelError: for an empty prompt, an id outside the vocabulary, or a text longer than the model can read.
     """
     _check(model, prompt_ids, max_tokens, temperature, top_k)
     device = model.embed.weight.device

@@ -67,7 +67,14 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, visible: Visible, rotation: Rotation | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Compute the block: (B, T, D) to (B, T, D).
+
+        Args:
+            x_BTD: hidden states.
+            visible: what each token sees.
+            rotation: of positions; None for models with learned ones.
+            cache: keys and values of earlier tokens; it takes up those of this call.
+        """
         x_BTD = x_BTD + self.attn(self.norm1(x_BTD), visible, rotation, cache)
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
@@ -97,15 +104,18 @@ class Decoder(KeepsTies):
         cache: Cache | None = None,
         document_starts_BM: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of the token after each input token.
+        """Return the logits (B, T, V) of the token after each input token.
 
-        input_ids_BT: int64 token ids.
-        positions_BT: place of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the cache).
-        document_ids_BT: attention stays among tokens of one id; None: each row is one document.
-        cache: keys and values of earlier tokens; it takes up those of this call.
-        document_starts_BM: where the documents of document_ids begin, each row filled up with T; found where it is
-        None, for which the host waits on a GPU.
-        Raises ModelError for a sequence that the position table or the cache cannot hold.
+        Args:
+            input_ids_BT: int64 token ids.
+            positions_BT: place of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the cache).
+            document_ids_BT: attention stays among tokens of one id; None: each row is one document.
+            cache: keys and values of earlier tokens; it takes up those of this call.
+            document_starts_BM: where the documents of document_ids begin, each row filled up with T; found where it is
+                None, for which the host waits on a GPU.
+
+        Raises:
+            ModelError: for a sequence that the position table or the cache cannot hold.
         """
         num_seen = cache.num_tokens if cache is not None else 0
         self._check_length(input_ids_BT, document_ids_BT, cache)
@@ -143,14 +153,14 @@ class Decoder(KeepsTies):
         return self.spec.num_experts > 0
 
     def tensor_layout(self) -> Layout:
-        """How tensor parallelism cuts it."""
+        """Return how tensor parallelism cuts it."""
         if not self.has_routers:
             return Layout.named(self.family)
         # Which layers have experts, and whether some are shared, differs from model to model.
         return Layout.named("moe").fitted(dict(self.named_modules()))
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer that makes the logits, under the name that transformers asks for it."""
+        """Return the layer that makes the logits, under the name that transformers asks for it."""
         return self.head
 
     def _check_length(self, input_ids_BT: Tensor, document_ids_BT: Tensor | None, cache: Cache | None) -> None:
@@ -171,7 +181,7 @@ class Decoder(KeepsTies):
             )
 
     def is_tied(self) -> bool:
-        """Whether embedding and head are one weight here; a stage of a pipeline may have only one of them."""
+        """Return whether embedding and head are one weight here; a stage of a pipeline may have only one of them."""
         return self.head.weight is self.embed.weight
 
     def tie(self) -> None:

@@ -23,13 +23,19 @@ _ENDS = frozenset({"embed", "pos_embed", "head"})
 def build_optimizer(
     named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """AdamW, SGD, Muon or the class that `section` names, on the trainable parameters.
+    """Build AdamW, SGD, Muon or the class that `section` names, on the trainable parameters.
 
     Matrices are decayed, vectors (norms, biases) are not, and `section.groups` decides otherwise by name. Each group
     keeps its peak rate as `initial_lr`, as torch's schedulers do. The fused kernels take one pass over memory per step
-    where the foreach ones take several; torch has them for CPU and CUDA. seed: of states that are rounded at random.
+    where the foreach ones take several; torch has them for CPU and CUDA.
 
-    Raises ConfigError where a class of the user's cannot be imported, is no optimizer, or refuses its options.
+    Args:
+        named_params: of the model; frozen ones are left out.
+        section: the optimizer's settings.
+        seed: of states that are rounded at random.
+
+    Raises:
+        ConfigError: where a class of the user's cannot be imported, is no optimizer, or refuses its options.
     """
     groups = _groups(named_params, section)
     match section.name:
@@ -117,7 +123,7 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
 
 
 def options_of(optimizer: Callable[..., torch.optim.Optimizer]) -> list[str] | None:
-    """Arguments of an optimizer's class or factory beside the parameters; None where it takes any, or none can tell."""
+    """Return the arguments of an optimizer's class or factory beside the parameters; None where it takes any."""
     try:
         params = inspect.signature(optimizer).parameters.values()
     except (TypeError, ValueError):

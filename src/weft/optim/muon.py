@@ -39,10 +39,17 @@ class Join(Protocol):
 class Muon(torch.optim.Optimizer):
     """Muon on 2-D parameters, AdamW on all others.
 
-    params: parameters, or groups of them; `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
-    usual for embeddings and heads. lr: of matrices, in the scale of AdamW's (`match_rms_adamw` in torch), so that one
-    learning rate serves both. Orthogonalisation runs in bf16, as torch's does, and in float64 for float64 parameters.
+    Orthogonalisation runs in bf16, as torch's does, and in float64 for float64 parameters.
     joins: of those matrices that are parts of larger ones; filled by who cut them.
+
+    Args:
+        params: parameters, or groups of them; `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
+            usual for embeddings and heads.
+        lr: of matrices, in the scale of AdamW's (`match_rms_adamw` in torch), so that one learning rate serves both.
+        weight_decay: decoupled, times the learning rate.
+        momentum: of the running mean of a matrix's gradient.
+        betas: of AdamW.
+        eps: of AdamW.
     """
 
     def __init__(
@@ -60,7 +67,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient, and return what `closure` gives."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

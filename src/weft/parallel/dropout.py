@@ -357,7 +357,7 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | Non
 
 
 def drops_of(model: nn.Module) -> Drops | None:
-    """What `follow_positions` made for this model."""
+    """Return what `follow_positions` made for this model."""
     return getattr(model, _ATTRIBUTE, None)
 
 

@@ -38,10 +38,15 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the steps' folders."""
         return self.path / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """The checkpoint of one step; CheckpointError names the steps that were saved."""
+        """Return the checkpoint of one step.
+
+        Raises:
+            CheckpointError: names the steps that were saved.
+        """
         from weft.checkpoint import list_checkpoints
 
         saved = {
@@ -54,28 +59,35 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
+        """The folder of the ranks' logs."""
         return self.path / "logs"
 
     @property
     def events(self) -> Path:
+        """The file of events, one JSON value a line."""
         return self.path / "events.jsonl"
 
     @property
     def loss_plot(self) -> Path:
+        """The picture of the losses."""
         return self.path / "loss.png"
 
     def config(self) -> RunConfig:
-        """The resolved config."""
+        """Return the resolved config."""
         if "config.toml" in self.texts:
             return parse_config(self.texts["config.toml"], str(self.path / "config.toml")).config
         return load_config(self._needed("config.toml")).config
 
     def plan(self) -> Plan:
-        """The resolved plan."""
+        """Return the resolved plan."""
         return Plan.parse(self.text("plan.txt").strip())
 
     def text(self, name: str) -> str:
-        """Contents of one of the files that `prepare_run` wrote. ConfigError where it is missing."""
+        """Return the contents of one of the files that `prepare_run` wrote.
+
+        Raises:
+            ConfigError: where it is missing.
+        """
         return self.texts[name] if name in self.texts else self._needed(name).read_text(errors="replace")
 
     def _needed(self, name: str) -> Path:
@@ -89,7 +101,7 @@ class RunFolder:
 
 
 def run_folder(config: RunConfig) -> RunFolder:
-    """The folder of the config's run, which need not exist."""
+    """Return the folder of the config's run, which need not exist."""
     return RunFolder(Path(config.run.dir) / config.run.name)
 
 

@@ -16,7 +16,13 @@ class Progress:
     evaluations_without_gain: int = 0
 
     def note_evaluation(self, step: int, loss: float, min_delta: float) -> bool:
-        """Account for one evaluation; True when it is the best so far."""
+        """Note one evaluation, and return True when it is the best so far.
+
+        Args:
+            step: after which it was made.
+            loss: nan and inf are never the best.
+            min_delta: how far below the best it must be.
+        """
         if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss - min_delta):
             self.evaluations_without_gain += 1
             return False

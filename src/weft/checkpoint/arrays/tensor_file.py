@@ -42,18 +42,22 @@ def _dtype_names() -> dict[torch.dtype, str]:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """The format's name of torch's dtype."""
+    """Return the format's name of torch's dtype."""
     return _dtype_names()[dtype]
 
 
 @functools.cache
 def torch_formats() -> dict[str, torch.dtype]:
-    """torch's dtypes by the format's names."""
+    """Return torch's dtypes by the format's names."""
     return {name: dtype for dtype, name in _dtype_names().items()}
 
 
 def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
-    """The format's name of a tensor's dtype. CheckpointError when the tensor is of a kind that cannot be stored."""
+    """Return the format's name of a tensor's dtype.
+
+    Raises:
+        CheckpointError: when the tensor is of a kind that cannot be stored; `name` is said in it.
+    """
     if isinstance(tensor, RawArray):
         return tensor.dtype
     import torch
@@ -70,12 +74,12 @@ def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
 
 
 def block_of(tensor: Tensor) -> RawArray:
-    """The bytes of a tensor; its own memory where it is contiguous on the CPU."""
+    """Return the bytes of a tensor; its own memory where it is contiguous on the CPU."""
     return RawArray(dtype_name("tensor", tensor), tuple(tensor.shape), _bytes_of(tensor))
 
 
 def tensor_of(block: RawArray) -> Tensor:
-    """A tensor in the block's memory, which must be writable."""
+    """Return a tensor in the block's memory, which must be writable."""
     import torch
 
     dtype = torch_formats()[block.dtype]
@@ -147,7 +151,11 @@ def write_tensors(
 ) -> FileEntry:
     """Write one safetensors file, durable on return. One tensor at a time is copied to the CPU.
 
-    look: sees all values, some MiB at a time, as they are written; what it raises ends the write.
+    Args:
+        path: of the new file.
+        tensors: by the name that each has in the file.
+        entries: dtype and shape of each, by the same names.
+        look: sees all values, some MiB at a time, as they are written; what it raises ends the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -180,7 +188,11 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
 
 
 def open_tensors(path: Path, framework: str = "pt") -> Any:
-    """The safetensors package's handle on a memory-mapped file. CheckpointError when the file is not of the format."""
+    """Return the safetensors package's handle on a memory-mapped file.
+
+    Raises:
+        CheckpointError: when the file is not of the format.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -190,7 +202,7 @@ def open_tensors(path: Path, framework: str = "pt") -> Any:
 
 
 def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]:
-    """Where the file's own header differs from what the manifest says of it: names, dtypes, shapes."""
+    """Return where the file's own header differs from what the manifest says of it: names, dtypes, shapes."""
     try:
         handle = open_tensors(path, "numpy")  # for names and shapes alone
     except CheckpointError as error:
@@ -211,7 +223,7 @@ def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]
 
 
 def missing_slices(path: Path, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Where a file lacks slices that the manifest says it has. wanted: dtype and number of elements by name."""
+    """Return where a file lacks slices that the manifest says it has. wanted: dtype and number of elements by name."""
     try:
         handle = open_tensors(path, "numpy")
     except CheckpointError as error:
@@ -228,11 +240,11 @@ def missing_slices(path: Path, wanted: Mapping[str, tuple[str, int]]) -> list[st
 
 
 def unheard(num_bytes: int) -> None:
-    """The report of bytes digested where nobody asks for one."""
+    """Ignore the report of bytes digested, where nobody asks for one."""
 
 
 def sha256_of(path: Path, report: Callable[[int], None] = unheard) -> str:
-    """Digest of a whole file, read in pieces; report: called with the size of each."""
+    """Return the digest of a whole file, read in pieces; report: called with the size of each."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(piece):

@@ -77,7 +77,7 @@ class Failure:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code a process ends with for this exception: a WeftError's own, 130 for Ctrl-C, else 1."""
+    """Return the exit code a process ends with for this exception: a WeftError's own, 130 for Ctrl-C, else 1."""
     if isinstance(error, WeftError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):

@@ -45,7 +45,13 @@ class RankFailed(WeftError):
 
 
 class Stopped(WeftError):
-    """A signal ended the run, as its sender wished. saved: whether the ranks ended by themselves, with all saved."""
+    """A signal ended the run, as its sender wished.
+
+    Args:
+        signum: the signal.
+        text: what the user reads.
+        saved: whether the ranks ended by themselves, with all saved; the exit code is then 0, else 128 + signum.
+    """
 
     def __init__(self, signum: int, text: str, *, saved: bool = False):
         super().__init__(text)
@@ -66,14 +72,21 @@ def launch_ranks(
 ) -> None:
     """Run `command` once per rank and return when all of them succeeded.
 
-    logs: folder where ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
-    variables: environment of the ranks, on top of this process's own.
-    settings, lock: what each rank gets over its line: bytes, and the descriptor of a lock to hold (see switchboard.py).
-    notice: called with one line when a signal asks the ranks to stop.
-    grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit. peer_grace_s: the same once
-    another rank has failed.
+    Args:
+        command: the command line of a rank.
+        num_ranks: how many are started.
+        logs: folder where ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
+        variables: environment of the ranks, on top of this process's own.
+        settings: bytes that each rank gets over its line (see switchboard.py).
+        lock: the descriptor of a lock that each rank holds, got over its line; None: there is none.
+        notice: called with one line when a signal asks the ranks to stop.
+        grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit.
+        peer_grace_s: the same once another rank has failed.
 
-    Raises RankFailed, Stopped (a signal came), or LaunchError when the ranks could not be started.
+    Raises:
+        RankFailed: where a rank failed.
+        Stopped: where a signal came.
+        LaunchError: when the ranks could not be started.
     """
     _silence_torchelastic()
     watch = _Watch(grace_s, peer_grace_s, notice)

@@ -37,8 +37,13 @@ RankBody = Callable[[TextIO | None], object]
 def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine | None = None) -> None:
     """Run `body` as one rank; on failure say so and end the process with the error's exit code.
 
-    The failure goes to the launcher over `line`, or where there is none to the old stderr, and into a record in `logs`.
     From here on, file descriptors 1 and 2 lead to logs/rank_N.log. The process dies with its launcher.
+
+    Args:
+        logs: folder of the logs, and of a record of the failure.
+        place: which rank it is of how many.
+        body: what the rank does; called with the stream of the terminal.
+        line: the failure goes to the launcher over it; None: to the old stderr.
     """
     _die_with_launcher()
     outcry = None
@@ -93,7 +98,7 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
 
 
 def second_handle(descriptor: int) -> TextIO:
-    """A stream of its own to where the descriptor leads now."""
+    """Return a stream of its own to where the descriptor leads now."""
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
 
 

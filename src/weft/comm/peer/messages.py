@@ -15,7 +15,17 @@ from weft.mesh import Axis
 
 
 class Message:
-    """A message under way between two ranks; `wait()` returns its tensor, and may be called again."""
+    """A message under way between two ranks; `wait()` returns its tensor, and may be called again.
+
+    Args:
+        tensor: sent, or received into.
+        axis: the ranks.
+        what: "send" or "receive".
+        peer: the other rank's place on the axis.
+        work: of the backend; None: there is nothing to wait for.
+        start: when it began, by time.perf_counter.
+        staged: where the backend reads or writes, if it cannot reach the tensor.
+    """
 
     def __init__(
         self,
@@ -34,7 +44,11 @@ class Message:
         self._seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """The tensor, sent or received. Raises CommError when the other rank is gone."""
+        """Return the tensor, sent or received.
+
+        Raises:
+            CommError: when the other rank is gone.
+        """
         if self._work is not None:
             pulse = self._axis.pulse
             pulse.waiting = self
@@ -55,16 +69,23 @@ class Message:
         return self._tensor
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """The message in words and the other rank."""
+        """Return the message in words and the other rank."""
         return f"{self._what} over {self._axis.name}", (self._peer,)
 
     def late(self) -> tuple[int, ...]:
-        """The other rank: a message waits for no one else."""
+        """Return the other rank: a message waits for no one else."""
         return (self._peer,)
 
 
 def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Message:
-    """Begin to send a contiguous tensor to rank `to` of the axis; it must not be changed before `wait()`."""
+    """Begin to send a contiguous tensor; it must not be changed before `wait()`.
+
+    Args:
+        tensor: of any dtype and shape.
+        axis: the ranks.
+        to: the receiver's place on the axis.
+        tag: tells messages between the same ranks apart.
+    """
     start = time.perf_counter()
     _check_peer("send", axis, to, tensor)
     tensor = tensor.detach()
@@ -74,7 +95,14 @@ def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Messa
 
 
 def start_receive(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Message:
-    """Begin to receive into a contiguous tensor from rank `source` of the axis."""
+    """Begin to receive into a contiguous tensor.
+
+    Args:
+        out: of the dtype and shape of what is sent.
+        axis: the ranks.
+        source: the sender's place on the axis.
+        tag: the sender's.
+    """
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
     staged = torch.empty_like(out, device="cpu") if _needs_host(axis, out) else None

@@ -36,9 +36,16 @@ _TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}al
 class Watch(threading.Thread):
     """Watches one rank; `close` ends it. A later watch of the same process takes over what this one watched.
 
-    tell: shows a line to people. warn_after_s: of standing still. limit_s, limit_name: the group's timeout and the
-    setting that changes it. stacks: where Python stacks go; where_stacks: that place in words. owns_process: nobody
-    else uses faulthandler's timer, so that stacks come even from a rank whose interpreter is stuck.
+    Args:
+        mesh: of this rank.
+        tell: shows a line to people.
+        warn_after_s: seconds of standing still.
+        limit_s: the group's timeout in seconds.
+        limit_name: the setting that changes it.
+        stacks: where Python stacks go; None: stderr.
+        where_stacks: that place in words.
+        owns_process: nobody else uses faulthandler's timer, so that stacks come even from a rank whose interpreter is
+            stuck.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class Watch(threading.Thread):
         self.close()
 
     def run(self) -> None:
+        """Watch until `close`: the thread's own function."""
         while not self._end.wait(self._tick_s):
             self._put_off_timer()
             try:

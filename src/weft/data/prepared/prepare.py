@@ -25,7 +25,9 @@ def prepare_data(config: RunConfig, report: Report | None = None) -> PreparedDat
     """Tokenise what is not tokenised yet, and open the rest.
 
     report(stage, done, total) is called as the work goes on; total is in bytes of the files, 0 where it is not known.
-    Raises DataError for everything that is wrong with the data.
+
+    Raises:
+        DataError: for everything that is wrong with the data.
     """
     data, cache = config.data, cache_folder(config.data)
     holdout = data.holdout if not data.eval else 0.0

@@ -51,7 +51,13 @@ class Document:
 
 
 def read_document(record: Record, schema: Schema, vocab_size: int) -> Document | Broken:
-    """vocab_size: ids at or above it are refused."""
+    """Make a document of a record, or say why it cannot be one.
+
+    Args:
+        record: as a reader gives it.
+        schema: which columns hold what.
+        vocab_size: ids at or above it are refused.
+    """
     try:
         if schema.kind == "messages":
             return _messages(record, schema)

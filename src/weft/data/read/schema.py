@@ -99,14 +99,23 @@ class Schema:
         return self.is_chat or self.kind == "completion" or bool(self.mask)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return its fields as JSON values."""
         return asdict(self)
 
 
 def detect_schema(files: FileSet, wanted: str, columns: Mapping[str, str], max_record_bytes: int) -> Schema:
-    """Look at the first records of `files`. wanted: "auto" or a kind. columns: names given by the user.
+    """Look at the first records of `files` and say what their columns are.
 
-    Raises DataError when the wanted columns are not there, nothing known is, or the records are of a kind that Weft
-    cannot train on.
+    Args:
+        files: of one source.
+        wanted: "auto" or a kind.
+        columns: names given by the user, by what they are.
+        max_record_bytes: longer records are passed over.
+
+    Raises:
+        DataError: when the wanted columns are not there, nothing known is, or the records are of a kind that Weft
+            cannot
+            train on.
     """
     field = files.field
     _check_column_keys(field, wanted, columns)

@@ -57,13 +57,15 @@ class FileSet:
 
     @property
     def size_bytes(self) -> int:
+        """The bytes of all files together."""
         return sum(file.size_bytes for file in self.files)
 
 
 def find_files(path: str, field: str) -> FileSet:
-    """The files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
+    """Return the files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
 
-    Raises DataError when nothing matches, a format is unknown, or the files are of several formats.
+    Raises:
+        DataError: when nothing matches, a format is unknown, or the files are of several formats.
     """
     if path == STDLIB_SOURCE:
         root = Path(sysconfig.get_path("stdlib"))

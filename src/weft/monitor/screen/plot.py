@@ -21,11 +21,19 @@ _LOG_RATIO = 3.0
 
 
 def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "") -> Path:
-    """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG. Under the
-    title stand model, plan, steps and day. The loss has a logarithmic axis where it spans more than a factor of 3.
+    """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG.
 
-    events: as `read_events` gives them; steps done twice are drawn once. The file is replaced in one rename. Raises
-    DataError when there is no step to draw.
+    Under the title stand model, plan, steps and day. The loss has a logarithmic axis where it spans more than a factor
+    of
+    3. The file is replaced in one rename.
+
+    Args:
+        events: as `read_events` gives them; steps done twice are drawn once.
+        path: of the PNG; it is also what is returned.
+        title: "" becomes "Training loss".
+
+    Raises:
+        DataError: when there is no step to draw, or the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

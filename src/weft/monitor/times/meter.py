@@ -58,7 +58,15 @@ class CudaClock:
 
 
 class StepTimes:
-    """One step's times. total_s: by the host's clock, all included. count_per_s: of this step alone."""
+    """The times of one step. count_per_s: of this step alone.
+
+    Args:
+        total_s: seconds by the host's clock, all included.
+        count: tokens or samples of the step.
+        spans: (phase, start, end), as marks of the clock.
+        clock: makes seconds of marks.
+        exposed: host seconds of communication by phase and axis.
+    """
 
     def __init__(
         self,
@@ -87,7 +95,7 @@ class StepTimes:
         return seconds
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """(phase, start, end) of each, in seconds from the start of the first."""
+        """Return (phase, start, end) of each, in seconds from the start of the first."""
         if not self._spans:
             return []
         zero, between = self._spans[0][1], self._clock.seconds_between
@@ -97,9 +105,13 @@ class StepTimes:
 class Meter:
     """Times the steps of one rank.
 
-    device: "cpu", "cuda:0" or a torch.device. clock: for tests. communication: host seconds by axis so far; what of
-    them falls into each phase is kept apart. A step lasts from `begin_step` (or, without that,
-    from the last `end_step`) to `end_step`, so that evaluation and saving between the two count as no step's time.
+    A step lasts from `begin_step` (or, without that, from the last `end_step`) to `end_step`, so that evaluation and
+    saving between the two count as no step's time.
+
+    Args:
+        device: "cpu", "cuda:0" or a torch.device.
+        clock: for tests; None: the device's.
+        communication: host seconds by axis so far; what of them falls into each phase is kept apart.
     """
 
     def __init__(
@@ -125,7 +137,7 @@ class Meter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step. Phases may repeat within a step, and may lie inside each other."""
+        """Measure the time of a part of the step. Phases may repeat within a step, and may lie inside each other."""
         before = self._communication() if self._communication else {}
         start = self._clock.mark()
         try:
@@ -155,7 +167,7 @@ class Meter:
 
 
 def memory_bytes(device: object = "cpu") -> tuple[int, int]:
-    """(now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
+    """Return (now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
     if str(device).startswith("cuda"):
         import torch
 

@@ -40,8 +40,13 @@ Run = Callable[[Tensor, Tensor], Tensor]
 def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Let each rank keep its experts, in place. Returns how the parameters of experts are placed now.
 
-    layout: modules whose style is `expert` are spread too, besides those that are known by themselves.
-    Raises ModelError where the plan asks for experts and the model has none, or they cannot be divided.
+    Args:
+        model: whole, or a stage.
+        mesh: its ep and tp.
+        layout: modules whose style is `expert` are spread too, besides those that are known by themselves.
+
+    Raises:
+        ModelError: where the plan asks for experts and the model has none, or they cannot be divided.
     """
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(layers.find_experts(model, layout))
@@ -62,7 +67,16 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
 
 
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
-    """ModelError where ep divides experts and the model has none. model: the whole; a stage may well have none."""
+    """Refuse a plan that divides experts where the model has none.
+
+    Args:
+        model: the whole; a stage may well have none.
+        layout: modules whose style is `expert` hold some too.
+        ep: ranks that divide them.
+
+    Raises:
+        ModelError: where ep is above 1 and there are none.
+    """
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
             f"ep={ep}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of stacked "

@@ -15,7 +15,14 @@ from weft.parallel.placement.axes import AxisMap
 def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
     """Compare names, whole shapes, cuts and what is trained among the ranks of one stage.
 
-    Raises CommError that names parameter and ranks.
+    Args:
+        model: this rank's.
+        axes: how its parameters are placed.
+        device: of the tensors that travel.
+
+    Raises:
+        CommError: where a rank built another model; it names tensor and ranks.
+        ModelError: for a complex parameter.
     """
     axis = axes.stage
     rows = [

@@ -45,10 +45,18 @@ def cut_tensors(
 ) -> dict[str, Placement]:
     """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
 
-    layout: found from the model where it is None. taken: parameters that another technique has placed.
-    runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
-    Returns the placements of what was changed. Raises LayoutError where the layout does not fit the model, PlanError
-    where the model cannot be divided by tp.
+    Returns the placements of what was changed.
+
+    Args:
+        model: whole, or a stage.
+        mesh: of the plan.
+        layout: found from the model where it is None.
+        taken: parameters that another technique has placed.
+        runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
+
+    Raises:
+        LayoutError: where the layout does not fit the model.
+        PlanError: where the model cannot be divided by tp.
     """
     return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken, runs).cut()
 
@@ -65,10 +73,15 @@ def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
 
 
 def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Layout:
-    """What can be asked of a whole model only, before a pipeline takes its parts away. Returns the layout.
+    """Check what can be asked of a whole model only, before a pipeline takes its parts away, and return the layout.
 
-    layout: found from the model where it is None. Raises LayoutError where the layout names what is not there, or sp
-    would cut tokens that meet.
+    Args:
+        model: the whole.
+        mesh: of the plan.
+        layout: found from the model where it is None.
+
+    Raises:
+        LayoutError: where the layout names what is not there, or sp would cut tokens that meet.
     """
     layout = find_layout(model) if layout is None else layout
     modules = dict(model.named_modules())
@@ -285,15 +298,26 @@ def _read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> d
 
 
 def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
-    """LayoutError where a pattern fits no module. modules: of the whole model; a stage has not all of them."""
+    """Refuse a layout with a pattern that fits no module. modules: of the whole model; a stage has not all of them.
+
+    Raises:
+        LayoutError: names the first such pattern.
+    """
     if unused := layout.unused(modules):
         raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
 
 
 def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
-    """The numbers of ranks that can share the model by this layout, at most eight.
+    """Return the numbers of ranks that can share the model by this layout, at most eight.
 
-    Raises LayoutError where the layout does not fit the model, PlanError where tp (if given) is none of them.
+    Args:
+        model: the whole.
+        layout: how its modules are cut.
+        tp: a number that must be among them; 0: none.
+
+    Raises:
+        LayoutError: where the layout does not fit the model.
+        PlanError: where tp is none of the numbers.
     """
     modules = dict(model.named_modules())
     styles = _read_styles(layout, modules, tp)

@@ -16,7 +16,7 @@ _PLAN = "plan"
 
 
 def carried_here(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's tensors as (`rank/tensor/role/name`, tensor), and the plan; nothing where it carries none."""
+    """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan; nothing where it carries none."""
     mesh, states = engine.axes.mesh, engine.coders.states()
     yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())
     if states:

@@ -40,7 +40,7 @@ _LEAST_SHARE = 0.02
 
 
 def parts_of(terms: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step by part."""
+    """Return the seconds of a step by part."""
     found = {name: sum(terms.get(term, 0.0) for term in inside) for name, inside in PARTS.items()}
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
@@ -56,7 +56,7 @@ def part_of_kind(kind: str) -> str:
 
 
 def measured_parts(kinds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step by part, from a time book's by kind."""
+    """Return the seconds of a step by part, from a time book's by kind."""
     found: dict[str, float] = {}
     for kind, seconds in kinds.items():
         part = part_of_kind(kind)
@@ -92,7 +92,7 @@ def factors(profile: Profile) -> dict[str, float]:
 
 
 def lesson_words(profile: Profile) -> str:
-    """'compute x 1.08, over tp x 0.93 (learned from 2 runs)'; nothing where nothing was learned."""
+    """Return 'compute x 1.08, over tp x 0.93 (learned from 2 runs)'; nothing where nothing was learned."""
     found = part_factors(profile.learned)
     if not found:
         return ""
@@ -134,7 +134,11 @@ def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
 
 
 def learn(run: Path, profile: Profile) -> Profile:
-    """The profile with what a run teaches. Raises ConfigError where the run was of another kind of device."""
+    """Return the profile with what a run teaches.
+
+    Raises:
+        ConfigError: for a run of another kind of device, or one without estimate and measured times.
+    """
     lesson = lesson_of(run)
     kind = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["device"]
     if kind != profile.machine.kind:

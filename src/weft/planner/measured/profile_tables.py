@@ -18,9 +18,15 @@ _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")
 
 
 def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
-    """The cost model's constants for a machine that was measured; for a host also the laws of its primitives.
+    """Return the cost model's constants for a machine that was measured; for a host also the laws of its primitives.
 
-    Raises ConfigError for several hosts, and for a profile of a host that lacks compute.
+    Args:
+        profile: what was measured.
+        cluster: what is asked about.
+        tier: of the constants that were not measured.
+
+    Raises:
+        ConfigError: for several hosts, and for a profile of a host that lacks compute.
     """
     tables = Tables.of(cluster.device, tier)
     if profile.machine.kind == "cuda":

@@ -56,10 +56,14 @@ class PlannedModel:
 
 
 def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel) -> PlannedModel:
-    """The model that a text or a spec stands for.
+    """Return the model that a text or a spec stands for.
 
     source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a config of Weft
-    (.toml); a description that tracing saved (.json); or a spec. Raises ModelError or ConfigError.
+    (.toml); a description that tracing saved (.json); or a spec.
+
+    Raises:
+        ModelError: for a name that is not known, and a spec without a shape.
+        ConfigError: for a config that breaks rules.
     """
     if isinstance(source, PlannedModel):
         return source
@@ -78,7 +82,13 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
 
 
 def of_decoder(name: str, spec: DecoderSpec, config: RunConfig | None = None) -> PlannedModel:
-    """One of Weft's own decoders."""
+    """Return one of Weft's own decoders.
+
+    Args:
+        name: for people.
+        spec: its shape.
+        config: that it came from; None: none.
+    """
     return PlannedModel(name=name, shape=Shape.of_decoder(spec), spec=spec, config=config)
 
 

@@ -57,9 +57,19 @@ class Question:
         profile: Path | str | None = None,
         **options: Any,
     ) -> Question:
-        """A question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
+        """Return a question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
 
-        Raises ModelError, ConfigError or PlanError for what cannot be read.
+        Args:
+            model: a size, a path, or a spec.
+            cluster: "2x8xh100", a .toml file, or a ClusterSpec.
+            seq_len: tokens of a sequence; None: the config's, else a usual one.
+            global_batch: sequences of a step; None: the config's, else a usual one.
+            fixed: decided fields, as plan text or by name.
+            profile: of a machine that was measured: its file.
+            **options: further fields of the question.
+
+        Raises:
+            ModelError, ConfigError, PlanError: for what cannot be read.
         """
         planned = read_model(model)
         machines, known = find_machines(cluster, profile)

@@ -122,7 +122,7 @@ def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
 
 
 def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
-    """Bytes by class on every rank of the pipeline; one entry where there is none."""
+    """Return the bytes by class on every rank of the pipeline; one entry where there is none."""
     question, plan = one.question, one.plan
     if plan.pp == 1 or isinstance(question.tables, HostTables):
         return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
@@ -143,7 +143,11 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
 
 
 def drawn_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
-    """The candidate's schedule with its seconds, to be drawn. PlanError where there is no pipeline."""
+    """Return the candidate's schedule with its seconds, to be drawn.
+
+    Raises:
+        PlanError: where there is no pipeline.
+    """
     if one.plan.pp == 1:
         rule = "there is no pipeline to draw. Ask with --fix pp=4, or leave --draw out."
         raise PlanError([Problem("pp", f"pp=1: {rule}")])

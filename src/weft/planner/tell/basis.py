@@ -38,7 +38,7 @@ RUNGS = {
 
 
 def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]:
-    """Share of the step's time by where its constants come from; the shares add up to 1."""
+    """Return the share of the step's time by where its constants come from; the shares add up to 1."""
     shares = dict.fromkeys(RUNGS, 0.0)
     for name, seconds in terms.items():
         constant = DECIDED_BY.get(name)

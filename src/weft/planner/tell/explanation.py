@@ -31,7 +31,7 @@ _WIDTH = 32
 
 
 def explain(one: Candidate, hour_price: float | None = None) -> str:
-    """The whole story of one candidate. hour_price: dollars of one device for one hour."""
+    """Tell the whole story of one candidate. hour_price: dollars of one device for one hour."""
     return "\n".join([*headline(one, hour_price), "", *waterfall(one), "", *memory_bars(one)])
 
 
@@ -95,7 +95,7 @@ def memory_bars(one: Candidate) -> list[str]:
 
 
 def fit_words(probability: float) -> str:
-    """'fits (97 %)', 'may not fit (60 %)' or 'does not fit'."""
+    """Return 'fits (97 %)', 'may not fit (60 %)' or 'does not fit'."""
     percent = f"{min(probability, 0.999):.0%}" if probability < 0.995 else "> 99%"
     if probability >= 0.9:
         return f"fits ({percent})"

@@ -150,7 +150,11 @@ def _number(name: str, text: str, lever: Lever, now: float) -> float:
 
 
 def what_if(text: str, question: Question) -> Scenario:
-    """Answer the question under a change. Raises ConfigError where the change cannot be read."""
+    """Answer the question under a change.
+
+    Raises:
+        ConfigError: where the change cannot be read.
+    """
     changed = change(question, text)
     return Scenario(text, changed, answer(changed))
 

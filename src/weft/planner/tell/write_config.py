@@ -13,9 +13,11 @@ _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_
 
 
 def config_text(one: Candidate) -> str:
-    """The config as TOML, with the figures that were expected as a comment.
+    """Return the config as TOML, with the figures that were expected as a comment.
 
-    Raises ModelError for a model that `weft train` cannot build, ConfigError where a rule refuses the config.
+    Raises:
+        ModelError: for a model that `weft train` cannot build.
+        ConfigError: where a rule refuses the config.
     """
     from weft.spec import RunConfig
     from weft.spec.files import format_config

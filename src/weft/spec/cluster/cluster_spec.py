@@ -69,7 +69,7 @@ class DeviceSpec:
     note: str = ""
 
     def peak_flops(self, precision: str) -> float | None:
-        """Dense peak FLOP/s of a precision ("bf16", "fp16", "fp8", "fp4", "tf32"), or None where it has none."""
+        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""
         return dict(self.peaks).get(precision)
 
 
@@ -90,7 +90,8 @@ class ClusterSpec:
     def parse(cls, text: str) -> ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
-        Raises ConfigError.
+        Raises:
+            ConfigError: for a text that cannot be read, and a device that is not known.
         """
         match = _SHORTHAND.fullmatch(text.strip().lower())
         if match is None:
@@ -105,7 +106,10 @@ class ClusterSpec:
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
         """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers.
 
-        A device's table starts from a known one where it has `like = "h100"`. Raises ConfigError with every mistake.
+        A device's table starts from a known one where it has `like = "h100"`.
+
+        Raises:
+            ConfigError: with every mistake of the table, each from `origin`.
         """
         problems = _unknown_keys(table, _CLUSTER_KEYS, "cluster")
         counts: dict[str, int] = {}
@@ -126,7 +130,11 @@ class ClusterSpec:
 
     @classmethod
     def load(cls, path: Path | str) -> ClusterSpec:
-        """Read a TOML file in the form of `from_mapping`. Raises ConfigError."""
+        """Read a TOML file in the form of `from_mapping`.
+
+        Raises:
+            ConfigError: for a file that cannot be read, and as `from_mapping`.
+        """
         try:
             table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
         except OSError as error:
@@ -142,14 +150,18 @@ class ClusterSpec:
 
 @functools.cache
 def devices() -> Mapping[str, DeviceSpec]:
-    """The devices that Weft knows, by name."""
+    """Return the devices that Weft knows, by name."""
     text = resources.files("weft.spec.cluster").joinpath("devices.toml").read_text(encoding="utf-8")
     tables = cast(dict[str, dict[str, object]], tomllib.loads(text))
     return {name: _changed(DeviceSpec(name=name), table) for name, table in tables.items()}
 
 
 def device(name: str) -> DeviceSpec:
-    """A known device by its name or an alias. Raises ConfigError that lists the known ones."""
+    """Return a known device by its name or an alias.
+
+    Raises:
+        ConfigError: for any other; it lists the known ones.
+    """
     wanted = name.strip().lower()
     for spec in devices().values():
         if wanted == spec.name or wanted in spec.aliases:
@@ -160,7 +172,7 @@ def device(name: str) -> DeviceSpec:
 
 
 def device_by_torch_name(name: str) -> DeviceSpec | None:
-    """The device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
+    """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
     wanted = " ".join(word for word in name.split() if word not in _MAKERS)
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
 

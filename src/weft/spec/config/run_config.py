@@ -8,73 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field
 
-# TOML has 64-bit integers; sizes have limits far above sense, so that a slip of the hand is refused at once.
-PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Extent = Annotated[int, Field(gt=0, le=10**9)]
-Width = Annotated[int, Field(gt=0, le=10**6)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[
-    str,
-    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-            "x-rule": "a name of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
-        }
-    ),
-]
-
-_SHARE_OR_SIZE = r"^([1-9][0-9]?%|([1-9][0-9]{0,8}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])([KMGT]i?|k)B)$"
-ShareOrSize = Annotated[
-    str,
-    StringConstraints(pattern=_SHARE_OR_SIZE),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": _SHARE_OR_SIZE,
-            "x-rule": "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
-        }
-    ),
-]
-
-_CODE = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
-CodeName = Annotated[
-    str,
-    StringConstraints(pattern=_CODE),
-    WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
-]
-_TASK = r"^([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*$"
-TaskName = Annotated[
-    str,
-    StringConstraints(pattern=_TASK),
-    WithJsonSchema(
-        {"type": "string", "pattern": _TASK, "x-rule": "a class as package.module:Class or path/to/file.py:Class"}
-    ),
-]
-OptionValue = Annotated[
-    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
-    WithJsonSchema({"x-rule": "true, false, a number, a text or a list of numbers"}),
-]
-_DURATION = "^(" + "|".join(
-    "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
-    for unit in "dhms"
-) + ")$"  # fmt: skip
-Duration = Annotated[
-    str,
-    StringConstraints(pattern=_DURATION),
-    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
-]
-
-ColumnPart = Literal[
-    "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
-    "mask",
-]  # fmt: skip
+from weft.spec.config.setting_types import (
+    CodeName,
+    ColumnPart,
+    Count,
+    Duration,
+    Extent,
+    Fraction,
+    Name,
+    NonNegative,
+    OptionValue,
+    PositiveFloat,
+    PositiveInt,
+    ShareOrSize,
+    TaskName,
+    Width,
+)
 
 #: The source that every machine already has: Python's standard library.
 STDLIB_SOURCE = "builtin:python-stdlib"
@@ -168,6 +119,8 @@ class ModelSection(Section):
 
 
 class TokenizerSection(Section):
+    """The tokenizer: trained on the run's own text, read from a file, or bytes."""
+
     kind: Literal["bpe", "file", "bytes"] = "bpe"
     """bpe: a byte-level BPE trained on the run's own text; file: a saved tokenizer; bytes: one token per byte."""
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
@@ -196,6 +149,8 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
+    """Where samples come from, and how documents become sequences."""
+
     train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1, strict=False)
     """Sources of training data, mixed by token weight."""
     eval: tuple[SourceSection, ...] = Field(default=(), strict=False)
@@ -227,6 +182,8 @@ class OptimizerGroup(Section):
 
 
 class OptimizerSection(Section):
+    """The optimizer, its learning rate over the steps, and its groups of parameters."""
+
     name: Literal["adamw", "sgd", "muon"] | CodeName = "adamw"
     """Muon updates the matrices between embedding and head, AdamW all other parameters. A class of your own or of a
     library is named package.module:Class."""
@@ -271,11 +228,11 @@ class ScheduleSection(Section):
     """Learning rate at the last step, as a factor of optimizer.lr."""
 
     def warmup(self, num_steps: int) -> int:
-        """Steps of the warm-up in a run of `num_steps`."""
+        """Return the number of steps of the warm-up in a run of `num_steps`."""
         return min(1000, num_steps // 20) if self.warmup_steps is None else self.warmup_steps
 
     def decay(self, num_steps: int) -> int:
-        """Steps of the wsd schedule's decay in a run of `num_steps`."""
+        """Return the number of steps of the wsd schedule's decay in a run of `num_steps`."""
         return self.decay_steps or max(1, num_steps // 5)
 
 
@@ -342,6 +299,8 @@ class MemorySection(Section):
 
 
 class SampleSection(Section):
+    """The text that the trained model writes at the end of a run."""
+
     prompt: str = "def "
     """Prompt of the sample at the end of the run; empty: no sample."""
     max_tokens: PositiveInt = 120

@@ -154,7 +154,7 @@ def _elsewhere(name: str) -> str:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value as TOML text, on one line and cut to `limit` characters."""
+    """Return a value as TOML text, on one line and cut to `limit` characters."""
     text = _plain_toml(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -175,7 +175,7 @@ def _plain_toml(value: object) -> str:
 
 
 def as_toml(value: object) -> str:
-    """A value as TOML on one line, texts in quotes."""
+    """Return a value as TOML on one line, texts in quotes."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else _plain_toml(value)
 
 

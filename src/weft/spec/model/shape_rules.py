@@ -125,7 +125,10 @@ _COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_
 
 
 def shape_problems(spec: DecoderSpec) -> tuple[Problem, ...]:
-    """Everything that makes a shape unusable; empty when it can be built. Fields are dotted: "model.num_heads"."""
+    """Return everything that makes a shape unusable; empty when it can be built.
+
+    Fields are dotted: "model.num_heads".
+    """
     problems: list[Problem] = []
     if spec.family not in FAMILIES:
         problems.append(shape_problem("family", spec.family, f"not one of {', '.join(FAMILIES)}. Use {FAMILIES[0]}."))

@@ -51,7 +51,9 @@ class Plan:
     """How a model is laid over the machines: a field for each thing that may be chosen, described where it is declared.
 
     `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
-    Raises PlanError, with every field that cannot be used, when it is made.
+
+    Raises:
+        PlanError: when it is made, with every field that cannot be used.
     """
 
     # One field after another, in the order in which they are printed.
@@ -196,7 +198,7 @@ class Plan:
         return int(self.recompute.partition(":")[2] or 0)
 
     def offload_share(self, name: str) -> float:
-        """Which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
+        """Return which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
         return share_of(self.offload, name)
 
     @property
@@ -205,11 +207,15 @@ class Plan:
         return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     def axis_sizes(self) -> dict[str, int]:
-        """Size of each mesh axis, outermost first."""
+        """Return the size of each mesh axis, outermost first."""
         return {axis: getattr(self, axis) for axis in self.axis_order}
 
     def replace(self, **changes: object) -> Plan:
-        """A new plan with some fields changed."""
+        """Return a new plan with some fields changed.
+
+        Raises:
+            PlanError: for a name that is no field, and a value that its field does not take.
+        """
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
@@ -222,7 +228,9 @@ class Plan:
         Where they leave one rank for `dp_shard=*`, zero is 0: "dp_shard=* zero=3" is a plan for any number of ranks.
 
         world_size: number of ranks; needed only where the text holds a `*`.
-        Raises PlanError for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
+
+        Raises:
+            PlanError: for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
         """
         return cls._close(text, world_size)
 
@@ -255,13 +263,14 @@ class Plan:
     def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
         """Read text or a table while the number of ranks is unknown: the plan with its `*` as 1, and that axis's name.
 
-        Raises PlanError with every mistake found.
+        Raises:
+            PlanError: with every mistake found.
         """
         values, open_axis = read_values(source, PLAN_FIELDS)
         return cls(**values), open_axis
 
     def format(self, open_axis: str | None = None) -> str:
-        """The one-line text form; the empty string is the default plan (one rank, fp32).
+        """Return the one-line text form; the empty string is the default plan (one rank, fp32).
 
         open_axis: a mesh axis to be written as `*`, so that `format(*read_open(text))` keeps the meaning.
         """
@@ -283,12 +292,16 @@ PLAN_FIELDS = descriptions(Plan)
 
 
 def plan_fields() -> tuple[str, ...]:
-    """Names of the plan's fields, in the order in which they are printed."""
+    """Return the names of the plan's fields, in the order in which they are printed."""
     return tuple(PLAN_FIELDS)
 
 
 def auto_fields(text: str) -> dict[str, object]:
-    """The fields that an auto plan decides, with their values. Raises PlanError where they cannot be read."""
+    """Return the fields that an auto plan decides, with their values.
+
+    Raises:
+        PlanError: where they cannot be read.
+    """
     words, problems = split_plan(text.partition("auto")[2])
     if problems:
         raise PlanError(problems)

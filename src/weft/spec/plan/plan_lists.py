@@ -93,7 +93,7 @@ class AxisOrder(_Listed):
 
 @functools.cache
 def orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Every order of the axes, first the usual one."""
+    """Return every order of the axes, first the usual one."""
     return tuple(itertools.permutations(axes))
 
 

@@ -10,12 +10,12 @@ from weft.spec.plan.plan_field import PlanField
 
 
 def is_auto(text: str) -> bool:
-    """Whether the planner is to choose: "auto", or "auto" and fields that are decided ("auto zero=3")."""
+    """Return whether the planner is to choose: "auto", or "auto" and fields that are decided ("auto zero=3")."""
     return text.split()[:1] == ["auto"]
 
 
 def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
-    """The words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
+    """Return the words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
 
     "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Wrong: a word without a value, a field given twice, and "auto".
     """

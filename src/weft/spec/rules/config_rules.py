@@ -194,11 +194,15 @@ def config_problems(
     world_size: int | None = None,
     device: DeviceSpec | None = None,
 ) -> list[Problem]:
-    """Every rule that a config breaks: between its keys, of the model's shape, and of the plan.
+    """Return every rule that a config breaks: between its keys, of the model's shape, and of the plan.
 
-    broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
-    origins: dotted key -> where it was typed; fallback: the origin of what was typed nowhere.
-    world_size, device: what the ranks are and run on, where that is known.
+    Args:
+        config: with defaults in the place of what was refused.
+        broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
+        origins: dotted key -> where it was typed.
+        fallback: the origin of what was typed nowhere.
+        world_size: the number of ranks, where that is known.
+        device: what they run on, where that is known.
     """
     found: list[tuple[Problem, tuple[str, ...]]] = []  # with the keys that may be to blame
     for rule in CONFIG_RULES:
@@ -217,7 +221,7 @@ def config_problems(
 
 
 def least_vocab(config: RunConfig) -> int:
-    """Entries of the tokenizer as far as the config tells: those of one to be trained, at least one of any other."""
+    """Count a tokenizer's entries as far as the config tells: all of one to be trained, at least one of any other."""
     return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
 
 
@@ -257,7 +261,7 @@ def _plan_problems(
 
 
 def in_config(problem: Problem) -> Problem:
-    """A problem of the plan's field as one of the config's key: "tp" is "plan.tp"."""
+    """Turn a problem of the plan's field into one of the config's key: "tp" is "plan.tp"."""
     if "." in problem.field:
         return problem
     message = problem.message

@@ -347,7 +347,13 @@ RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
 
 
 def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:
-    """Every rule that the plan breaks, at most one for each field: the first in the list says the most."""
+    """Return every rule that the plan breaks, at most one for each field: the first in the list says the most.
+
+    Args:
+        plan: what is checked.
+        facts: what is known besides; a rule that needs more is passed over. None: nothing.
+        rules: None: all of RULES.
+    """
     found: dict[str, Violation] = {}
     for rule in RULES if rules is None else rules:
         violation = rule.check(plan, facts or Facts()) if rule.field not in found else None
@@ -357,7 +363,11 @@ def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None =
 
 
 def check_plan(plan: Plan, facts: Facts | None = None) -> None:
-    """Raise PlanError with every rule that the plan breaks."""
+    """Raise PlanError with every rule that the plan breaks.
+
+    Raises:
+        PlanError: with all of them, by the plan's fields.
+    """
     violations = check(plan, facts)
     if violations:
         raise PlanError(Problem(violation.field, violation.message) for violation in violations)

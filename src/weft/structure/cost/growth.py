@@ -65,9 +65,14 @@ def trace_model(
 ) -> TracedModel:
     """Describe a model on the meta device.
 
-    call(model, batch, seq): runs it on so many samples of so many tokens. seq_step: least tokens of a sequence to
-    try; 0: the model reads no sequence. Raises ModelError where it does not run without numbers, or its work does
-    not grow as a polynomial.
+    Args:
+        model: on the meta device.
+        outline: its blocks, head and what tensor parallelism cuts.
+        call: call(model, batch, seq) runs it on so many samples of so many tokens.
+        seq_step: least tokens of a sequence to try; 0: the model reads no sequence.
+
+    Raises:
+        ModelError: where it does not run without numbers, or its work does not grow as a polynomial.
     """
     points = [(batch, seq * seq_step) for batch, seq in _POINTS] if seq_step else list(_BATCHES)
     weights = _weights(model)

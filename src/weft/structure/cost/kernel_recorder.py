@@ -36,10 +36,14 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
 def is_worth_keeping(op: Any, made: float, read: float) -> bool:
-    """Whether a product is rather kept than made again: batched ones only where they are not the larger side.
+    """Return whether a product is rather kept than made again: batched ones only where they are not the larger side.
 
     Those are attention scores where they are larger than what they are made of: dear to keep, cheap to make again.
-    op: its name without the overload, or what has it. made, read: sizes in the same unit.
+
+    Args:
+        op: its name without the overload, or what has it.
+        made: size of the result.
+        read: size of what it is made of, in the same unit.
     """
     return str(op) not in ("aten.bmm", "aten.baddbmm") or made <= read
 

@@ -37,7 +37,7 @@ def load_stub() -> ctypes.CDLL:
 
 
 def why_not() -> str:
-    """Why this machine cannot have a paper device; empty where it can."""
+    """Return why this machine cannot have a paper device; empty where it can."""
     if not sys.platform.startswith("linux"):
         return f"the paper device is built for Linux, and this is {sys.platform}"
     if shutil.which("g++") is None:

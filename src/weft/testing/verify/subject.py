@@ -49,8 +49,10 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is trained. dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: the
-    model's own where None."""
+    """How much is trained.
+
+    dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: the model's own where None.
+    """
 
     num_steps: int = 3
     dtype: str = "float64"
@@ -84,7 +86,11 @@ class Subject:
         return self.settings.global_batch if self.kind in ("decoder", "task") else None
 
     def build(self) -> BuiltCase:
-        """The model with its data and loss. Raises ModelError where it cannot be had."""
+        """Return the model with its data and loss.
+
+        Raises:
+            ModelError: where it cannot be had.
+        """
         torch.manual_seed(self.settings.seed)
         dtype = DTYPES[self.settings.dtype]
         if self.kind == "decoder":
@@ -215,7 +221,12 @@ class BuiltCase(SampleCase):
 
 
 def find_subject(source: str, settings: Settings) -> Subject:
-    """What `source` stands for; the table is at the top of the file. Raises ModelError or ConfigError."""
+    """Return what `source` stands for; the table is at the top of the file.
+
+    Raises:
+        ModelError: where no model can be found or its sizes cannot be changed.
+        ConfigError: for a config file that breaks rules.
+    """
     path = Path(source)
     if path.suffix == ".toml":
         config = load_config(path).config

@@ -61,7 +61,7 @@ class Verdict:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As a dict for JSON; numbers that JSON does not know become text."""
+        """Return a dict for JSON; numbers that JSON does not know become text."""
         return json.loads(json.dumps(asdict(self)), parse_constant=str)
 
 
@@ -78,7 +78,10 @@ class _Reference:
 class Verifier:
     """Verifies plans of one number of ranks for one subject; a context, because it holds ranks and a folder.
 
-    pool: ranks that run already, for several subjects in turn; they are left running.
+    Args:
+        subject: the model, and how much of it is trained.
+        num_ranks: of every plan.
+        pool: ranks that run already, for several subjects in turn; they are left running. None: new ones.
     """
 
     def __init__(self, subject: Subject, num_ranks: int, pool: RankPool | None = None):

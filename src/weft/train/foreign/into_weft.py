@@ -47,9 +47,17 @@ def bring_in(
 ) -> BroughtIn:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, and commit its weights and states under `root`.
 
-    step: optimizer steps done; None: as the source says. model_key: the table of weights, where the source has several.
-    limit_s: how long (s) reading may take. The disk of `root` holds everything twice for a moment.
-    Raises CheckpointError for what cannot be read, or holds anything but weights and plain values.
+    The disk of `root` holds everything twice for a moment.
+
+    Args:
+        source: the foreign folder.
+        root: the folder of the steps' folders.
+        step: optimizer steps done; None: as the source says.
+        model_key: the table of weights, where the source has several.
+        limit_s: how long (s) reading may take.
+
+    Raises:
+        CheckpointError: for what cannot be read, or holds anything but weights and plain values.
     """
     kind = _kind_of(source)
     try:

@@ -26,12 +26,14 @@ _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 
 
 def trace(source: str) -> TracedModel:
-    """The description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
+    """Return the description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
 
     The function is called with meta as the default device and without arguments. It returns a model; or a model and
     an example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as `weft verify`
     takes it. Without an example the model is called with ids, an image or features, by how it begins.
-    Raises ModelError where that gives no model, or the model does not run without numbers.
+
+    Raises:
+        ModelError: where that gives no model, or the model does not run without numbers.
     """
     with torch.device("meta"):
         model, rest = call_function(source)
@@ -45,6 +47,9 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     """Trace a model, which is brought to the meta device and half precision, in place.
 
     example: arguments of a forward, or batch_fn(step, size); None: ids, an image or features, by how it begins.
+
+    Raises:
+        ModelError: where the model does not run without numbers.
     """
     inputs = dry_run.Inputs(model, example)
     model.to("meta").train()

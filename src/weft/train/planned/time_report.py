@@ -45,8 +45,15 @@ def report_times(
 ) -> list[str]:
     """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
 
-    Lines are empty where no step was done. task: of the run, to lay what the planner expects beside it.
-    start_step: where this start began; times are of this start alone.
+    Lines are empty on all ranks but the first, and where no step was done.
+
+    Args:
+        folder: of the run.
+        mesh: of the ranks.
+        model: as it was trained.
+        book: this rank's times.
+        task: of the run, to lay what the planner expects beside it.
+        start_step: where this start began; times are of this start alone.
     """
     if not book.num_steps:
         return []

@@ -25,7 +25,10 @@ def run_lock(folder: Path) -> Generator[int]:
     """Hold the folder, made where it is missing, and give the descriptor of the lock; others may be given it too.
 
     When an error ends the block before anything was written, a folder that was made here is taken away again.
-    Raises LaunchError when another command holds the folder, ConfigError where it cannot be written to.
+
+    Raises:
+        LaunchError: when another command holds the folder.
+        ConfigError: where it cannot be written to.
     """
     try:
         descriptor, made = _acquire(folder)

@@ -27,10 +27,18 @@ _BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.
 def prepare_run(config: RunConfig, world_size: int, report: Report | None = None, *, locked: bool = False) -> RunFolder:
     """Check everything that can be checked before ranks start, make the data ready, and write the run folder.
 
-    Called by one process, before any process group exists. locked: whether the caller holds `run_lock`, as a command
-    does for the whole of its run; else the folder is held while this function works.
-    Raises the WeftError of what is wrong, LaunchError where another command trains in the folder; then nothing in an
-    existing folder was changed.
+    Called by one process, before any process group exists.
+
+    Args:
+        config: the whole run.
+        world_size: ranks that will train.
+        report: called with (stage, done, total) while data is prepared.
+        locked: whether the caller holds `run_lock`, as a command does for the whole of its run; else the folder is held
+            while this function works.
+
+    Raises:
+        WeftError: the one of what is wrong; nothing in an existing folder was changed then.
+        LaunchError: where another command trains in the folder.
     """
     folder = run_folder(config)
     with contextlib.nullcontext() if locked else run_lock(folder.path):

@@ -71,8 +71,11 @@ def run_rank(
 ) -> RunResult:
     """Train, as one rank, the run that `prepare_run` made; goes on from the newest valid checkpoint.
 
-    run: what `prepare_run` gave, or the path of its folder. place: this process among the ranks; None is a single rank.
-    terminal: where the first rank shows progress.
+    Args:
+        run: what `prepare_run` gave, or the path of its folder.
+        place: this process among the ranks; None is a single rank.
+        terminal: where the first rank shows progress; None: stdout.
+        start: how the command started it.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     began = time.monotonic() if start.began is None else start.began

@@ -19,6 +19,9 @@ class Ema:
 
     The first update takes the weights as they are, as torch's AveragedModel does. It costs as much memory as the
     masters on this rank, on the same device.
+
+    Raises:
+        ModelError: for a decay that is not from 0 up to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999):
@@ -32,7 +35,11 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After each optimizer step; no collective."""
+        """Move the averages after each optimizer step; no collective.
+
+        Raises:
+            ModelError: inside of `swapped`.
+        """
         if self._is_swapped:
             raise ModelError("ema.update(): the averages are in the model now. Call it outside of ema.swapped().")
         weights = self._engine.held_weights()
@@ -46,9 +53,12 @@ class Ema:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """While inside, the model has the averages, in place, and the averages are the weights. All ranks call it.
+        """Give the model the averages while inside, in place, and the averages the weights. All ranks call it.
 
         For evaluation and export; a step inside would train the averages. Under zero=1 and 2 it gathers the weights.
+
+        Raises:
+            ModelError: inside of another `swapped`.
         """
         if self._is_swapped:
             raise ModelError("ema.swapped(): the averages are in the model already. Leave the block around it first.")
@@ -61,7 +71,11 @@ class Ema:
             self._swap()
 
     def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the averages, for checkpoints; no collective."""
+        """Yield what this rank holds of the averages, for checkpoints; no collective.
+
+        Raises:
+            ModelError: inside of `swapped`.
+        """
         if self._is_swapped:
             raise ModelError("ema: the averages are in the model now. Save and load outside of ema.swapped().")
         averages, weights = self._paired(self._engine.held_weights())

@@ -82,10 +82,20 @@ class ScriptState:
     ) -> Path:
         """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
 
-        step: optimizer steps done. optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
-        loader: what `shard` returned. scheduler: of torch.optim.lr_scheduler. extra: JSON values of your own.
-        keep: how many of the newest checkpoints stay in the folder; None: all.
-        Raises CheckpointError, on all ranks, when it cannot be written; ModelError for a model of another run.
+        Args:
+            folder: of all checkpoints of the run, reached by every rank.
+            step: optimizer steps done.
+            model: what `parallelize` returned.
+            optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
+            loader: what `shard` returned.
+            scheduler: of torch.optim.lr_scheduler.
+            ema: what `ema` returned.
+            extra: JSON values of your own.
+            keep: how many of the newest checkpoints stay in the folder; None: all.
+
+        Raises:
+            CheckpointError: on all ranks, when it cannot be written.
+            ModelError: for a model of another run.
         """
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
         state = self._state(model, optimizer, loader, scheduler, ema, extra)
@@ -109,10 +119,19 @@ class ScriptState:
         ema: Ema | None = None,
         step: int | None = None,
     ) -> Loaded | None:
-        """Go on from the newest whole checkpoint of the folder, saved under any plan. None where none was ever saved.
+        """Go on from the newest whole checkpoint of the folder, of any plan; None where there is none.
 
-        step: of the checkpoint to load instead. All ranks call it, each with access to the folder.
-        Raises CheckpointError where all are damaged, or it is of another model; ModelError for a model of another run.
+        All ranks call it.
+
+        Args:
+            folder: of all checkpoints of the run, reached by every rank.
+            model, optimizer: as for `save`; their weights and states are replaced.
+            loader, scheduler, ema: go on where the saved ones were; None: left alone.
+            step: of the checkpoint to load in place of the newest.
+
+        Raises:
+            CheckpointError: where all are damaged, it is of another model, or was saved without what is given here.
+            ModelError: for a model of another run.
         """
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
         found = _find(Path(folder), step, together(self.mesh))
@@ -151,7 +170,7 @@ class ScriptState:
         )
 
     def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """Whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
+        """Return the whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
 
         The first rank gets them, the others an empty dict, or all ranks with `everywhere`. Trained weights are the
         masters: float32 under bf16 and fp16. All ranks call it.
@@ -170,8 +189,16 @@ class ScriptState:
     ) -> None:
         """Write what `model.save_pretrained` would write on one process: of transformers, or peft's adapters.
 
-        dtype: of floating tensors in the files; None: that in which the model was loaded. options: for the model's own
-        save_pretrained. All ranks call it, and the first one writes.
+        All ranks call it, and the first one writes.
+
+        Args:
+            model: what `parallelize` returned.
+            folder: where the files go.
+            dtype: of floating tensors in the files; None: that in which the model was loaded.
+            **options: for the model's own save_pretrained.
+
+        Raises:
+            ModelError: where the model has no save_pretrained, or is of another run.
         """
         model = self._own(model)
         if not callable(getattr(model, "save_pretrained", None)):
@@ -183,7 +210,7 @@ class ScriptState:
         on_first(self.mesh, lambda: write_pretrained(model, folder, whole, originals(model), dtype, options))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
-        """An exponential moving average of the trained weights; make it after the optimizer.
+        """Return an exponential moving average of the trained weights; make it after the optimizer.
 
         Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
         """
@@ -192,9 +219,13 @@ class ScriptState:
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
     ) -> Evaluated:
-        """The mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
+        """Return the mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
 
-        batches: this rank's, such as `shard` gives. loss_fn, forward: as `train_step` takes them.
+        Args:
+            model: what `parallelize` returned.
+            batches: this rank's, such as `shard` gives.
+            loss_fn: as `train_step` takes it.
+            forward: as `train_step` takes it.
         """
         self._leaves_out = True
         return Evaluated(*mean_loss(self._own(model), batches, self.mesh, loss_fn, forward or call_model))

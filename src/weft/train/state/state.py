@@ -41,7 +41,7 @@ def capture(
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The "model" group of `capture`, in the same manner."""
+    """Return the "model" group of `capture`, in the same manner."""
     engine = data_parallel(model)
     weights = held(chain(engine.weights(), engine.frozen()), keep)
     # On all ranks: under zero=3 looking at a module lets its gathered weights go.
@@ -53,10 +53,12 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
 
 def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
-    """Bytes of what `capture` will give of a model that is trained; optimizer states exist only after a step.
+    """Return the bytes of what `capture` will give of a trained model; optimizer states exist only after a step.
 
-    model: on the meta device; what the optimizer leaves alone is frozen in it. master: the format in which weights and
-    states are kept.
+    Args:
+        model: on the meta device; what the optimizer leaves alone is frozen in it.
+        optimizer: the section of the config.
+        master: the format in which weights and states are kept.
     """
     freeze(model, optimizer)
     num_values = sum(tensor.numel() for tensor in model_tensors(model).values())
@@ -84,9 +86,13 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
 def pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
 ) -> Iterator[SavedPiece]:
-    """What this rank writes of a checkpoint: its share of weights and states, no collective.
+    """Yield what this rank writes of a checkpoint: its share of weights and states, no collective.
 
-    Tensors are in their own memory, to be written before the next step, or what `copies` takes of them as they are now.
+    Args:
+        model: what `parallelize` returned.
+        optimizer: adopted by a step.
+        copies: takes the tensors as they are now; None: tensors are in their own memory, to be written before the next
+            step.
     """
     found = _pieces(model, optimizer)
     if copies is None:
@@ -104,7 +110,13 @@ def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Save
 
 
 def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> Iterator[SavedPiece]:
-    """What of the stretches this rank writes, as pieces of a group."""
+    """Yield what of the stretches this rank writes, as pieces of a group.
+
+    Args:
+        group: such as "model".
+        stretches: what this rank holds.
+        engine: of the model.
+    """
     for one in stretches:
         mine = one.mine(engine.axes.mesh.rank)
         if mine is None:
@@ -126,7 +138,14 @@ class GroupSource:
         self._checkpoint, self._group = checkpoint, group
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line from `start` on."""
+        """Fill `out` with elements of a part's line.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor.
+            start: place in its line where reading begins, in elements.
+            out: filled to its end, in the saved dtype.
+        """
         self._checkpoint.read(self._group, name, part, start, out)
 
 
@@ -134,7 +153,15 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
     """Give a parallelized model and its optimizer what `pieces` gave under any plan. All ranks call it.
 
     Each reads what it holds, and nothing else. Returns lines that say what is left out because it fits another plan
-    only. CheckpointError for a checkpoint of another model.
+    only.
+
+    Args:
+        model: what `parallelize` returned.
+        optimizer: adopted by a step.
+        checkpoint: open.
+
+    Raises:
+        CheckpointError: for a checkpoint of another model.
     """
     weights, states = GroupSource(checkpoint, "model"), GroupSource(checkpoint, "optimizer")
     wire = checkpoint.private("wire", data_parallel(model).axes.mesh.rank)
@@ -178,7 +205,11 @@ def _match_formats(optimizer: torch.optim.Optimizer) -> None:
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy weights and buffers into a plain model. CheckpointError names what is missing, left over or misshapen."""
+    """Copy weights and buffers into a plain model.
+
+    Raises:
+        CheckpointError: names what is missing, left over or misshapen.
+    """
     own = model_tensors(model)
     _check_names({name: tensor.shape for name, tensor in own.items()}, tensors)
     with torch.no_grad():

@@ -24,9 +24,10 @@ LABELS = "labels"
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model's output: model(x) for x, (x, y) and [x, y]; by keyword, without labels, for a dict.
+    """Return the model's output: model(x) for x, (x, y) and [x, y]; by keyword, without labels, for a dict.
 
-    Raises ModelError where the batch does not say what the inputs are.
+    Raises:
+        ModelError: where the batch does not say what the inputs are.
     """
     if isinstance(batch, torch.Tensor):
         return model(*_first_inputs(model, (batch,)))

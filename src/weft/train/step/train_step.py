@@ -55,8 +55,17 @@ class StepMetrics:
 class TrainStep:
     """Forward, backward, reduction, clipping and update of a parallelized model.
 
-    optimizer: built on the model's parameters after `parallelize`. nominal_tokens: about how many tokens a global
-    batch holds; keeps scaled losses in range, and does not change any result.
+    Args:
+        model: what `parallelize` returned.
+        optimizer: built on the model's parameters after `parallelize`.
+        loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
+        mesh: the mesh that the model lies on.
+        forward: forward(model, batch) -> output; None: as `Run.train_step` says.
+        max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+        nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
+            any
+            result.
+        meter: times the phases of steps; None: one of the step's own.
     """
 
     def __init__(
@@ -141,7 +150,7 @@ class TrainStep:
         return metrics
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """The tensors that this rank's gradients lie in."""
+        """Return the tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
     def _inside(self, samples: list[SampleNumbers], key: int | None) -> Inside:

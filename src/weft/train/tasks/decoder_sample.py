@@ -28,9 +28,18 @@ def generate_text(
 ) -> str:
     """Continue `prompt` with the model of a run; returns prompt and continuation.
 
-    run: what `prepare_run` gave, or the path of its folder.
-    step: which checkpoint; None takes the newest valid one. Raises CheckpointError when there is none, ConfigError for
-    a run whose task is no decoder on text.
+    Args:
+        run: what `prepare_run` gave, or the path of its folder.
+        prompt: text.
+        max_tokens: at most this many are added.
+        temperature: of sampling; 0 takes the likeliest token each time.
+        top_k: sample from this many likeliest tokens.
+        seed: of sampling.
+        step: which checkpoint; None takes the newest valid one.
+
+    Raises:
+        CheckpointError: when there is no such checkpoint.
+        ConfigError: for a run whose task is no decoder on text.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     task = folder.config().task.name

@@ -17,7 +17,11 @@ _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
 
 def find_task(config: RunConfig) -> Task:
-    """The config's task. Raises ConfigError where its class cannot be had, or refuses its options."""
+    """Return the config's task.
+
+    Raises:
+        ConfigError: where its class cannot be had, or refuses its options.
+    """
     if config.task.name is None:
         from weft.train.tasks.decoder_task import DecoderTask
 

@@ -160,11 +160,10 @@ class OwnLoop:
         self._backward = None
         engine = self._held()
         engine.leave_step()
-        if engine.precision.scales_loss:
-            raise ModelError(
-                "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
-                "Use run.train_step, or precision=bf16."
-            )
+        engine.precision.refuse_unscaled(
+            "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
+            "Use run.train_step, or precision=bf16."
+        )
         if engine.axes.stage.size > 1:
             self._meet(at_step=False)
             self._reduce_touched()

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from weft.comm import all_reduce, broadcast
-from weft.errors import ModelError
 from weft.memory import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import clip_factor
@@ -52,7 +51,11 @@ from weft.structure import repeated_blocks
 
 
 class FullyShardedModel:
-    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
+    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`.
+
+    Args:
+        model, mesh, placements, seed, host: as `build_engine` takes them, with the same errors.
+    """
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class FullyShardedModel:
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one microbatch; of a pipeline, of all of a step."""
+        """Surround forward and backward of one microbatch; of a pipeline, of all of a step."""
         self._in_microbatch = self._unfinished = self._is_partial = True
         self._average(False)
         self._synchronise((last or not self._defers) and self._stage_passes is None)
@@ -214,7 +217,7 @@ class FullyShardedModel:
             self._is_partial = False
 
     def norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
+        """Return the euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
         return all_reduce(self._partial.square(self._counted()), self.axes.replica).sqrt()
 
     def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:
@@ -227,7 +230,7 @@ class FullyShardedModel:
                 yield param.grad, self._kinds[name].same.size // self._replicas.size
 
     def check(self) -> None:
-        """Nothing: ranks know before a gather or reduction whether they do what they agreed on."""
+        """Do nothing: ranks know before a gather or reduction whether they do what they agreed on."""
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -251,7 +254,7 @@ class FullyShardedModel:
         return norm
 
     def publish(self) -> None:
-        """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""
+        """Let the next forward gather the shards as the optimizer left them; statistics follow the first rank's."""
         for buffer, axis in self._moving:
             broadcast(buffer, axis)
         self.coders.commit()
@@ -272,37 +275,40 @@ class FullyShardedModel:
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer was adopted."""
         return optimizer in self._adoption
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer holds parameters of this module."""
+        """Return whether the optimizer holds parameters of this module."""
         return any(self._adoption.name_of(p) is not None for group in optimizer.param_groups for p in group["params"])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Trainable parameters by name, whole. A collective."""
+        """Yield the trainable parameters by name, whole. A collective."""
         return self._whole(lambda param: param.detach() if param.requires_grad else None)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Frozen parameters by name, whole: here they are sharded too. A collective."""
+        """Yield the frozen parameters by name, whole: here they are sharded too. A collective."""
         rest = self.axes.named(self.axes.rest(self._buffers.items()))
         ours = self.axes.named(self._unsharded(lambda param: None if param.requires_grad else param.detach()))
         return across_stages(chain(ours, rest), self.axes.stages, self._device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gradients by name, whole. A collective."""
+        """Yield the gradients by name, whole. A collective."""
         return self._whole(lambda param: param.grad)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's shards and whole parameters by name."""
         for module in self._modules:
             module.reshard()  # what was gathered from them would not follow
         params = {name: shard.local for name, shard in self.shards.items()} | self.plain
         return {name: param.detach() for name, param in params.items() if param.requires_grad}
 
     def held_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's shards."""
         return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
 
     def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
+        """Yield the tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
         here = self.axes.named_states(self._states_here(optimizer), self._shapes)
         return across_stages(here, self.axes.stages, self._device)
 
@@ -312,14 +318,14 @@ class FullyShardedModel:
         yield from plain_tensors(self.plain, optimizer)
 
     def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the model; no collective."""
+        """Yield what this rank holds of the model; no collective."""
         self.held_weights()  # lets go of what was gathered
         yield from (one for name in self.shards if (one := self._placed.of(name)) is not None)
         for name, tensor in (*self.plain.items(), *self._buffers.items()):
             yield self.axes.stretch(name, tensor)
 
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
-        """What this rank holds of the optimizer's state; no collective."""
+        """Yield what this rank holds of the optimizer's state; no collective."""
         self.adopt(optimizer)
         yield from self._placed.states(optimizer, self._adoption)
         yield from plain_states(self.plain, optimizer, self.axes)
@@ -336,12 +342,11 @@ class FullyShardedModel:
         self._placed.take_states(optimizer, self._adoption, self.plain, source)
 
     def settle(self) -> None:
-        """At the step of a user's own loop: gradients are where the optimizer looks for them."""
-        if self.precision.scales_loss:
-            raise ModelError(
-                "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
-                "Use run.train_step, or precision=bf16."
-            )
+        """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
+        self.precision.refuse_unscaled(
+            "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
+            "Use run.train_step, or precision=bf16."
+        )
         if self._hosted is not None:
             self._hosted.forget()
         self._settle_gradients()

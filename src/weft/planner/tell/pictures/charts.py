@@ -14,7 +14,7 @@ _LEFT, _TOP, _WIDTH, _HEIGHT = 90.0, 60.0, 820.0, 420.0
 
 
 def pareto(found: Answer[Candidate]) -> Drawing:
-    """Memory of the fullest rank against tokens a second: every kept plan a dot, the border a line."""
+    """Draw the memory of the fullest rank against tokens a second: every kept plan a dot, the border a line."""
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
     question = found.question
     title = f"{question.model.name} on {question.cluster}: memory against speed"
@@ -70,7 +70,7 @@ def _round_up(value: float) -> float:
 
 
 def waterfall(one: Candidate) -> Drawing:
-    """The parts of a step, each beginning where the one before ends."""
+    """Draw the parts of a step, each beginning where the one before ends."""
     rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
     left, height = 280.0, 24.0
     drawing = Drawing(left + 710, _TOP + height * (len(rows) + 1) + 30)
@@ -91,7 +91,7 @@ def waterfall(one: Candidate) -> Drawing:
 
 
 def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing:
-    """Bytes by class on every rank of the pipeline; one bar where all ranks hold alike.
+    """Draw the bytes by class on every rank of the pipeline; one bar where all ranks hold alike.
 
     ranks: bytes by class, rank by rank.
     """
