@@ -106,10 +106,10 @@ def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
 
 
 class Traffic(NamedTuple):
-    """Rows between this rank and the others of ep, on the host.
+    """Rows between this rank and the others of ep.
 
-    send, receive: rows to and from each. most: the most between any two. by_source: rows from each rank for each of
-    this rank's experts, (ep, L).
+    send, receive: rows to and from each. most: the most between any two. by_source: on the device, rows from each rank
+    for each of this rank's experts, (ep, L).
     """
 
     send: list[int]
@@ -122,9 +122,11 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
     """Tell all ranks of ep how many rows go where. ends_E: of this rank's rows in order of all experts."""
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
     # All ranks' counts, and not only those for this one: a few kilobytes save the ranks asking for the largest.
-    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1).cpu().long()  # from, to, expert there
-    between = table.sum(2)
-    return Traffic(between[ep.rank].tolist(), between[:, ep.rank].tolist(), int(between.max()), table[:, ep.rank])
+    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # from, to, expert there
+    # The host must know how much it sends and receives: the one wait for the device in this layer.
+    between = table.cpu().long().sum(2)
+    send, receive = between[ep.rank].tolist(), between[:, ep.rank].tolist()
+    return Traffic(send, receive, int(between.max()), table[:, ep.rank].long())
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +167,25 @@ class Spread:
             return combine_rows(run(rows_RD, order.ends_E), weights_MK, order)
         traffic = count_traffic(order.ends_E, self.ep)
         arrived_ND = exchange(rows_RD, self.ep, traffic.send, traffic.receive, traffic.most)
-        index_N, inverse_N, ends_L = _by_expert(traffic.by_source, x_MD.device)
+        index_N, inverse_N, ends_L = _by_expert(traffic.by_source, sum(traffic.receive))
         out_ND = permute_rows(run(permute_rows(arrived_ND, index_N, inverse_N), ends_L), inverse_N, index_N)
         back_RD = exchange(out_ND, self.ep, traffic.receive, traffic.send, traffic.most)
         return combine_rows(back_RD, weights_MK, order)
 
 
-def _by_expert(by_source: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows arrive by rank and then by expert: the index that orders them by expert, its inverse, and the ends."""
+def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows arrive by rank and then by expert: the index that orders them by expert, its inverse, and the ends.
+
+    by_source: rows from each rank for each of this rank's experts, (ep, L), whose sum is num_rows.
+    """
     num_ranks, num_here = by_source.shape
-    experts_N = torch.arange(num_here).repeat(num_ranks).repeat_interleave(by_source.flatten())
+    device = by_source.device
+    experts_N = torch.arange(num_here, device=device).repeat(num_ranks)
+    # With its size told, the device computes all this while the host goes on.
+    experts_N = experts_N.repeat_interleave(by_source.flatten(), output_size=num_rows)
     index_N = experts_N.argsort(stable=True)
-    inverse_N = torch.empty_like(index_N)
-    inverse_N[index_N] = torch.arange(index_N.numel())
-    ends_L = by_source.sum(0).cumsum(0).to(torch.int32)
-    return index_N.to(device), inverse_N.to(device), ends_L.to(device)
+    inverse_N = torch.empty_like(index_N).scatter_(0, index_N, torch.arange(num_rows, device=device))
+    return index_N, inverse_N, by_source.sum(0).cumsum(0).to(torch.int32)
 
 
 class StackedGated(Protocol):
