@@ -38,6 +38,9 @@ __all__ = [
     "current_mode",
     "default_device_types",
     "graph_task",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
     "groups_made",
     "named_modules",
     "naming_group",
@@ -49,6 +52,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "uncompiled",
     "version_of",
     "without_modes",
 ]
@@ -80,6 +84,19 @@ class _Split(Protocol):
 _untyped: Any = torch
 #: `torch.split`, which has no types. sizes: of each part, or of all but the last.
 split: _Split = _untyped.split
+
+
+class _Wrapper(Protocol):
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+#: `torch.compiler.disable`, whose types lose those of the function.
+uncompiled: _Wrapper = _untyped.compiler.disable
+
+#: Many tensors in one call. torch's documentation lists these functions, under names that type checkers call private.
+foreach_lerp_: Callable[[list[torch.Tensor], list[torch.Tensor], float], None] = _untyped._foreach_lerp_
+foreach_mul_: Callable[[list[torch.Tensor], float | list[float]], None] = _untyped._foreach_mul_
+foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
 
 #: The innermost mode that sees operations; None where there is none.
 current_mode = _get_current_dispatch_mode

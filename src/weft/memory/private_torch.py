@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DispatchKey
+from torch.utils import checkpoint
 from torch.utils.checkpoint import _VersionWrapper
 
 __all__ = ["StoredValue", "above_autograd", "compiled_call", "recompute_word", "set_compiled_call"]
@@ -20,7 +21,7 @@ StoredValue = _VersionWrapper
 
 def recompute_word() -> Any:
     """What, stored in the place of a value, tells a selective checkpoint to compute it again; None in some releases."""
-    return getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+    return getattr(checkpoint, "_RECOMPUTE", None)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

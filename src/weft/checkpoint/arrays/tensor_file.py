@@ -176,7 +176,7 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
     import torch
 
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def open_tensors(path: Path, framework: str = "pt") -> Any:

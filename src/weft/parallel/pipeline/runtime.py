@@ -146,16 +146,15 @@ class Pipeline:
         for batch in batches:
             self._kinds = [self._boundary.kind_of(batch)]
             for index, stage in self.stages.items():
-                before, after = ("activation", index, 0), ("activation", index + 1, 0)
                 if index and (source := self.schedule.owner(index - 1)) != self._axis.rank:
-                    self._move(Transfer("receive", *before, source))
+                    self._move(Transfer("receive", "activation", index, 0, source))
                 output = stage.forward(forward, batch, self._incoming(index, 0))
                 if stage.is_last:
                     each(output, batch)
                     continue
-                self._made[after] = output
+                self._made["activation", index + 1, 0] = output
                 if (target := self.schedule.owner(index + 1)) != self._axis.rank:
-                    self._move(Transfer("send", *after, target))
+                    self._move(Transfer("send", "activation", index + 1, 0, target))
         self._boundary.end()
 
     def _begin(self, batches: Sequence[Any], arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:

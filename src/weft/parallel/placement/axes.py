@@ -208,7 +208,7 @@ class AxisMap:
         if times > 1 and len(cut) > 1:
             raise ModelError(f"placement of {name!r}: rows that several ranks hold are cut over one axis. Use one.")
         shard = ("beside_ep",) if is_expert else ("dp_shard", "cp")
-        adjacent = (f"{cut[0]}/{times}",) if times > 1 else ()
+        adjacent = tuple(f"{axis}/{times}" for axis in cut) if times > 1 else ()
         extra = (*adjacent, *(axis for axis in placement.partial if axis not in (*cut, *_DATA, "cp")))
         beside = () if is_expert else adjacent if "tp" in cut else ("tp",)
         equal = ("dp_replicate", *beside, *((ENDS,) if ENDS in extra else ()))

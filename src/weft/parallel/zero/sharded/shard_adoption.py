@@ -84,7 +84,7 @@ class ShardAdoption:
         name = self.name_of(param)
         if name is None and param.requires_grad:
             raise not_of_model(param)
-        if name not in self._shards:
+        if name is None or name not in self._shards:
             return param  # not sharded: every rank has it whole
         shard = self._shards[name]
         if elementwise or not shard.param.requires_grad:
@@ -98,12 +98,12 @@ class ShardAdoption:
         mine = owner == self._axis.rank
         if self._hosted is not None and name in self._hosted.params:
             held.hosted.append(name)
-            param = self._hosted.see_whole(name, mine)
+            whole = self._hosted.see_whole(name, mine)
         else:
-            param = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device)) if mine else None
-        if param is not None:
-            held.mine[name] = param
-        return param
+            whole = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device)) if mine else None
+        if whole is not None:
+            held.mine[name] = whole
+        return whole
 
     def _param(self, name: str) -> nn.Parameter:
         """What an elementwise optimizer has in the place of a sharded parameter."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import all_reduce, broadcast
 from weft.errors import ModelError
@@ -47,7 +48,7 @@ from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_sta
 from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
-from weft.private_torch import graph_task
+from weft.private_torch import foreach_mul_, graph_task, uncompiled
 from weft.structure import repeated_blocks
 
 
@@ -101,7 +102,8 @@ class FullyShardedModel:
             self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
         self._placed = ShardStretches(self.shards, kinds, axes)
-        self._modules = [unit.module for unit in self.units]
+        # All of them: fully_shard has made each a module of its own kind.
+        self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
         self._places_missing = self._defers and self.precision.is_mixed
@@ -132,7 +134,7 @@ class FullyShardedModel:
         if mesh.plan.recompute != "none" and not repeated_blocks(self._modules[-1]):
             for module in self._modules[:-1]:
                 hide_hooks(module)
-        self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
+        self._modules[-1].register_forward_pre_hook(uncompiled(self._begin_own_pass))
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:
                 param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
@@ -235,7 +237,7 @@ class FullyShardedModel:
         if factor != 1.0 and grads:
             if self._hosted is not None:
                 self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
