@@ -5,6 +5,9 @@ A floor that needs a private name alone keeps it in its own file of this name; n
 2.13, where not said otherwise.
 """
 
+# This file is where private names are used.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import hashlib
@@ -111,7 +114,7 @@ def without_modes() -> Generator[None]:
 
     A mode that stands for a device stays, as torch's FakeTensorMode: tensors without values cannot do without it.
     """
-    disabled: Any = _disable_current_modes()
+    disabled: Any = _disable_current_modes()  # pyright: ignore[reportUnknownVariableType] - torch leaves it untyped
     with disabled as modes, ExitStack() as stays:
         for mode in reversed(modes):
             if _stands_for_device(mode):

@@ -18,7 +18,6 @@ def prune_checkpoints(
     *,
     spared: Collection[int] = (),
     whole: int | None = None,
-    verify: bool = True,
     delete: bool = True,
 ) -> list[Path]:
     """Keep the newest `keep` checkpoints, that of `best_step` and the spared steps; delete the others and return
@@ -27,7 +26,7 @@ def prune_checkpoints(
     Before anything is deleted the kept ones are verified, newest first, until one proves whole; when none does, the
     newest whole one of the others stays too. whole: a step that was written and digested just now, and is not read
     again. One that is being read stays until the next time.
-    verify=False trusts the digests and checks the rest. delete=False only says what would go.
+    delete=False only says what would go.
     Deleting is a rename out of sight first, so that a crash in between leaves no half-deleted checkpoint to be found.
     Folders without COMMIT that are older than the newest checkpoint are left by killed writers, and go too.
     """
@@ -38,7 +37,7 @@ def prune_checkpoints(
         return []
     try:
         with folders.writer_lock(root):
-            doomed, dead = _doomed(root, keep, {best_step, *spared}, verify, whole)
+            doomed, dead = _doomed(root, keep, {best_step, *spared}, whole)
             for folder in (*doomed, *dead) if delete else ():
                 folders.move_to_trash(folder.path)
             if delete:
@@ -49,7 +48,7 @@ def prune_checkpoints(
 
 
 def _doomed(
-    root: Path, keep: int, spared: Collection[int | None], verify: bool, proven: int | None
+    root: Path, keep: int, spared: Collection[int | None], proven: int | None
 ) -> tuple[list[StepFolder], list[StepFolder]]:
     """The checkpoints to delete, and the older folders that were never finished."""
     found = folders.step_folders(root)
@@ -62,7 +61,7 @@ def _doomed(
     kept = [folder for folder in committed if folder.step in kept_steps]
 
     def is_whole(folder: StepFolder) -> bool:
-        return folder.step == proven or not verify_checkpoint(folder.path, digests=verify)
+        return folder.step == proven or not verify_checkpoint(folder.path)
 
     if doomed and not any(is_whole(folder) for folder in reversed(kept)):
         whole = next((folder for folder in reversed(doomed) if is_whole(folder)), None)

@@ -31,7 +31,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Lay something around the compiled module. Hooks of a module are compiled with it, so they cannot."""
-    module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
+    module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue] - torch says None
 
 
 @contextmanager

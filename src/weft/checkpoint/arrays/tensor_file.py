@@ -41,11 +41,6 @@ def _dtype_names() -> dict[torch.dtype, str]:
     }  # fmt: skip
 
 
-def format_name(dtype: torch.dtype) -> str:
-    """The format's name of torch's dtype."""
-    return _dtype_names()[dtype]
-
-
 @functools.cache
 def torch_formats() -> dict[str, torch.dtype]:
     """torch's dtypes by the format's names."""

@@ -34,6 +34,7 @@ CountedLoss = Callable[[Any, Any, int], tuple[torch.Tensor, torch.Tensor | int]]
 Inside = Callable[[int], AbstractContextManager[None]]
 #: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+_ATTRIBUTE = "_weft_pipeline"
 
 
 class Phases(Protocol):
@@ -281,10 +282,10 @@ class _Attached:
 
 def attach_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
     """Keep the pipeline with its module, for `pipeline_of`."""
-    model._weft_pipeline = _Attached(pipeline)  # pyright: ignore[reportArgumentType]
+    setattr(model, _ATTRIBUTE, _Attached(pipeline))
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     """The pipeline that `parallelize` made for this module; None where the plan has none."""
-    attached = getattr(model, "_weft_pipeline", None)
+    attached = getattr(model, _ATTRIBUTE, None)
     return attached.pipeline if attached is not None else None

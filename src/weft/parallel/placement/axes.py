@@ -184,15 +184,6 @@ class AxisMap:
         """Whole tensors under the names that checkpoints have for them. A collective over the cut axes."""
         return ((self.saved_name(name), self.whole(name, tensor)) for name, tensor in pairs)
 
-    def named_states(
-        self, pairs: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, Sequence[int]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for `parameter/key`, of parameters whose parts have these shapes."""
-        for full_name, tensor in pairs:
-            name, _, key = full_name.rpartition("/")
-            is_part = self.placement(name).is_cut and tensor.shape == shapes[name] and tensor.ndim
-            yield f"{self.saved_name(name)}/{key}", self.whole(name, tensor) if is_part else tensor
-
     def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of the tensors that are not whole on every rank."""
         for pairs in groups:

@@ -116,11 +116,11 @@ def _tensors(device: PaperDevice) -> None:
             raise TypeError("a tensor without values has no list")
         return self.cpu().tolist()
 
-    torch.Tensor.record_stream = record_stream  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.record_stream = record_stream  # pyright: ignore[reportAttributeAccessIssue] - in its place
     FakeTensor.tolist = tolist
     # Addresses are only compared, never read. They are as far apart as no tensor is large.
-    torch.UntypedStorage.data_ptr = _storage_address  # pyright: ignore[reportAttributeAccessIssue]
-    FakeTensor.data_ptr = lambda tensor: (  # pyright: ignore[reportAttributeAccessIssue]
+    torch.UntypedStorage.data_ptr = _storage_address  # pyright: ignore[reportAttributeAccessIssue] - in its place
+    FakeTensor.data_ptr = lambda tensor: (  # pyright: ignore[reportAttributeAccessIssue] - in its place
         tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
     )
 

@@ -44,7 +44,7 @@ from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
 from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
-from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states, plain_tensors
+from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
 from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
@@ -84,7 +84,6 @@ class FullyShardedModel:
         self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
         originals = dict(model.named_parameters())
         kinds = self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
-        self._shapes = {name: param.shape for name, param in originals.items()}
         self._partial = PartialSums(axes, self.precision, mesh.device)
         self.coders = self._partial.coders
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
@@ -302,16 +301,6 @@ class FullyShardedModel:
 
     def held_gradients(self) -> list[torch.Tensor]:
         return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
-
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
-        here = self.axes.named_states(self._states_here(optimizer), self._shapes)
-        return across_stages(here, self.axes.stages, self._device)
-
-    def _states_here(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        self.adopt(optimizer)
-        yield from self._adoption.states(optimizer)
-        yield from plain_tensors(self.plain, optimizer)
 
     def stretches(self) -> Iterator[Stretch]:
         """What this rank holds of the model; no collective."""
