@@ -145,7 +145,7 @@ def sum_along_experts(plan_text: str) -> list[float]:
     from weft.comm import all_reduce
 
     mesh = build_mesh(Plan.parse(plan_text))
-    axes = (mesh["ep"], mesh.beside_ep, mesh["dp_replicate", "beside_ep"], mesh.batch)
+    axes = (mesh["ep"], mesh["beside_ep"], mesh["dp_replicate", "beside_ep"], mesh.batch)
     return [float(all_reduce(torch.tensor(2.0**mesh.rank), axis)) for axis in axes]
 
 

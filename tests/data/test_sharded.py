@@ -170,6 +170,23 @@ def test_a_sampler_of_the_users_gives_its_indices_alike_on_all_ranks(name):
     assert whole[0] != whole[1]
 
 
+class Lookup:
+    """A dataset that torch takes with a sampler: it knows no length."""
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def test_the_sampler_says_how_many_samples_there_are():
+    for sampler in (SequentialSampler(range(6)), SubsetRandomSampler(range(6)), RandomSampler(range(6))):
+        parts = []
+        for dataset in (Lookup(), torch.arange(10)):
+            sharded = ShardedLoader(DataLoader(dataset, batch_size=2, sampler=sampler), 0, 1)
+            parts.append([index for batch in sharded for index in batch.tolist()])
+        assert parts[0] == parts[1]
+        assert sorted(parts[0]) == list(range(6))
+
+
 def test_weights_of_a_sampler_are_kept():
     drawn = list(chain(*epoch(ShardedLoader(weighted(), 0, 2))))
     assert set(drawn) <= {2, 3, 4, 5}

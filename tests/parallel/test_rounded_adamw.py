@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows, weights
+from tests.whole_state import capture
 from weft.checkpoint.parts import Part
 from weft.optim import build_optimizer
 from weft.optim.rounded_adamw import RoundedAdamW, noise_at, rounded
-from weft.parallel import data_parallel
 from weft.parallel.local_tensors import PlacedPart
 from weft.spec.config import OptimizerSection
 from weft.train.step import TrainStep
@@ -67,8 +67,7 @@ def trained(plan: str, num_steps: int = 4) -> tuple[dict, dict]:
     step = TrainStep(model, build_optimizer(model.named_parameters(), SECTION, seed=3), square, mesh, max_grad_norm=1.0)
     for index in range(num_steps):
         step(torch.cat([rows(index, rank) for rank in (0, 1)]) if mesh.world_size == 1 else rows(index, mesh.rank))
-    states = {name: state.clone() for name, state in data_parallel(model).states(step.optimizer)}
-    return weights(model), states
+    return weights(model), capture(model, step.optimizer)["optimizer"]
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3"])

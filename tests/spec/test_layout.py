@@ -54,7 +54,7 @@ _pairs = st.dictionaries(st.lists(_parts, min_size=1, max_size=4).map(".".join),
 @given(_pairs.map(lambda pairs: Layout(tuple(pairs.items()))))
 def test_text_and_table_are_inverses(layout):
     assert Layout.parse(layout.format()) == layout
-    assert Layout.from_mapping(layout.to_mapping()) == layout
+    assert Layout.from_mapping(dict(layout.pairs)) == layout
     assert hash(Layout.parse(str(layout))) == hash(layout)
 
 

@@ -74,12 +74,6 @@ def test_active_parameters_leave_out_the_experts_that_a_token_does_not_visit():
     assert ModelSpec.named("llama3-8b").num_active_params == ModelSpec.named("llama3-8b").num_params
 
 
-def test_the_width_that_a_token_meets_counts_its_experts_and_the_shared_ones():
-    assert TINY.visited_ffn_dim == TINY.ffn_dim
-    assert decoder_spec("mixtral-8x7b").visited_ffn_dim == 2 * 14_336
-    assert decoder_spec("deepseek-moe-16b").visited_ffn_dim == pytest.approx((10_944 + 27 * 8 * 1408) / 28)
-
-
 @pytest.mark.parametrize(("first", "every", "paths"), [
     (0, 1, {"blocks.*": 6}), (1, 1, {"blocks.0": 1, "blocks.{1-5}": 5}), (5, 1, {"blocks.{0-4}": 5, "blocks.5": 1}),
     (1, 2, {"blocks.{0,2,4}": 3, "blocks.{1,3,5}": 3}), (3, 9, {"blocks.{0-2,4-5}": 5, "blocks.3": 1}),

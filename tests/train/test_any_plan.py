@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.parity.cases import LLAMA
+from tests.whole_state import capture
 from weft.checkpoint import load_checkpoint, newest_checkpoint, save_pieces, verify_checkpoint
 from weft.checkpoint.manifest import commit_text
 from weft.errors import CheckpointError
@@ -26,7 +27,6 @@ from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches, several_buckets
 from weft.train import TrainStep
 from weft.train.state import pieces, resume, together
-from weft.train.state.state import capture
 
 CASE = DecoderCase(LLAMA, num_steps=4)
 HALF, STEPS = 2, 4

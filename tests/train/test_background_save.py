@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.whole_state import capture
 from weft.checkpoint import Together, load_checkpoint, save_pieces, verify_checkpoint
 from weft.checkpoint.arrays import RawArray
 from weft.comm import StoreTalk
@@ -24,7 +25,6 @@ from weft.train import TrainStep
 from weft.train.run import keeping, save_thread
 from weft.train.run.keeping import saved_steps
 from weft.train.state import pieces
-from weft.train.state.state import capture
 
 ALL = ("checkpoint.every=3", "checkpoint.keep=9", "eval.every=0", "train.steps=9")
 

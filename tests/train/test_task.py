@@ -123,6 +123,10 @@ def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
             ["task=tests.train.image_task:TensorDataset"],
             r"task\.name=.*TensorDataset: it is no subclass of weft\.train\.Task",
         ),
+        (
+            ["task=tests.train.fake_engine:LineTask", "task.options.width=3"],
+            r"task\.options\.width: .*:LineTask has no such option\. It takes none\.",
+        ),
         (["task=weft.train:Task"], r"task\.name=weft\.train:Task: a task needs build and samples and loss\. Define"),
         (["task=tests/train/none.py:X"], r"task\.name=.*: it cannot be imported \(FileNotFoundError"),
         (["model.dim=64", "sample.prompt=a"], r"model\.dim: the decoder on text reads it, .*\n.*sample\.prompt: "),

@@ -18,7 +18,6 @@ def prune_checkpoints(
     *,
     spared: Collection[int] = (),
     whole: int | None = None,
-    verify: bool = True,
     delete: bool = True,
 ) -> list[Path]:
     """Delete all checkpoints but some, and return where they were.
@@ -34,7 +33,6 @@ def prune_checkpoints(
         best_step: stays too.
         spared: further steps that stay.
         whole: a step that was written and digested just now, and is not read again.
-        verify: False trusts the digests and checks the rest.
         delete: False only says what would go.
 
     Raises:
@@ -47,7 +45,7 @@ def prune_checkpoints(
         return []
     try:
         with folders.writer_lock(root):
-            doomed, dead = _doomed(root, keep, {best_step, *spared}, verify, whole)
+            doomed, dead = _doomed(root, keep, {best_step, *spared}, whole)
             for folder in (*doomed, *dead) if delete else ():
                 folders.move_to_trash(folder.path)
             if delete:
@@ -58,7 +56,7 @@ def prune_checkpoints(
 
 
 def _doomed(
-    root: Path, keep: int, spared: Collection[int | None], verify: bool, proven: int | None
+    root: Path, keep: int, spared: Collection[int | None], proven: int | None
 ) -> tuple[list[StepFolder], list[StepFolder]]:
     """The checkpoints to delete, and the older folders that were never finished."""
     found = folders.step_folders(root)
@@ -71,7 +69,7 @@ def _doomed(
     kept = [folder for folder in committed if folder.step in kept_steps]
 
     def is_whole(folder: StepFolder) -> bool:
-        return folder.step == proven or not verify_checkpoint(folder.path, digests=verify)
+        return folder.step == proven or not verify_checkpoint(folder.path)
 
     if doomed and not any(is_whole(folder) for folder in reversed(kept)):
         whole = next((folder for folder in reversed(doomed) if is_whole(folder)), None)

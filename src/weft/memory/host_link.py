@@ -87,7 +87,7 @@ class PlainLink:
 
 
 class _CudaCopy:
-    def __init__(self, device: torch.device, start: torch.cuda.Event, end: torch.cuda.Event):
+    def __init__(self, device: torch.device, start: torch.Event, end: torch.Event):
         self._device, self._start, self._end = device, start, end
 
     def wait(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DispatchKey
+from torch.utils import checkpoint
 from torch.utils.checkpoint import _VersionWrapper
 
 from weft.private_torch import tree_leaves
@@ -29,12 +30,13 @@ StoredValue = _VersionWrapper
 
 def recompute_word() -> Any:
     """What, stored in the place of a value, tells a selective checkpoint of torch >= 2.12 to compute it again."""
-    return torch.utils.checkpoint._RECOMPUTE  # pyright: ignore[reportAttributeAccessIssue]
+    return checkpoint._RECOMPUTE  # pyright: ignore[reportAttributeAccessIssue] - torch 2.11 lacks it
 
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors among the arguments of an operation that it changes in place, by its schema."""
-    if not getattr(schema := getattr(op, "_schema", None), "is_mutable", False):
+    schema: Any = getattr(op, "_schema", None)
+    if not getattr(schema, "is_mutable", False):
         return
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -49,7 +51,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Lay something around the compiled module. Hooks of a module are compiled with it, so they cannot."""
-    module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
+    module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue] - torch says None
 
 
 @contextmanager

@@ -29,13 +29,14 @@ from weft.memory.budget import cheapest_choice
 from weft.memory.policy import Forward, Policy, run_block, spare_buffers, without_graph
 from weft.memory.trace import BlockTrace, PolicyCost, Storages, num_bytes, storages_of, trace_block
 from weft.mesh import Axis
-from weft.private_torch import tree_leaves
+from weft.private_torch import tree_leaves, uncompiled
 from weft.spec.plan import RECOMPUTES, Plan
 from weft.structure import become, repeated_blocks, revert
 from weft.units import format_bytes, parse_bytes
 
 #: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.
 Kind = tuple[Any, ...]
+_OF_MODEL = "_weft_recompute_of_model"
 
 
 def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> Recompute:
@@ -59,7 +60,7 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
     if plan.recompute_blocks:
         blocks = _first_blocks(blocks, plan)
     recompute = Recompute(plan.recompute, blocks, axis)
-    model._weft_recompute_of_model = recompute
+    setattr(model, _OF_MODEL, recompute)
     for path, block in blocks.items():
         if isinstance(block, _RecomputedBlock) or "forward" in vars(block):
             raise ModelError(
@@ -83,7 +84,7 @@ def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Modu
 
 def recompute_of(model: nn.Module) -> Recompute | None:
     """Return what `apply_recompute` made for this model, or None."""
-    return getattr(model, "_weft_recompute_of_model", None)
+    return getattr(model, _OF_MODEL, None)
 
 
 class Recompute:
@@ -159,7 +160,7 @@ class Recompute:
         self.policies.update((path, policy) for path, known in self._blocks.items() if known is block)
         return policy
 
-    def first_run(self, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def first_run(self, block: _RecomputedBlock, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a block that has no policy yet: look at it, and give it one if it needs none but its own facts.
 
         Args:
@@ -168,7 +169,7 @@ class Recompute:
             args: of this call.
             kwargs: of this call.
         """
-        path: str = block._weft_path
+        path = block._weft_path
         if path in self.policies:  # a copy of a model that has chosen
             block._weft_policy = self.policies[path]
             return block.forward(*args, **kwargs)
@@ -247,7 +248,9 @@ class Recompute:
     def _choose(self, policies: dict[str, Policy]) -> None:
         for path, policy in policies.items():
             self.policies[path] = policy
-            self._blocks[path]._weft_policy = policy
+            block = self._blocks[path]
+            if isinstance(block, _RecomputedBlock):  # it is plain again where only a copy recomputes now
+                block._weft_policy = policy
 
     def _agree(self, fixed_bytes: int, menus: list[list[PolicyCost]]) -> tuple[int, list[list[tuple[int, float]]]]:
         """(bytes, seconds) of all options as all ranks of the axis see them: the most bytes, and seconds added up."""
@@ -296,8 +299,12 @@ def _budget_bytes(setting: str, full_bytes: int) -> int:
     return parse_bytes(setting)
 
 
-class _RecomputedBlock:
-    """Base of the classes of blocks that recompute."""
+class _RecomputedBlock(nn.Module):
+    """Base of the classes of blocks that recompute. policy: None until it is chosen."""
+
+    _weft_recompute: Recompute
+    _weft_path: str
+    _weft_policy: Policy | None
 
 
 class _RecomputedModel:
@@ -336,8 +343,8 @@ def _model_forward(plain: Forward) -> Forward:
     return forward
 
 
-@torch.compiler.disable
-def _first_run(block: Any, plain: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+@uncompiled
+def _first_run(block: _RecomputedBlock, plain: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return block._weft_recompute.first_run(block, plain, args, kwargs)
 
 

@@ -119,11 +119,6 @@ class Mesh:
         return self["dp_replicate", "dp_shard", "cp"] if self.plan.cp > 1 else self.data
 
     @property
-    def beside_ep(self) -> Axis:
-        """The ranks of one replica of the model that hold the same experts."""
-        return self["beside_ep"]
-
-    @property
     def world(self) -> Axis:
         """All ranks."""
         return self[AXES]

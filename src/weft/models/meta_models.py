@@ -16,7 +16,9 @@ def as_shapes() -> Iterator[None]:
     Vectors (norms, biases) and buffers are small, and what they hold is known to the model alone: they stay as it makes
     them. `parallelize` with a seed then makes each rank's part of the matrices, or a checkpoint fills them.
     """
-    handle = register_module_parameter_registration_hook(_without_values)
+    handle = register_module_parameter_registration_hook(
+        _without_values  # pyright: ignore[reportArgumentType] - the stub says None; torch documents what this returns
+    )
     try:
         yield
     finally:

@@ -22,8 +22,8 @@ from weft.models.experts import MoE
 from weft.models.private_torch import KeepsTies
 from weft.spec import DecoderSpec, Layout
 
-#: Standard deviation of initial matrices; `initialise` reads a module's own `init_std` where it has one.
-INIT_STD = 0.02
+#: Standard deviation of initial matrices; `initialise` reads a module's own under the other name where it has one.
+INIT_STD, _OWN_STD = 0.02, "init_std"
 
 
 class SwiGLU(nn.Module):
@@ -87,14 +87,14 @@ class Decoder(KeepsTies):
         self.spec = spec
         self.embed = nn.Embedding(spec.vocab_size, spec.dim)
         self.pos_embed = nn.Embedding(spec.max_seq_len, spec.dim) if spec.family == "gpt2" else None
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
+        blocks = [Block(spec, layer) for layer in range(spec.num_layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = _norm(spec)
         self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.tie()
         # Each block adds two branches to the residual stream; without this its variance would grow with the depth.
-        for block in self.blocks:
-            for branch_end in _branch_ends(block):
-                branch_end.init_std = INIT_STD / math.sqrt(2 * spec.num_layers)
+        for branch_end in [end for block in blocks for end in _branch_ends(block)]:
+            setattr(branch_end, _OWN_STD, INIT_STD / math.sqrt(2 * spec.num_layers))
 
     def forward(
         self,
@@ -129,7 +129,7 @@ class Decoder(KeepsTies):
         else:
             spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
             turn = rotation(positions_BT, spec.head_dim, spec.rope_theta, spec.rope_scale, dtype)
-        cores = [block.attn.core for block in self.blocks]
+        cores = [block.get_submodule("attn.core") for block in self.blocks]
         if any(getattr(core, "takes_ids", False) for core in cores):
             visible = Visible(None, positions_BT, document_ids_BT)
         else:
@@ -194,8 +194,8 @@ def _branch_ends(block: Block) -> list[nn.Module]:
     """The modules whose products are added to the residual stream."""
     mlp = block.mlp
     if isinstance(mlp, MoE):
-        return [block.attn.o, mlp.experts, *([mlp.shared.down] if mlp.shared is not None else [])]
-    return [block.attn.o, mlp.down]
+        return [block.attn.o, mlp.experts, *([mlp.shared.get_submodule("down")] if mlp.shared is not None else [])]
+    return [block.attn.o, mlp.get_submodule("down")]
 
 
 def _feed_forward(spec: DecoderSpec, layer: int) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import nn
@@ -110,7 +110,7 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
         made = named_object(section.name)
     except Exception as error:  # code of the user's may raise anything
         _refuse("name", f"{section.name}: it cannot be imported ({error}). Name a class importable from this folder.")
-    if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
+    if not _is_optimizer(made):
         _refuse("name", f"{section.name}: it is no subclass of torch.optim.Optimizer. Name one that is.")
     takes = options_of(made)
     if takes is not None and "weight_decay" not in takes:
@@ -120,6 +120,11 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
         return made(groups, lr=section.lr, **section.options)
     except Exception as error:
         _refuse("options", f"{section.name} refuses them: {type(error).__name__}: {error}. Change or leave them out.")
+
+
+def _is_optimizer(made: object) -> TypeGuard[Callable[..., torch.optim.Optimizer]]:
+    """Whether it is a class of optimizers, which take more than torch.optim.Optimizer itself does."""
+    return isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
 
 
 def options_of(optimizer: Callable[..., torch.optim.Optimizer]) -> list[str] | None:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from weft.private_torch import foreach_norm
+
 
 def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the euclidean norm of all tensors as one vector: 0-d, float64 for float64 gradients, else float32."""
     if not grads:
         return torch.zeros(())
-    norms = torch._foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
+    norms = foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
     return torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from weft.private_torch import foreach_lerp_
+
 #: The quintic iteration of torch.optim.Muon: towards singular values of 1, fast and roughly.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
@@ -88,7 +90,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["momentum"] = torch.zeros_like(param)
         grads = [param.grad for param in params if param.grad is not None]
         momenta = [self.state[param]["momentum"] for param in params]
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = [_working(grad.lerp(one, group["momentum"])) for grad, one in zip(grads, momenta, strict=True)]
         joins = [self.joins.get(param) for param in params]
         whole = [one if join is None else join.whole(one) for one, join in zip(ahead, joins, strict=True)]
@@ -122,8 +124,8 @@ class Muon(torch.optim.Optimizer):
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
         states = [self.state[param] for param in params]
         adamw(
-            params,
-            [param.grad for param in params],
+            [*params],
+            [param.grad for param in params if param.grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

@@ -178,10 +178,6 @@ class Layout:
             tuple((pattern, style if isinstance(style, str) else repr(style)) for pattern, style in table.items())
         )
 
-    def to_mapping(self) -> dict[str, str]:
-        """Return the table that `from_mapping` reads."""
-        return dict(self.pairs)
-
     def format(self) -> str:
         """Return the one-line text form."""
         return " ".join(f"{pattern}={style}" for pattern, style in self.pairs)

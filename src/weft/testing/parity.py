@@ -137,7 +137,7 @@ class DecoderCase:
         return token_cross_entropy(output, batch)
 
     #: So that with a cut vocabulary the head gives the loss, as in a run.
-    loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess]
+    loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
 
 
 @dataclass(slots=True)

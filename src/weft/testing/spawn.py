@@ -60,8 +60,11 @@ class RankPool:
         self._is_broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         # Where an import has asked CUDA anything, no child can use it: ranks with devices import for themselves.
-        context = multiprocessing.get_context("forkserver" if self._backend == "gloo" else "spawn")
-        context.set_forkserver_preload(_IMPORTED)
+        if self._backend == "gloo":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_IMPORTED)
+        else:
+            context = multiprocessing.get_context("spawn")
         store = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
         self._processes = []

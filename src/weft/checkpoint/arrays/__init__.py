@@ -10,7 +10,6 @@ __all__ = [
     "RawArray",
     "block_of",
     "dtype_name",
-    "format_name",
     "header_problems",
     "missing_slices",
     "open_tensors",
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from weft.checkpoint.arrays.tensor_file import (
         block_of,
         dtype_name,
-        format_name,
         header_problems,
         missing_slices,
         open_tensors,
@@ -45,7 +43,6 @@ __getattr__ = loads(
         "RawArray": ".raw_array",
         "block_of": ".tensor_file",
         "dtype_name": ".tensor_file",
-        "format_name": ".tensor_file",
         "header_problems": ".tensor_file",
         "missing_slices": ".tensor_file",
         "open_tensors": ".tensor_file",

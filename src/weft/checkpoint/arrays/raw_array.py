@@ -31,7 +31,7 @@ class RawArray:
     def of(cls, array: np.ndarray) -> RawArray:
         """Return the same memory as a numpy array, where it is contiguous."""
         whole = np.ascontiguousarray(array)
-        return cls(_NAMES[array.dtype], tuple(array.shape), memoryview(whole.reshape(-1).view(np.uint8)))
+        return cls(_NAMES[array.dtype], tuple(array.shape), whole.reshape(-1).view(np.uint8).data)
 
     def array(self) -> np.ndarray:
         """Return the same memory as numpy; types that numpy lacks (BF16, F8) as whole numbers of their width."""

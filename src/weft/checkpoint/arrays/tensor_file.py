@@ -41,11 +41,6 @@ def _dtype_names() -> dict[torch.dtype, str]:
     }  # fmt: skip
 
 
-def format_name(dtype: torch.dtype) -> str:
-    """Return the format's name of torch's dtype."""
-    return _dtype_names()[dtype]
-
-
 @functools.cache
 def torch_formats() -> dict[str, torch.dtype]:
     """Return torch's dtypes by the format's names."""
@@ -184,7 +179,7 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
     import torch
 
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def open_tensors(path: Path, framework: str = "pt") -> Any:

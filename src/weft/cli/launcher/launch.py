@@ -132,7 +132,7 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
             max_restarts=0,
             monitor_interval=_MONITOR_S,
         )
-        result = StartedAgent(watch.begin, spec, InheritedStreams(), exit_barrier_timeout=5).run()
+        result = StartedAgent(watch.begin, spec, InheritedStreams(), exit_barrier_timeout=5).result()
     except (OSError, RuntimeError) as error:
         raise LaunchError(f"the ranks could not be started: {error}. `weft doctor` checks what they need.") from error
     finally:

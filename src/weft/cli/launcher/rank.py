@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from weft import env
 from weft.cli.launcher.failure import Failure, error_path, log_path, write_failure
@@ -27,6 +27,9 @@ from weft.cli.launcher.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
 from weft.monitor.screen import busy
 from weft.train.run import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _PR_SET_PDEATHSIG = 1
 
@@ -114,7 +117,7 @@ def _tell(outcry: TextIO, failure: Failure, log: Path) -> None:
 class _Lossy(io.FileIO):
     """Drops what a full disk does not take: a line that is lost from a log ends no training and hides no failure."""
 
-    def write(self, data: bytes | memoryview, /) -> int:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError:

@@ -77,36 +77,34 @@ class Message:
         return (self._peer,)
 
 
-def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Message:
+def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
     """Begin to send a contiguous tensor; it must not be changed before `wait()`.
 
     Args:
         tensor: of any dtype and shape.
         axis: the ranks.
         to: the receiver's place on the axis.
-        tag: tells messages between the same ranks apart.
     """
     start = time.perf_counter()
     _check_peer("send", axis, to, tensor)
     tensor = tensor.detach()
     staged = tensor.cpu() if _needs_host(axis, tensor) else None
-    work = dist.isend(tensor if staged is None else staged, dst=axis.ranks[to], group=axis.group, tag=tag)
+    work = dist.isend(tensor if staged is None else staged, dst=axis.ranks[to], group=axis.group)
     return Message(tensor, axis, "send", to, work, start, staged)
 
 
-def start_receive(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Message:
+def start_receive(out: torch.Tensor, axis: Axis, source: int) -> Message:
     """Begin to receive into a contiguous tensor.
 
     Args:
         out: of the dtype and shape of what is sent.
         axis: the ranks.
         source: the sender's place on the axis.
-        tag: the sender's.
     """
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
     staged = torch.empty_like(out, device="cpu") if _needs_host(axis, out) else None
-    work = dist.irecv(out.detach() if staged is None else staged, src=axis.ranks[source], group=axis.group, tag=tag)
+    work = dist.irecv(out.detach() if staged is None else staged, src=axis.ranks[source], group=axis.group)
     return Message(out, axis, "receive", source, work, start, staged)
 
 

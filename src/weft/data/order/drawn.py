@@ -52,15 +52,12 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
     if loader.batch_size is None:
         return _Drawn("batch_sampler", loader.batch_sampler, None, False, seed)
     sampler, batch_size = loader.sampler, loader.batch_size
-    num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    if type(sampler) is SequentialSampler or _is_plain_shuffle(sampler, num_samples):
-        shuffles = isinstance(sampler, RandomSampler)
-        return _Computed(num_samples, batch_size, loader.drop_last, seed if shuffles else None)
+    # The sampler says how many: it may be of fewer than the dataset has, and a dataset need not know its length.
+    if type(sampler) is SequentialSampler:
+        return _Computed(len(sampler), batch_size, loader.drop_last, None)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return _Computed(len(sampler), batch_size, loader.drop_last, seed)
     return _Drawn("sampler", sampler, batch_size, loader.drop_last, seed)
-
-
-def _is_plain_shuffle(sampler: Any, num_samples: int) -> bool:
-    return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == num_samples
 
 
 class _Cut(Sequence[Any]):

@@ -97,7 +97,8 @@ class SplitWriter:
             if used == 0:
                 self._next_shard()
             room = self._shard_tokens - used
-            self._tokens.write(tokens[:room].astype(self._dtype).tobytes())  # pyright: ignore[reportOptionalMemberAccess]
+            assert self._tokens is not None
+            self._tokens.write(tokens[:room].astype(self._dtype).tobytes())
             if self._mask is not None:
                 now = np.ones(min(room, tokens.size), np.uint8) if trained is None else trained[:room].astype(np.uint8)
                 self._mask.write(now.tobytes())

@@ -39,7 +39,7 @@ class WantedSource:
 
     @cached_property
     def schema(self) -> Schema:
-        return detect_schema(self.files, self.section.schema_, self.section.columns, self.limits.max_record_bytes)
+        return detect_schema(self.files, self.section.schema_, {**self.section.columns}, self.limits.max_record_bytes)
 
     def counted(self, number: int) -> str:
         """A number of its documents, as a reader calls them."""

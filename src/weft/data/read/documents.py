@@ -146,7 +146,8 @@ def _turn(message: Any, schema: Schema) -> tuple[str, str]:
     content = message[schema.content]
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise _Unusable("content is not text")
     return role, content

@@ -268,7 +268,8 @@ def _has_surrogate(text: str) -> bool:
 
 def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     if compression == "gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _READ_BYTES)  # pyright: ignore[reportArgumentType]
+        file = gzip.GzipFile(fileobj=raw)
+        return io.BufferedReader(file, _READ_BYTES)  # pyright: ignore[reportArgumentType] - the stub of its mode is narrower
     if compression == "zst":
         return io.BufferedReader(_ZstdStream(raw), _READ_BYTES)
     return raw

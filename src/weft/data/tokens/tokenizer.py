@@ -72,7 +72,7 @@ class _JsonCodec:
         self._library.no_padding()
         # Without this, "<|endoftext|>" in a document would become the real end token.
         self._library.encode_special_tokens = True
-        self._control = {token: self._library.id_to_token(token) for token in control_ids if token >= 0}
+        self._control = {token: self._library.id_to_token(token) or "" for token in control_ids if token >= 0}
         self._control_ids = np.array(sorted(self._control))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -85,7 +85,8 @@ class _JsonCodec:
 
     def _encode_apart(self, text: str) -> np.ndarray:
         """Encode with each control token's text cut in two, for tokenizers that match it even as plain text."""
-        pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in self._control.values())
+        names = filter(None, self._control.values())
+        pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names)
         parts = self._library.encode_batch_fast(re.split(pattern, text), add_special_tokens=False)
         ids = np.array([token for part in parts for token in part.ids], dtype=np.int64)
         if np.isin(ids, self._control_ids).any():
@@ -269,8 +270,9 @@ def _settings(path: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _token_name(entry: Any) -> Any:
-    return entry.get("content") if isinstance(entry, dict) else entry
+def _token_name(entry: Any) -> str | None:
+    name = entry.get("content") if isinstance(entry, dict) else entry
+    return name if isinstance(name, str) else None
 
 
 def _byte_level_alphabet() -> frozenset[str]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from weft.models.experts.balance import BIAS_UNIT, Load, Span, attach, count_tokens, keep_within, sequence_loss
 from weft.models.experts.grouped import combine_rows, grouped_linear, sort_by_expert, spread_rows
+from weft.private_torch import uncompiled
 from weft.spec import DecoderSpec
 
 
@@ -128,7 +129,7 @@ class MoE(nn.Module):
         self.shared = shared
 
     # How many rows an expert has is known only when the router has chosen, and the host must know it.
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Compute the layer: (B, T, D) to (B, T, D)."""
         routing = self.router(x_BTD)

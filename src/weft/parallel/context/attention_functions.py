@@ -26,6 +26,7 @@ from weft.parallel.context.document_borders import PADDING
 from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.pieces import Sight
 from weft.parallel.context.positions import positions_of
+from weft.private_torch import uncompiled
 from weft.structure import hugging_face, repeated_blocks, token_flow
 
 #: Our attention functions are registered under this and the name of the one whose place they take.
@@ -137,7 +138,7 @@ def attend_by_name(
     return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
 
 
-@torch.compiler.disable
+@uncompiled
 def _attend_cut(
     module: nn.Module,
     context: Context,
@@ -157,8 +158,8 @@ def _attend_cut(
         context.callers.add(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = asked.get("sliding_window")
-    whole = window is None or window >= key.shape[2] * context.axis.size
-    before = None if whole else window - 1  # a window holds the token itself
+    whole = key.shape[2] * context.axis.size
+    before = None if window is None or window >= whole else window - 1  # a window holds the token itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     drop = getattr(module, _SITE).attention(dropout, *query.shape[:2], query.device) if dropout else None
     scoring = Scoring(scale, Sight(before, 0 if causal else before), asked.get("softcap"), drop)

@@ -29,12 +29,13 @@ from weft.mesh import Axis, Mesh
 from weft.models.experts import Experts, combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
 from weft.parallel.layers import StandIn
 from weft.parallel.placement import Placement
-from weft.private_torch import without_modes
+from weft.private_torch import uncompiled, without_modes
 from weft.spec import Layout
 from weft.structure import become, hugging_face, layers
 
 #: What an expert of this rank gives for rows in order of the experts: (rows (N, D), number of rows up to each).
 Run = Callable[[Tensor, Tensor], Tensor]
+_COUNT = "num_experts"  # as modules of experts call it
 
 
 def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
@@ -100,8 +101,8 @@ def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
         part = placement.local(whole.detach(), ep.rank, ep.size).clone() if ep.size > 1 else whole.detach()
         setattr(experts.get_submodule(owner), last, nn.Parameter(part, requires_grad=whole.requires_grad))
         placements[f"{path}.{name}"] = placement
-    if isinstance(getattr(experts, "num_experts", None), int):
-        experts.num_experts = count // ep.size  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(getattr(experts, _COUNT, None), int):
+        setattr(experts, _COUNT, count // ep.size)
     return placements
 
 
@@ -236,8 +237,10 @@ def _members(kind: type) -> dict[str, Any]:
 
 def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # How many rows go where is known only on the host, when the router has chosen.
-    @torch.compiler.disable
+    @uncompiled
     def forward(self: Any, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
+        spread: Spread = self._weft_spread
+
         def run(rows_ND: Tensor, ends_L: Tensor) -> Tensor:
             if isinstance(self, Experts):
                 return self.run(rows_ND, ends_L)
@@ -246,6 +249,6 @@ def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return _run_plain(self, plain, rows_ND, ends_L)
 
         drops = isinstance(self, Experts) and self.drops
-        return self._weft_spread(run, x_MD, ids_MK, weights_MK, drops)
+        return spread(run, x_MD, ids_MK, weights_MK, drops)
 
     return forward

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from weft.checkpoint.arrays import format_name, torch_formats
+from weft.checkpoint.arrays import torch_formats
 from weft.checkpoint.parts import Deal, Part
 from weft.errors import CheckpointError
 
@@ -185,36 +185,6 @@ def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torc
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
     return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-class WholeTensors:
-    """Whole tensors in memory as a source."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self._tensors = tensors
-        self.entries: dict[str, SavedTensor] = {name: _Whole(one) for name, one in tensors.items()}
-
-    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line.
-
-        Args:
-            name: of the tensor.
-            part: which elements of the whole tensor.
-            start: place in its line where reading begins, in elements.
-            out: filled to its end, in the tensor's dtype.
-        """
-        whole = self._tensors[name].detach().cpu()
-        target = torch.frombuffer(out, dtype=whole.dtype)
-        if part.is_padded:
-            target.zero_()
-        for view in part.views(start, start + target.numel()):
-            sizes = [high - low for low, high in view.box]
-            target.as_strided(sizes, view.strides, view.offset).copy_(whole[tuple(slice(*one) for one in view.box)])
-
-
-class _Whole:
-    def __init__(self, tensor: torch.Tensor):
-        self.shape, self.dtype = tuple(tensor.shape), format_name(tensor.dtype)
 
 
 def filled(full_name: str, like: Stretch, piece: torch.Tensor, source: StateSource) -> torch.Tensor:

@@ -34,6 +34,7 @@ CountedLoss = Callable[[Any, Any, int], tuple[torch.Tensor, torch.Tensor | int]]
 Inside = Callable[[int], AbstractContextManager[None]]
 #: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+_ATTRIBUTE = "_weft_pipeline"
 
 
 class Phases(Protocol):
@@ -153,16 +154,15 @@ class Pipeline:
         for batch in batches:
             self._kinds = [self._boundary.kind_of(batch)]
             for index, stage in self.stages.items():
-                before, after = ("activation", index, 0), ("activation", index + 1, 0)
                 if index and (source := self.schedule.owner(index - 1)) != self._axis.rank:
-                    self._move(Transfer("receive", *before, source))
+                    self._move(Transfer("receive", "activation", index, 0, source))
                 output = stage.forward(forward, batch, self._incoming(index, 0))
                 if stage.is_last:
                     each(output, batch)
                     continue
-                self._made[after] = output
+                self._made["activation", index + 1, 0] = output
                 if (target := self.schedule.owner(index + 1)) != self._axis.rank:
-                    self._move(Transfer("send", *after, target))
+                    self._move(Transfer("send", "activation", index + 1, 0, target))
         self._boundary.end()
 
     def _begin(self, batches: Sequence[Any], arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
@@ -289,10 +289,10 @@ class _Attached:
 
 def attach_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
     """Keep the pipeline with its module, for `pipeline_of`."""
-    model._weft_pipeline = _Attached(pipeline)  # pyright: ignore[reportArgumentType]
+    setattr(model, _ATTRIBUTE, _Attached(pipeline))
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
     """Return the pipeline that `parallelize` made for this module; None where the plan has none."""
-    attached = getattr(model, "_weft_pipeline", None)
+    attached = getattr(model, _ATTRIBUTE, None)
     return attached.pipeline if attached is not None else None

@@ -197,15 +197,6 @@ class AxisMap:
         """Yield the whole tensors under the names that checkpoints have for them. A collective over the cut axes."""
         return ((self.saved_name(name), self.whole(name, tensor)) for name, tensor in pairs)
 
-    def named_states(
-        self, pairs: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, Sequence[int]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same for `parameter/key`, of parameters whose parts have these shapes."""
-        for full_name, tensor in pairs:
-            name, _, key = full_name.rpartition("/")
-            is_part = self.placement(name).is_cut and tensor.shape == shapes[name] and tensor.ndim
-            yield f"{self.saved_name(name)}/{key}", self.whole(name, tensor) if is_part else tensor
-
     def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield those of the tensors that are not whole on every rank."""
         for pairs in groups:
@@ -221,7 +212,7 @@ class AxisMap:
         if times > 1 and len(cut) > 1:
             raise ModelError(f"placement of {name!r}: rows that several ranks hold are cut over one axis. Use one.")
         shard = ("beside_ep",) if is_expert else ("dp_shard", "cp")
-        adjacent = (f"{cut[0]}/{times}",) if times > 1 else ()
+        adjacent = tuple(f"{axis}/{times}" for axis in cut) if times > 1 else ()
         extra = (*adjacent, *(axis for axis in placement.partial if axis not in (*cut, *_DATA, "cp")))
         beside = () if is_expert else adjacent if "tp" in cut else ("tp",)
         equal = ("dp_replicate", *beside, *((ENDS,) if ENDS in extra else ()))

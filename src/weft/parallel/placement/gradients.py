@@ -132,10 +132,6 @@ class DataParallel(Protocol):
         """Return the tensors that this rank's gradients lie in now; no collective. For counting bytes."""
         ...
 
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the adopted optimizer's state, whole, named `parameter/key`, in the same manner."""
-        ...
-
     def stretches(self) -> Iterator[Stretch]:
         """Yield what this rank holds of the model for checkpoints, in its own memory; no collective."""
         ...

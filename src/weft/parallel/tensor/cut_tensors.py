@@ -220,7 +220,8 @@ class _Cutter:
             rows = module.weight.shape[0]
             if module.padding_idx is not None:
                 local = module.padding_idx - self.axis.rank * rows
-                module.padding_idx = local if 0 <= local < rows else None  # pyright: ignore[reportAttributeAccessIssue]
+                inside = local if 0 <= local < rows else None
+                module.padding_idx = inside  # pyright: ignore[reportAttributeAccessIssue] - torch infers an int alone
             module.num_embeddings = rows
             become(module, VocabEmbedding, line=self.ends, vocab=vocab)
             return

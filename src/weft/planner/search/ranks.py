@@ -95,7 +95,7 @@ def best_split(one: Candidate, parts: Passes) -> list[int]:
     )
 
 
-def durations(one: Candidate, layers: list[int], parts: Passes, latency_s: float = 0.0) -> Durations:
+def durations(one: Candidate, layers: list[int], parts: Passes) -> Durations:
     """Seconds of every stage's passes, for the clock."""
 
     def side(name: str) -> list[float]:
@@ -108,7 +108,6 @@ def durations(one: Candidate, layers: list[int], parts: Passes, latency_s: float
         forward_s=side("forward_s"),
         input_gradient_s=side("input_gradient_s"),
         weight_gradient_s=side("weight_gradient_s"),
-        latency_s=latency_s,
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast
 
-from weft.spec.plan.plan_values import LARGEST, Kind, PlanColumn, Schema, choice, listed, refused, shown
+from weft.errors import shown
+from weft.spec.plan.plan_values import LARGEST, Kind, PlanColumn, Schema, choice, listed, refused
 
 _COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
 _SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)

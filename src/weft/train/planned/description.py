@@ -79,7 +79,7 @@ def _halve(model: nn.Module) -> None:
         param.data = param.data.to(dtype)
     cast_inputs(model, precision)
     config = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
+    if config is not None and hasattr(config, "use_cache"):
         config.use_cache = False
 
 

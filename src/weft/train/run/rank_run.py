@@ -31,7 +31,7 @@ from weft.train.tasks import find_task
 from weft.units import parse_seconds
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from weft.private_torch import Store
 
 #: The engine that trains where nobody names another. By name: engines stand above this room, and load torch.
 TORCH = "weft.engines.torch_engine:TorchEngine"

@@ -12,6 +12,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.parallel import data_parallel
 from weft.parallel.local_tensors import StateSource, Stretch, flat_of
+from weft.private_torch import foreach_lerp_
 
 
 class Ema:
@@ -48,7 +49,7 @@ class Ema:
         else:
             averages, live = self._paired(weights)
             if averages:
-                torch._foreach_lerp_(averages, live, 1.0 - self.decay)
+                foreach_lerp_(averages, live, 1.0 - self.decay)
         self.num_updates += 1
 
     @contextlib.contextmanager

@@ -21,27 +21,18 @@ from weft.errors import CheckpointError
 from weft.memory import HostCopies
 from weft.optim import build_optimizer, freeze
 from weft.parallel import DataParallel, data_parallel
-from weft.parallel.local_tensors import SavedTensor, StateSource, Stretch, WholeTensors
+from weft.parallel.local_tensors import SavedTensor, Stretch
 from weft.parallel.placement import pieces_allowed
 from weft.parallel.zero import carried_here, load_carried
 from weft.spec.config import OptimizerSection
 
 
-def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors of a parallelized model and its optimizer in groups: "model" and "optimizer".
-
-    All ranks call it: what is sharded is gathered piece by piece. keep: whether this rank is the one that writes;
-    the others get nothing back and hold no more than one piece at a time. Tensors may be the live ones: write them
-    before the next step.
-    """
-    tensors, engine = capture_model(model, keep=keep), data_parallel(model)
-    return {"model": tensors, "optimizer": held(engine.states(optimizer), keep)}
-
-
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Return the "model" group of `capture`, in the same manner."""
+    """Return the parameters and buffers of a parallelized model, whole. All ranks call it: what is sharded is gathered.
+
+    keep: whether this rank wants them; the others get nothing back and hold no more than one tensor at a time. They may
+    be the live ones: use them before the next step.
+    """
     engine = data_parallel(model)
     weights = held(chain(engine.weights(), engine.frozen()), keep)
     # On all ranks: under zero=3 looking at a module lets its gathered weights go.
@@ -53,7 +44,7 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
 
 def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
-    """Return the bytes of what `capture` will give of a trained model; optimizer states exist only after a step.
+    """Return the bytes of a checkpoint of a model that is trained; optimizer states exist only after a step.
 
     Args:
         model: on the meta device; what the optimizer leaves alone is frozen in it.
@@ -163,35 +154,15 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
     Raises:
         CheckpointError: for a checkpoint of another model.
     """
-    weights, states = GroupSource(checkpoint, "model"), GroupSource(checkpoint, "optimizer")
-    wire = checkpoint.private("wire", data_parallel(model).axes.mesh.rank)
-    return _take(model, optimizer, weights, states, wire)
-
-
-def restore(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]
-) -> list[str]:
-    """The same from whole tensors in memory, such as `capture` gave."""
-    weights, states = WholeTensors(groups["model"]), WholeTensors(groups["optimizer"])
-    return _take(model, optimizer, weights, states, groups.get("wire", {}))
-
-
-def _take(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    weights: StateSource,
-    states: StateSource,
-    wire: Mapping[str, torch.Tensor],
-) -> list[str]:
-    engine = data_parallel(model)
+    weights, engine = GroupSource(checkpoint, "model"), data_parallel(model)
     own, axes, saved = model_tensors(model), engine.axes, weights.entries
     shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
     # A stage of a pipeline takes its own tensors only.
     _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
     engine.load_weights(weights)
-    engine.load_states(optimizer, states)
+    engine.load_states(optimizer, GroupSource(checkpoint, "optimizer"))
     _match_formats(optimizer)
-    return load_carried(engine, wire)
+    return load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
 
 
 def _match_formats(optimizer: torch.optim.Optimizer) -> None:

@@ -156,7 +156,7 @@ class TrainStep:
     def _inside(self, samples: list[SampleNumbers], key: int | None) -> Inside:
         """For the number of a microbatch, what its forward runs inside of: where it draws dropout from, who counts."""
         drops = drops_of(self.model)
-        chosen = key if key is not None or drops is None else drops.next_key()
+        chosen = key if key is not None else 0 if drops is None else drops.next_key()
 
         @contextlib.contextmanager
         def inside(index: int) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
@@ -47,7 +47,7 @@ class Metric:
         return self.name.replace("_", " ")
 
 
-class Task(Protocol):
+class Task:
     """One kind of training. A subclass writes `build`, `samples` and `loss`; the rest has a default.
 
     An instance is made with the options of the config's [task.options] as keyword arguments; then `config` is set.

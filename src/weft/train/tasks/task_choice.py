@@ -39,7 +39,7 @@ def _found(name: str) -> type[Task]:
     except Exception as error:  # code of the user's may raise anything
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
-    if not (isinstance(made, type) and Task in made.__mro__):
+    if not (isinstance(made, type) and issubclass(made, Task)):
         _refuse("name", f"={name}: it is no subclass of weft.train.Task. Name one that is.")
     if missing := _left_out(made):
         _refuse("name", f"={name}: a task needs {' and '.join(missing)}. Define what is missing in the class.")

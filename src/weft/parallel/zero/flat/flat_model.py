@@ -263,11 +263,6 @@ class FlatModel:
         loose = [grad for bucket in self.reducer.buckets for _, grad in bucket.loose or ()]
         return [*(tensor for tensor in kept if tensor is not None), *loose]
 
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the optimizer's state by `parameter/key`, whole."""
-        here = self._states_here(self._adoption(optimizer))
-        return across_stages(self.axes.named_states(here, self._shapes), self.axes.stages, self.device)
-
     def _states_here(self, adoption: SlotAdoption) -> Iterator[tuple[str, torch.Tensor]]:
         for axes in dict.fromkeys(self._kinds.values()):
             alike = [bucket for bucket in self.reducer.buckets if bucket.over is axes]
@@ -317,10 +312,6 @@ class FlatModel:
     def _pieces(self) -> Iterator[tuple[Slot, nn.Parameter]]:
         for adoption in self.adoptions:
             yield from adoption.pieces.items()
-
-    @property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {slot.name: slot.shape for slot in self._slots}
 
     def _adoption(self, optimizer: torch.optim.Optimizer) -> SlotAdoption:
         self.adopt(optimizer)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import all_reduce, broadcast
 from weft.memory import Host, step_on_host
@@ -42,11 +43,11 @@ from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
 from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
-from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states, plain_tensors
+from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
 from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
-from weft.private_torch import graph_task
+from weft.private_torch import foreach_mul_, graph_task, uncompiled
 from weft.structure import repeated_blocks
 
 
@@ -86,7 +87,6 @@ class FullyShardedModel:
         self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
         originals = dict(model.named_parameters())
         kinds = self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
-        self._shapes = {name: param.shape for name, param in originals.items()}
         self._partial = PartialSums(axes, self.precision, mesh.device)
         self.coders = self._partial.coders
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
@@ -104,7 +104,8 @@ class FullyShardedModel:
             self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
         self._placed = ShardStretches(self.shards, kinds, axes)
-        self._modules = [unit.module for unit in self.units]
+        # All of them: fully_shard has made each a module of its own kind.
+        self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
         self._places_missing = self._defers and self.precision.is_mixed
@@ -135,7 +136,7 @@ class FullyShardedModel:
         if mesh.plan.recompute != "none" and not repeated_blocks(self._modules[-1]):
             for module in self._modules[:-1]:
                 hide_hooks(module)
-        self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
+        self._modules[-1].register_forward_pre_hook(uncompiled(self._begin_own_pass))
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:
                 param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
@@ -238,7 +239,7 @@ class FullyShardedModel:
         if factor != 1.0 and grads:
             if self._hosted is not None:
                 self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
@@ -306,16 +307,6 @@ class FullyShardedModel:
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of this rank's shards."""
         return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
-
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
-        here = self.axes.named_states(self._states_here(optimizer), self._shapes)
-        return across_stages(here, self.axes.stages, self._device)
-
-    def _states_here(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        self.adopt(optimizer)
-        yield from self._adoption.states(optimizer)
-        yield from plain_tensors(self.plain, optimizer)
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield what this rank holds of the model; no collective."""

@@ -12,6 +12,7 @@ from weft.comm import all_gather, reduce_scatter
 from weft.comm.wire import Coders
 from weft.errors import CommError
 from weft.mesh import Axis
+from weft.parallel.private_torch import GatherBase, ReduceBase
 from weft.parallel.zero.sharded.gather_order import Act, Order
 
 
@@ -23,7 +24,7 @@ class _Buffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class UnitGather(_Buffers):
+class UnitGather(_Buffers, GatherBase):
     """all_gather of one unit's parameters."""
 
     def __init__(self, unit: int, axis: Axis, order: Order):
@@ -46,7 +47,7 @@ class UnitGather(_Buffers):
             raise self._order.explain(error) from error
 
 
-class UnitReduce(_Buffers):
+class UnitReduce(_Buffers, ReduceBase):
     """reduce_scatter of one unit's gradients. coders: what travels in place of them."""
 
     def __init__(self, unit: int, axis: Axis, order: Order, coders: Coders):

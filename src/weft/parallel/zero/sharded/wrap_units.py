@@ -70,7 +70,7 @@ def shard_units(
         lets_go = lets_go and mesh.plan.pp == 1  # else another microbatch's forward comes before the first backward
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
-        fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
+        unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
         # The gradient of an embedding needs its tokens, not its weights.
-        module.set_unshard_in_backward(not embeds)
+        unit.set_unshard_in_backward(not embeds)
     return members, [name for unit, own in zip(units, members, strict=True) if str(unit) in on_host for name in own]
