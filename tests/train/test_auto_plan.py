@@ -59,14 +59,14 @@ def test_machines_as_the_planner_sees_them():
     machines = this_cluster(4, 2, "cpu")
     assert (machines.nodes, machines.devices_per_node, machines.device.name) == (2, 2, "cpu")
     assert machines.device.memory_bytes > 2**28
-    with pytest.raises(PlanError, match="5 ranks do not fill whole machines of 2"):
+    with pytest.raises(PlanError, match="5 ranks do not fill machines of 2"):
         this_cluster(5, 2, "cpu")
 
 
 def test_no_plan_that_fits_is_said_with_numbers():
     with pytest.raises(PlanError) as caught:
         choose_plan(read_model("llama3-70b"), ClusterSpec.parse("rtx4090"), {}, seq_len=4096, global_batch=8)
-    assert "plan=auto: no plan fits llama3-70b on 1xrtx4090; the least that one needs is " in str(caught.value)
+    assert "plan=auto: no plan fits llama3-70b on 1xrtx4090; the smallest plan needs " in str(caught.value)
 
 
 def test_what_was_chosen_is_one_line(tmp_path):
@@ -90,7 +90,7 @@ def test_words_after_auto_that_are_wrong(plan, message):
 
 
 def test_init_asks_for_the_model():
-    with pytest.raises(PlanError, match="the planner must know model, seq_len and global_batch"):
+    with pytest.raises(PlanError, match="the planner needs model, seq_len and global_batch"):
         weft.init("auto", device="cpu")
 
 

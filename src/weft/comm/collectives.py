@@ -153,7 +153,9 @@ def start_reduce_scatter(
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Copy `tensor` of the axis's rank `source` to all its ranks, in place. Returns the tensor."""
     if not 0 <= source < axis.size:
-        raise CommError(f"broadcast over {axis.name}: source={source} is no rank of it. Use 0 to {axis.size - 1}.")
+        raise CommError(
+            f"broadcast over {axis.name}: source={source} is not one of its ranks. Use 0 to {axis.size - 1}."
+        )
     if axis.size == 1 or tensor.numel() == 0:
         return tensor
     flat = _flat(f"broadcast over {axis.name}", "tensor", tensor)

@@ -102,7 +102,7 @@ def sum_coded(
     """Begin an all_reduce (whole) or a reduce_scatter of what a wire encodes, into `out`."""
     if op not in coder.wire.ops:
         raise CommError(
-            f"{name}: op={op!r} of what travels as {coder.wire.spec.name}. Use {' or '.join(coder.wire.ops)}, "
+            f"{name}: op={op!r} does not work on wire {coder.wire.spec.name}. Use {' or '.join(coder.wire.ops)}, "
             f"or leave wire= out."
         )
     numel = what.numel()

@@ -67,10 +67,10 @@ def choose_plan(
     rule = f"no plan fits {model.name} on {machines}"
     if found.nearest is not None:
         need, most = found.nearest.total_bytes, found.nearest.usable_bytes
-        rule += f"; the least that one needs is {format_bytes(need)} of {format_bytes(most)} on a rank"
+        rule += f"; the smallest plan needs {format_bytes(need)} of {format_bytes(most)} on a rank"
     elif found.refused:
         rule += f"; {found.refused[0].message.rstrip('.')}"
-    remedy = "Use more ranks or a smaller model; `weft plan` shows what would do."
+    remedy = "Use more ranks or a smaller model; `weft plan` shows what would fit."
     raise PlanError([Problem("plan", f"plan=auto: {rule}. {remedy}")])
 
 
@@ -118,7 +118,7 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
     import torch
 
     if world_size % local_size:
-        rule = f"{world_size} ranks do not fill whole machines of {local_size}"
+        rule = f"{world_size} ranks do not fill machines of {local_size} ranks each"
         raise PlanError([Problem("plan", f"plan=auto: {rule}. Write the plan itself.")])
     if device == "cpu" or not torch.cuda.is_available():
         spec = _this_cpu(local_size)
