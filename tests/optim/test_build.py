@@ -119,7 +119,7 @@ def test_a_class_by_name_gets_the_settings_that_it_takes():
     ("settings", "message"),
     [
         ({"groups": (OptimizerGroup(match="blok.*"),)},
-         "optimizer.groups.0.match=blok.*: no parameter of the model has such a name. Names are such as "
+         "optimizer.groups.0.match=blok.*: no parameter has such a name. Names are such as "
          "embed.weight, block.weight, block.bias, head.weight."),
         ({"groups": (OptimizerGroup(match="*"), OptimizerGroup(match="head.*"))},
          "optimizer.groups.1.match=head.*: earlier groups take every parameter that it matches. Names are such as "

@@ -191,7 +191,7 @@ def test_models_that_cannot_be_had(source, text):
 
 
 def test_what_pytorch_alone_cannot_train_is_said_in_a_sentence():
-    with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Mend"):
+    with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Fix"):
         Verifier(find_subject(f"{HERE}:with_a_wrong_loss", Settings(num_steps=1)), 2)
 
 

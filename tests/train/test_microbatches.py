@@ -106,7 +106,7 @@ def test_as_many_microbatches_as_the_plan_says(plan, field):
     assert microbatches_of(weft.Microbatches([x(), x()]), plan)[1].tolist() == list(range(8))
     with pytest.raises(ModelError) as caught:
         microbatches_of(weft.Microbatches([x()]), plan)
-    assert str(caught.value) == f"{field}=2: this step got 1microbatches. Give as many as the plan has."
+    assert str(caught.value) == f"{field}=2: a step takes that many microbatches, and got 1. Give 2."
 
 
 def make_step(plan: str, model: nn.Module, loss_fn, **options) -> TrainStep:

@@ -252,7 +252,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatc
     monkeypatch.setattr(Trainer, "_train", interrupted)
     folder, result, shown = start("run.name=stopped")
     assert (result.step, result.reason) == (5, "asked to stop")
-    assert "the same command again continues from here" in shown
+    assert "the same command continues from here" in shown
     _, result, _ = start("run.name=stopped")
     assert result.step == 12
     assert_same_bits(weights(whole, 12), weights(folder, 12))
@@ -329,7 +329,7 @@ def test_a_run_stops_before_its_time_is_over_and_the_same_command_goes_on(start)
     _, result, shown = start("train.steps=9", "train.max_time=10s")  # that is what ending is given
     assert result.step == 2  # the first step asks, the second one tells all ranks
     assert "done    2 of 9 steps: train.max_time=10s is nearly used up" in shown
-    assert "the same command again continues from here" in shown
+    assert "the same command continues from here" in shown
     assert start("train.steps=9", "train.max_time=9h")[1].step == 9
 
 

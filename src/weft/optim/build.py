@@ -66,8 +66,8 @@ def check_optimizer(model: nn.Module, section: OptimizerSection) -> None:
     for index, group in enumerate(section.groups):
         if not any(own is group for own in chosen.values()):
             fits = any(fnmatchcase(name, group.match) for name in params)
-            why = "earlier groups take every parameter that it matches" if fits else "no parameter of the model has "
-            "such a name"
+            taken, unknown = "earlier groups take every parameter that it matches", "no parameter has such a name"
+            why = taken if fits else unknown
             _refuse(f"groups.{index}.match", f"{group.match}: {why}. Names are such as {_some(params)}.")
     if all(own is not None and own.lr == 0 for own in chosen.values()):
         _refuse("groups", "every parameter has lr=0, so nothing is trained. Leave some out of the groups.")

@@ -270,7 +270,7 @@ REFUSALS = {
     "Use cp_mode=ring or cp_mode=gather.",
     "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, and Weft finds that rate under "
     "none of the usual names. Store it as module.attention_dropout, or set it to 0.",
-    "sinks": "cp=2: LlamaAttention asks for s_auxto its attention, and attention over a cut sequence does not "
+    "sinks": "cp=2: LlamaAttention passes s_aux to its attention, and attention over a cut sequence does not "
     "support it. Use cp=1.",
     "state space": "cp=2: MambaForCausalLM gives no single number of attention heads, and Weft cuts sequences "
     "only through attention. Use cp=1 for this model.",

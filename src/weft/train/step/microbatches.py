@@ -159,7 +159,9 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
         return split_batch(batch, expected, plan)
     if len(batch) != expected:
         field = "microbatches" if plan.pp > 1 else "accumulation"
-        raise ModelError(f"{field}={expected}: this step got {len(batch)} microbatches. Give as many as the plan has.")
+        raise ModelError(
+            f"{field}={expected}: a step takes that many microbatches, and got {len(batch)}. Give {expected}."
+        )
     return [one for one, _ in batch.counted()]
 
 

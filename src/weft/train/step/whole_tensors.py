@@ -11,6 +11,7 @@ from torch import nn
 from weft.errors import ModelError, WeftError
 from weft.mesh import Mesh
 from weft.spec.plan import Plan
+from weft.structure import layers
 from weft.train.step.oom import is_out_of_memory
 
 _P = ParamSpec("_P")
@@ -55,11 +56,13 @@ def names_the_module(call: Callable[Concatenate[_S, _P], _R]) -> Callable[Concat
 
 def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | None:
     """Which module failed, on which part of its tensors, and what to use; None where no part or no module is seen."""
+    if isinstance(model, layers.KnownModel):
+        return None  # Weft's own decoders take every plan: their failure is a defect, and not the user's to avoid
     parts, path = _parts(plan), _failed_module(error, model)
     if not parts or path is None:
         return None
     fields, kinds, remedies = zip(*parts, strict=True)
-    name = f"{path} ({type(model.get_submodule(path)).__name__})" if path else type(model).__name__
+    name = f"{path} ({type(model.get_submodule(path)).__name__.removeprefix('FSDP')})" if path else type(model).__name__
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return (
         f"{' '.join(fields)}: {name} fails on a rank's part of {' and '.join(kinds)} "
