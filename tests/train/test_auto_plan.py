@@ -71,7 +71,7 @@ def test_no_plan_that_fits_is_said_with_numbers():
 
 def test_what_was_chosen_is_one_line(tmp_path):
     _, best = settle_plan(config("plan=auto", f"run.dir={tmp_path}"), 2, 2)
-    assert chosen_line(best).startswith(f"plan auto chose {best.plan}: ")
+    assert chosen_line(best).startswith(f"plan=auto chose {best.plan}: ")
     assert "\n" not in chosen_line(best)
 
 
@@ -97,7 +97,7 @@ def test_init_asks_for_the_model():
 def test_init_chooses(capsys):
     with weft.init("auto", device="cpu", model="tiny", seq_len=64, global_batch=4) as adopted:
         assert adopted.plan.world_size == 1
-    assert "plan auto chose" in capsys.readouterr().out
+    assert "plan=auto chose" in capsys.readouterr().out
 
 
 def test_a_run_from_the_command_line_records_its_choice(tmp_path, capsys):
@@ -107,7 +107,7 @@ def test_a_run_from_the_command_line_records_its_choice(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven eight nine ten\n" * 200)
     assert run(["train", f"data.train={text}", *words]) == 0
-    assert "weft: plan auto chose " in capsys.readouterr().err
+    assert "weft: plan=auto chose " in capsys.readouterr().err
     folder = tmp_path / "auto"
     table = json.loads((folder / CHOSEN).read_text())
     assert Plan.parse((folder / "plan.txt").read_text().strip()).world_size == 1

@@ -166,7 +166,7 @@ def test_more_steps_stretch_the_schedule_and_say_so(start):
     start("train.steps=6")
     _, _, shown = start("train.steps=12")
     assert "train.steps=12 (before: 6): the cosine schedule then ends at step 12: lr goes from 1.0e-04 up to " in shown
-    assert "to stay there: schedule.kind=constant optimizer.lr=0.0001" in shown
+    assert "to keep the old rate: schedule.kind=constant optimizer.lr=0.0001" in shown
     assert "time    6 steps since step 6" in shown
 
 

@@ -129,10 +129,10 @@ def test_settings_that_make_another_run_are_refused_by_name(start):
         start("seed=7", "model.dim=64", "optimizer.lr=0.5")
     text = str(caught.value)
     assert text.splitlines() == [
-        f"seed=7: the run in '{folder.path}' was started with 0, and cannot go on with another value. "
-        "Use run.name=quickstart-2 for a new run, or seed=0 to resume.",
-        f"model.dim=64: the run in '{folder.path}' was started with 32, and cannot go on with another value. "
-        "Use run.name=quickstart-2 for a new run, or model.dim=32 to resume.",
+        f"seed=7: the run in '{folder.path}' was started with 0, and cannot continue with another value. Use "
+        "run.name=quickstart-2 for a new run, or seed=0 to resume.",
+        f"model.dim=64: the run in '{folder.path}' was started with 32, and cannot continue with another value. Use "
+        "run.name=quickstart-2 for a new run, or model.dim=32 to resume.",
     ]
     assert (folder.path / "config.toml").read_text() == before
 

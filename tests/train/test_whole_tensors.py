@@ -54,14 +54,14 @@ FAILS = "(RuntimeError: shape '[4, 16]' is invalid for input of size 32). If one
         ("dp_shard=2 zero=2", None),
         (
             "tp=2",
-            f"tp=2: inner (Inner) fails on a rank's part of the features, heads or vocabulary {FAILS}tp=1 for it.",
+            f"tp=2: inner (Inner) fails on a rank's part of the features, heads or vocabulary {FAILS}tp=1.",
         ),
-        ("cp=2", f"cp=2: inner (Inner) fails on a rank's part of each sequence {FAILS}cp=1 for it."),
-        ("pp=2 microbatches=2", f"pp=2: inner (Inner) fails on a rank's part of the blocks {FAILS}pp=1 for it."),
+        ("cp=2", f"cp=2: inner (Inner) fails on a rank's part of each sequence {FAILS}cp=1."),
+        ("pp=2 microbatches=2", f"pp=2: inner (Inner) fails on a rank's part of the blocks {FAILS}pp=1."),
         (
             "tp=2 sp=on",
             "sp=on tp=2: inner (Inner) fails on a rank's part of the tokens between layers and the features, heads or "
-            f"vocabulary {FAILS}sp=off or tp=1 for it.",
+            f"vocabulary {FAILS}sp=off or tp=1.",
         ),
     ],
 )
@@ -88,7 +88,7 @@ def test_weights_of_a_block_that_is_not_called_under_zero_3(ranks2):
         ranks2.run(train, "dp_shard=2 zero=3", Bypassed())
     said = "zero=3: layers.0.0 (Linear) fails on a rank's part of the weights, which are whole only while their own "
     assert caught.value.refusal.startswith(said + "module is called (RuntimeError: ")
-    assert caught.value.refusal.endswith("If one process can train this model, use zero=2 for it.")
+    assert caught.value.refusal.endswith("If one process can train this model, use zero=2.")
     ranks2.run(train, "dp_shard=2 zero=2", Bypassed())
 
 

@@ -207,7 +207,7 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if tokens is None or "position_ids" not in signature.parameters:
         raise ModelError(
             f"cp={context.axis.size}: {type(model).__name__} has no input_ids or no position_ids, so Weft cannot "
-            "tell it where its part of a sequence lies. Use cp=1 for this model."
+            "give it the positions of its part of a sequence. Use cp=1 for this model."
         )
     if others := [name for name in _BESIDE_TOKENS if given.get(name) is not None]:
         raise ModelError(

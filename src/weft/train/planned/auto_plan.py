@@ -86,8 +86,8 @@ def _profile(machines: ClusterSpec) -> Profile | None:
 def chosen_line(best: Candidate) -> str:
     """What was chosen and what is expected of it, in one line."""
     return (
-        f"plan auto chose {best.plan or 'one rank'}: {format_seconds(best.step_s)} a step and "
-        f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on a rank are expected."
+        f"plan=auto chose {best.plan or 'one rank'}: expected {format_seconds(best.step_s)} a step and "
+        f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on each rank."
     )
 
 

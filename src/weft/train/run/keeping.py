@@ -257,7 +257,7 @@ def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
     names = ", ".join(path.name for path in moved)
     return [
         f"resume.step={step}: newer checkpoints are set aside as {names}",
-        "        leave resume.step out of the next command, or it goes back again",
+        "        leave resume.step out of the next command, or the run goes back again",
     ]
 
 

@@ -67,7 +67,7 @@ def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | Non
     return (
         f"{' '.join(fields)}: {name} fails on a rank's part of {' and '.join(kinds)} "
         f"({type(error).__name__}: {first}). "
-        f"If one process can train this model, use {' or '.join(remedies)} for it."
+        f"If one process can train this model, use {' or '.join(remedies)}."
     )
 
 
