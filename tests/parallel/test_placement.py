@@ -87,8 +87,7 @@ def test_experts_are_cut_over_ep_alone():
         axes.of("w", (2, 3))
     assert str(caught.value) == (
         "placement of 'w': cut=ep partial=tp: experts are cut over ep alone, and their gradients add up over all "
-        "ranks "
-        "beside it. Use cut=('ep',) without partial."
+        "ranks beside it. Use cut=('ep',) without partial."
     )
 
 

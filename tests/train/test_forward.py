@@ -74,9 +74,8 @@ def test_inputs_come_first_and_targets_stay_out(forward, batch, inputs):
             takes_names,
             [ONE, TWO, THREE],
             "batch: Net.forward takes (input_ids, attention_mask, labels, more), and the batch is a list of 3, so "
-            "Weft "
-            "cannot tell which are inputs. "
-            "Say so: train_step(..., forward=lambda model, batch: model(batch[0], batch[1])).",
+            "Weft cannot tell which are inputs. Say so: train_step(..., forward=lambda model, batch: model(batch[0], "
+            "batch[1])).",
         ),
         (
             takes_two,

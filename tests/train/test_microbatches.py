@@ -159,8 +159,7 @@ def test_a_batch_whose_rows_are_no_samples_is_not_torn():
     assert str(caught.value) == (
         "accumulation=2: batch['pixel_values'] has shape (10, 6) in a batch of 4 samples, so its rows are not "
         "samples, and cutting it by rows would split samples. Pass the DataLoader through run.shard, which cuts by "
-        "samples before they are "
-        "collated, or give the step weft.Microbatches([...])."
+        "samples before they are collated, or give the step weft.Microbatches([...])."
     )
     assert split_batch(batch, 1) == [batch]
 

@@ -363,9 +363,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
             raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")
         if local_rank >= torch.cuda.device_count():
             raise PlanError(
-                f"launch.device={kind}: this is local rank {local_rank}, and there are "
-                f"{torch.cuda.device_count()} GPUs. "
-                f"Start at most {torch.cuda.device_count()} ranks on this machine."
+                f"launch.device={kind}: this is local rank {local_rank}, and there are {torch.cuda.device_count()} "
+                f"GPUs. Start at most {torch.cuda.device_count()} ranks on this machine."
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

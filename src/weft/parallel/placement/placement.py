@@ -132,8 +132,7 @@ class Placement:
         if rest:
             raise ModelError(
                 f"placement: {segment.shape[self.dim]} rows of dim {self.dim} are not a multiple of the {size} ranks "
-                "of "
-                f"{'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
+                f"of {'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
             )
         return segment.narrow(self.dim, rank * rows, rows)
 

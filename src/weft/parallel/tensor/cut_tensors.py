@@ -155,9 +155,8 @@ class _Cutter:
                 if path not in self.styles and next(module.parameters(recurse=False), None) is not None:
                     raise LayoutError(
                         f"layout: {path} has parameters between cut layers, and no pattern of the layout covers it. "
-                        "Add "
-                        f"{path}=partial where it works on this rank's heads or features, "
-                        f"or {path}=replicate where it comes before or after them."
+                        f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate "
+                        "where it comes before or after them."
                     )
 
     def _entry(self, path: str, module: nn.Module) -> Entry:

@@ -185,8 +185,7 @@ def _same_parts(runs: Sequence[_Run]) -> list[int]:
         if not same:
             raise ModelError(
                 "it runs other operations for another batch size or sequence length, so its work cannot be "
-                "extrapolated. "
-                "Give a folder with its config.json, or a size"
+                "extrapolated. Give a folder with its config.json, or a size"
             )
     return list(first.parts)
 

@@ -102,8 +102,8 @@ class Subject:
         if data is None and vocab_size is None and not has_inputs(model):
             raise ModelError(
                 f"model={self.source}: Weft cannot tell what its inputs are. Return (model, loader) with a "
-                "DataLoader, or "
-                f"(model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
+                "DataLoader, or (model, batch_fn), where batch_fn(step, size) gives "
+                f"{{'x': tensor, 'labels': tensor}}."
             )
         return BuiltCase(self, model.to(dtype), data=data, loss_fn=loss_fn, vocab_size=vocab_size)
 
@@ -240,8 +240,7 @@ def find_subject(source: str, settings: Settings) -> Subject:
         rule = str(error).removeprefix(f"model.name={source}: ")
         raise ModelError(
             f"model={source}: it names no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face "
-            "folder, "
-            f"or package.module:function."
+            "folder, or package.module:function."
         ) from None
 
 

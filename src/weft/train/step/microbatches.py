@@ -253,10 +253,10 @@ class _Splitting:
             return [tensor] * len(self._runs)
         if tensor.shape[0] != self._num_samples:
             raise ModelError(
-                f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, "
-                "so its rows are not samples, and cutting it by rows would split samples. Pass the DataLoader "
-                "through run.shard, "
-                f"which cuts by samples before they are collated, or give the step weft.Microbatches([...])."
+                f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, so "
+                "its rows are not samples, and cutting it by rows would split samples. Pass the DataLoader through "
+                "run.shard, which cuts by samples before they are collated, or give the step "
+                "weft.Microbatches([...])."
             )
         return [tensor[run.start : run.stop] for run in self._runs]
 

@@ -65,9 +65,8 @@ def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | Non
     name = f"{path} ({type(model.get_submodule(path)).__name__.removeprefix('FSDP')})" if path else type(model).__name__
     first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     return (
-        f"{' '.join(fields)}: {name} fails on a rank's part of {' and '.join(kinds)} "
-        f"({type(error).__name__}: {first}). "
-        f"If one process can train this model, use {' or '.join(remedies)}."
+        f"{' '.join(fields)}: {name} fails on a rank's part of {' and '.join(kinds)} ({type(error).__name__}: "
+        f"{first}). If one process can train this model, use {' or '.join(remedies)}."
     )
 
 
