@@ -130,7 +130,7 @@ def _number(name: str, default: int | None = None, lowest: int = 0, highest: int
         return default
     if text is None or not re.fullmatch(r"\d{1,10}", text.strip()) or not lowest <= int(text) <= highest:
         raise LaunchError(
-            f"{name}={text or ''}: a whole number from {lowest} to {highest} is needed here. "
+            f"{name}={text or ''}: it must be a whole number from {lowest} to {highest}. "
             f"Start the ranks with torchrun or srun, which set it, or unset it."
         )
     return int(text)

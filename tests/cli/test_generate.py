@@ -75,5 +75,6 @@ def test_a_run_of_another_task_writes_no_text(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "config.toml").write_text('[task]\nname = "images.py:ImageTask"\n')
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     assert main.run(["generate", str(tmp_path)]) == 2
-    rule = "task.name=images.py:ImageTask trains no decoder on text. Give a run of one."
+    rule = "task.name=images.py:ImageTask does not train a text decoder, so it cannot generate. "
+    rule += "Give a run that trains one."
     assert capsys.readouterr().err == f"error: RUN={tmp_path}: {rule}\n"

@@ -102,7 +102,7 @@ def test_a_run_saves_and_stops_before_its_time_is_over(train, tmp_path):
     begin = time.monotonic()
     code, text = ended(train("run.name=timed", "train.steps=1000000", "train.max_time=1m"))
     assert (code, time.monotonic() - begin < 60) == (0, True), text
-    assert "steps: train.max_time=1m is nearly over" in text
+    assert "steps: train.max_time=1m is nearly used up" in text
     assert RunFolder(tmp_path / "timed").checkpoint(read_events(tmp_path / "timed" / "events.jsonl")[-1]["step"])
 
 

@@ -213,4 +213,4 @@ def test_what_cannot_be_described_is_refused_in_one_sentence(name, words, capsys
 def test_a_script_leaves_the_choice_to_the_planner(capsys):
     with weft.init("auto", model=f"{HERE}perceptron", seq_len=1, global_batch=8, device="cpu") as started:
         assert started.plan.world_size == 1
-    assert "plan auto chose" in capsys.readouterr().out
+    assert "plan=auto chose" in capsys.readouterr().out

@@ -101,7 +101,7 @@ MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mix
 def test_what_the_loss_does_not_reach_is_said(shared_ranks):
     with Verifier(find_subject(f"{HERE}:leaves_out", Settings(num_steps=1)), 2) as verifier:
         assert verifier.verify(Plan.parse("dp_shard=2 zero=2")).passed
-    assert "2 of 8 parameters have no gradient in the last step, unused.weight the first of them" in verifier.notes
+    assert "2 of 8 parameters have no gradient in the last step; the first is unused.weight" in verifier.notes
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -165,11 +165,11 @@ def test_the_model_is_reduced_as_asked():
 @pytest.mark.parametrize(
     "source, text",
     [
-        ("tinny", "model=tinny: no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
+        ("tinny", "model=tinny: it names no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
         (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or it and an example or a batch_fn."),
         (
             f"{HERE}:without_data",
-            "nothing says what its inputs are. Return (model, loader) with a DataLoader, or (model, batch_fn)",
+            "Weft cannot tell what its inputs are. Return (model, loader) with a DataLoader, or (model, batch_fn)",
         ),
         (
             f"{HERE}:raises",
@@ -191,12 +191,12 @@ def test_models_that_cannot_be_had(source, text):
 
 
 def test_what_pytorch_alone_cannot_train_is_said_in_a_sentence():
-    with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Mend"):
+    with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Fix"):
         Verifier(find_subject(f"{HERE}:with_a_wrong_loss", Settings(num_steps=1)), 2)
 
 
 def test_a_function_is_not_reduced_in_silence():
-    with pytest.raises(WeftError, match=r"layers=2: the function .* makes its model as it likes"):
+    with pytest.raises(WeftError, match=r"layers=2: the function .* builds the model itself"):
         find_subject(f"{HERE}:net", SMALL)
 
 

@@ -114,14 +114,14 @@ def test_a_held_run_goes_on_when_the_save_works(start, monkeypatch):
     failing(monkeypatch, 6)
     folder, result, shown = start(*ALL, "checkpoint.retries=0", "checkpoint.on_failure=hold")
     assert (result.reason, saved_steps(folder)) == ("finished", [3, 6, 9])
-    assert "the disk is full. It is tried again." in shown
+    assert "the disk is full. Weft tries again." in shown
 
 
 def test_where_the_host_has_no_room_for_a_copy_the_step_waits_and_says_so(start, monkeypatch):
     monkeypatch.setattr("weft.memory.host_copy._MOST_OF_FREE", 0.0)
     folder, _, shown = start(*ALL)
     assert saved_steps(folder) == [3, 6, 9]
-    assert shown.count("Use checkpoint.background=false. Until then each save makes training wait.") == 1
+    assert shown.count("Use checkpoint.background=false. Meanwhile training waits for each save.") == 1
 
 
 def test_every_so_many_steps_a_checkpoint_stays_for_good(start):

@@ -284,7 +284,7 @@ def test_a_model_loaded_in_bf16_says_what_it_takes_and_is_written_as_it_was(tmp_
     assert not other
     (line,) = first
     assert line.startswith("precision: the model was loaded in bfloat16 with ")
-    assert "a float32 master beside it. There is no plan without masters. Use zero=1, 2 or 3" in line
+    assert "a float32 master beside it. Every plan keeps these masters. Use zero=1, 2 or 3" in line
 
 
 def test_a_model_of_bf16_under_fp32_is_told_of_precision():
@@ -342,7 +342,11 @@ def test_wrong_use_ends_in_one_sentence(tmp_path):
     run = start("dp_replicate=1")
     plain = nn.Linear(8, 2)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    with pytest.raises(ModelError, match=r"model of type Linear: this run did not parallelize it. Give the model that"):
+    with pytest.raises(
+        ModelError,
+        match=r"model of type Linear: this run did not parallelize it. Give the model "
+        "that",
+    ):
         run.save(tmp_path, step=1, model=plain, optimizer=sgd)
     with pytest.raises(ModelError, match=r"another run parallelized it"):
         start("dp_replicate=1").save(tmp_path, step=1, model=run.parallelize(plain), optimizer=sgd)
@@ -360,7 +364,8 @@ def test_wrong_use_ends_in_one_sentence(tmp_path):
     deeper = run.parallelize(nn.Sequential(nn.Linear(8, 2)))
     with pytest.raises(
         CheckpointError,
-        match=r"of another model: it lacks '0.bias', '0.weight' and it has 'bias', 'weight', which the model has not",
+        match=r"of another model: it lacks '0.bias', '0.weight' and it has 'bias', 'weight', which the model does "
+        "not have",
     ):
         run.load(tmp_path, model=deeper, optimizer=torch.optim.SGD(deeper.parameters(), lr=0.1))
 

@@ -121,7 +121,7 @@ def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
         (["task=tests.train.image_task:Nothing"], r"task\.name=.*Nothing: it cannot be imported"),
         (
             ["task=tests.train.image_task:TensorDataset"],
-            r"task\.name=.*TensorDataset: it is no subclass of weft\.train\.Task",
+            r"task\.name=.*TensorDataset: it is not a subclass of weft\.train\.Task",
         ),
         (
             ["task=tests.train.fake_engine:LineTask", "task.options.width=3"],
@@ -129,7 +129,7 @@ def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
         ),
         (["task=weft.train:Task"], r"task\.name=weft\.train:Task: a task needs build and samples and loss\. Define"),
         (["task=tests/train/none.py:X"], r"task\.name=.*: it cannot be imported \(FileNotFoundError"),
-        (["model.dim=64", "sample.prompt=a"], r"model\.dim: the decoder on text reads it, .*\n.*sample\.prompt: "),
+        (["model.dim=64", "sample.prompt=a"], r"model\.dim: only the text decoder reads it, .*\n.*sample\.prompt: "),
     ],
 )
 def test_what_a_config_may_not_say_of_a_task(settings, told):

@@ -178,7 +178,7 @@ def _tables(raw: dict[str, Any]) -> RankLists:
             or any(type(rank) is not int or not 0 <= rank < _MAX_RANKS for rank in row)
             or len({*row}) < len(row)
         ):
-            raise _bad(f"ranks has a row that is no list of different ranks below {_MAX_RANKS}")
+            raise _bad(f"ranks has a row that is not a list of distinct ranks below {_MAX_RANKS}")
     return RankLists([tuple(row) for row in rows])
 
 
@@ -215,7 +215,10 @@ def _check_shared(group: str, entries: Mapping[str, TensorEntry]) -> None:
             continue
         target = entries.get(entry.same_as)
         if target is None or target.same_as is not None or TensorEntry(entry.file, entry.dtype, entry.shape) != target:
-            raise _bad(f"tensors.{group}.{name[:200]} shares memory with a tensor that is not there or not alike")
+            raise _bad(
+                f"tensors.{group}.{name[:200]} shares memory with a tensor that is missing or differs in "
+                "file, dtype or shape"
+            )
 
 
 def runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:

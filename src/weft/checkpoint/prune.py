@@ -40,7 +40,7 @@ def prune_checkpoints(
     """
     root = Path(root)
     if type(keep) is not int or keep < 1:
-        raise CheckpointError(f"checkpoint.keep={keep!r}: at least 1 checkpoint stays. Use 1 or more.")
+        raise CheckpointError(f"checkpoint.keep={keep!r}: at least 1 checkpoint must be kept. Use 1 or more.")
     if not any(folder.committed for folder in folders.step_folders(root)):
         return []
     try:

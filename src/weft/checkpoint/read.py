@@ -84,7 +84,7 @@ class _File:
         while len(target):
             number = os.preadv(self._handle, [target], offset)
             if not number:
-                raise CheckpointError(f"{self.name} ended while it was read: it was cut off")
+                raise CheckpointError(f"{self.name} ended while it was read: it was truncated")
             target, offset = target[number:], offset + number
 
 

@@ -224,7 +224,9 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
         CommError: where `source` is no rank of the axis.
     """
     if not 0 <= source < axis.size:
-        raise CommError(f"broadcast over {axis.name}: source={source} is no rank of it. Use 0 to {axis.size - 1}.")
+        raise CommError(
+            f"broadcast over {axis.name}: source={source} is not one of its ranks. Use 0 to {axis.size - 1}."
+        )
     if axis.size == 1 or tensor.numel() == 0:
         return tensor
     flat = _flat(f"broadcast over {axis.name}", "tensor", tensor)

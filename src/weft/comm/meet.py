@@ -94,10 +94,10 @@ class _Meeting:
 
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
     backend = backend_of(group, torch.device(device))
-    asked = f"{transport} was asked for" if transport else ""
+    asked = f"{transport} was requested" if transport else ""
     is_gloo = backend.name() == "gloo"
     if transport == StagedLink.transport or (device != "cpu" and is_gloo and not transport):
-        return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo reaches no memory of {device}")
+        return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo cannot access the memory of {device}")
     foreign = device != "cpu" or not is_gloo
     if transport == BackendLink.transport or (foreign and not transport):
         return BackendLink(group, axis.ranks, asked or f"{backend.name()} is the backend for {device}")
@@ -125,7 +125,7 @@ def _share(axis: Axis, group: dist.ProcessGroup) -> tuple[Segment | None, str]:
         try:
             segment, address = Segment.make(axis.size)
         except OSError as error:
-            why = f"{Segment.total_bytes(axis.size)} bytes of shared memory cannot be had ({error.strerror})"
+            why = f"{Segment.total_bytes(axis.size)} bytes of shared memory cannot be allocated ({error.strerror})"
     words = torch.zeros(32, dtype=torch.uint8)
     if segment is not None:
         pid, fd, token = address

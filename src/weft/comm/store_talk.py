@@ -113,8 +113,8 @@ class StoreTalk:
             yield self._store
         except (dist.DistError, RuntimeError) as error:
             raise CommError(
-                f"rank {self._rank} of {self._number} lost the other ranks while a checkpoint was saved ({error})."
-                " One of them says why."
+                f"rank {self._rank} of {self._number} lost the other ranks while a checkpoint was saved ({error}). "
+                "The log of one of them says why."
             ) from error
 
 

@@ -63,5 +63,5 @@ class FirstWord:
         place = self._place
         return CommError(
             f"rank {place.rank} of {place.world_size} lost the others at {place.master_addr}:{place.master_port} "
-            f"before training began: {error}. One of them says why."
+            f"before training began: {error}. The log of one of them says why."
         )

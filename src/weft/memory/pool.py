@@ -117,7 +117,7 @@ def host_limit(setting: str = MOST_OF_HOST) -> int:
     limit = total * int(setting[:-1]) // 100 if setting.endswith("%") else parse_bytes(setting)
     if limit >= total:
         raise LaunchError(
-            f"memory.pinned_limit={setting}: the ranks of a machine pin less than it has, and here it has "
+            f"memory.pinned_limit={setting}: the ranks of a machine together must pin less than its memory of "
             f"{format_bytes(total)}. Use a share, such as memory.pinned_limit={MOST_OF_HOST}."
         )
     place = env.rank_env()

@@ -235,8 +235,8 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
     if plan.world_size != world_size:
         sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
         raise PlanError(
-            f"plan={plan}: it asks for {plan.world_size} ranks ({sizes}), but {world_size} were started. "
-            f"Start {plan.world_size} ranks, or let one axis take what is there, such as dp_replicate=*."
+            f"plan={plan}: it needs {plan.world_size} ranks ({sizes}), but {world_size} were started. "
+            f"Start {plan.world_size} ranks, or let one axis take all that are there, such as dp_replicate=*."
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Mesh(plan, rank, torch.device(device), record)
@@ -385,9 +385,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
             raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")
         if local_rank >= torch.cuda.device_count():
             raise PlanError(
-                f"launch.device={kind}: this is local rank {local_rank}, and there are "
-                f"{torch.cuda.device_count()} GPUs. "
-                f"Start at most {torch.cuda.device_count()} ranks on this machine."
+                f"launch.device={kind}: this is local rank {local_rank}, and there are {torch.cuda.device_count()} "
+                f"GPUs. Start at most {torch.cuda.device_count()} ranks on this machine."
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

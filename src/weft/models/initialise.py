@@ -79,8 +79,8 @@ def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: 
             flat[start : start + values.numel()] = values.mul_(std).to(parameter.device)
     else:
         raise ModelError(
-            f"parameter {full_name}: no rule says how a vector of {type(owner).__name__} starts. "
-            f"Fill it yourself and leave it out of initialise."
+            f"parameter {full_name}: Weft has no rule for the initial values of a vector of {type(owner).__name__}. "
+            "Fill it yourself and leave it out of initialise."
         )
 
 

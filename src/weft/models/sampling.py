@@ -82,7 +82,7 @@ def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int, temperatu
             f"prompt id {bad}: the model's vocabulary has {vocab_size} entries. Use ids from 0 to {vocab_size - 1}."
         )
     if max_tokens < 0:
-        raise ModelError(f"max_tokens={max_tokens}: a number of tokens is not negative. Use e.g. 100.")
+        raise ModelError(f"max_tokens={max_tokens}: it must be 0 or more. Use e.g. 100.")
     if len(prompt_ids) + max_tokens > longest:
         room = longest - len(prompt_ids)
         remedy = f"Use max_tokens={room} or less" if room > 0 else f"Use a prompt of fewer than {longest} tokens"
@@ -91,6 +91,6 @@ def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int, temperatu
             f"max_seq_len={longest}. {remedy}."
         )
     if not 0 <= temperature < float("inf"):
-        raise ModelError(f"temperature={temperature}: a finite number of at least 0 is needed. Use e.g. 0.8.")
+        raise ModelError(f"temperature={temperature}: it must be finite and at least 0. Use e.g. 0.8.")
     if top_k is not None and top_k < 1:
-        raise ModelError(f"top_k={top_k}: at least one token must be left to choose from. Use e.g. 50.")
+        raise ModelError(f"top_k={top_k}: it must be at least 1. Use e.g. 50.")

@@ -59,7 +59,7 @@ class NonFiniteGuard:
         what = " or ".join(sorted(kinds, reverse=True))
         where = f"at step {first}" if count == 1 else f"at {count} steps in a row ({first} to {last})"
         if "loss" in kinds and first <= 1:
-            advice = "It was so from the first step: look at the data and the initial weights, or try precision=fp32"
+            advice = "No step was finite: check the data and the initial weights, or try precision=fp32"
         elif "loss" in kinds:
             advice = "Lower optimizer.lr or lengthen schedule.warmup_steps"
         else:

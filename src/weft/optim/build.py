@@ -72,7 +72,8 @@ def check_optimizer(model: nn.Module, section: OptimizerSection) -> None:
     for index, group in enumerate(section.groups):
         if not any(own is group for own in chosen.values()):
             fits = any(fnmatchcase(name, group.match) for name in params)
-            why = "earlier groups take all that it fits" if fits else "no parameter of the model has such a name"
+            taken, unknown = "earlier groups take every parameter that it matches", "no parameter has such a name"
+            why = taken if fits else unknown
             _refuse(f"groups.{index}.match", f"{group.match}: {why}. Names are such as {_some(params)}.")
     if all(own is not None and own.lr == 0 for own in chosen.values()):
         _refuse("groups", "every parameter has lr=0, so nothing is trained. Leave some out of the groups.")
@@ -111,7 +112,7 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
     except Exception as error:  # code of the user's may raise anything
         _refuse("name", f"{section.name}: it cannot be imported ({error}). Name a class importable from this folder.")
     if not _is_optimizer(made):
-        _refuse("name", f"{section.name}: it is no subclass of torch.optim.Optimizer. Name one that is.")
+        _refuse("name", f"{section.name}: it is not a subclass of torch.optim.Optimizer. Name one that is.")
     takes = options_of(made)
     if takes is not None and "weight_decay" not in takes:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
@@ -143,7 +144,7 @@ def _check_options(section: OptimizerSection, takes: list[str] | None) -> None:
         _refuse("name", f"{section.name}: it takes no lr, which the schedule sets. Wrap it in a class that does.")
     own = [name for name in ("lr", "weight_decay") if name in section.options]
     if own:
-        _refuse(f"options.{own[0]}", f"the section has this setting itself. Use optimizer.{own[0]}=.")
+        _refuse(f"options.{own[0]}", f"this is a setting of the section itself. Use optimizer.{own[0]}=.")
     unknown = [name for name in section.options if takes is not None and name not in takes]
     if takes is not None and unknown:
         known = ", ".join(name for name in takes if name not in ("lr", "weight_decay"))

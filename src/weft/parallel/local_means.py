@@ -135,7 +135,8 @@ class _OwnLoss:
         self.is_trusted = True
         warnings.warn(
             f"loss: the model's own loss is a mean over this rank's tokens, and gradients are means over "
-            f"{self.num_ranks} ranks: the result is not that of one device unless all ranks have equally many labels. "
+            f"{self.num_ranks} ranks: the result equals one device's only if all ranks have the same number of "
+            "labels. "
             f"Before backward() write\n"
             f"    num_tokens = {counted}\n"
             f"    loss = run.global_mean(output.loss * num_tokens, num_tokens)",

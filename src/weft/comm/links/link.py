@@ -162,5 +162,5 @@ def failed(operation: Operation, error: Exception) -> CommError:
     text = str(error).strip().splitlines()
     return CommError(
         f"{operation}: {text[0] if text else type(error).__name__}. "
-        f"Look at the logs of the other ranks: one of them has probably ended or takes another path."
+        f"Look at the logs of the other ranks: one of them has probably ended, or called something else."
     )

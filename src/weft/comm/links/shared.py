@@ -150,13 +150,13 @@ class SharedLink:
         # What a rank wrote before it ended counts: look once more, after its end was seen.
         if (ended or failed) and not self.advance():
             # Those that gave up did so because of others: name them only where no other cause is seen.
-            verb = "has ended" if ended else "has given up on this axis"
+            verb = "has ended" if ended else "has failed on this axis"
             self._fail(f"{operation}: {self._names(ended or failed)} {verb}. Look at its log for the cause.")
         if waited_s > self._timeout_s:
             names = self._names(late) or "the other ranks"
             self._fail(
-                f"{operation}: no word from {names} in {self._timeout_s:g} s, the limit of the group. "
-                f"Look at the log and the stack of that rank; if it is only slow, use a longer launch.timeout, "
+                f"{operation}: no word from {names} in {self._timeout_s:g} s, the timeout of the group. Look at the "
+                "log and the stack of that rank; if it is only slow, raise launch.timeout, "
                 f"or weft.init(..., timeout=...)."
             )
 

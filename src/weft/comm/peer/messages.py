@@ -117,6 +117,6 @@ def _needs_host(axis: Axis, tensor: torch.Tensor) -> bool:
 
 def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:
     if not 0 <= peer < axis.size or peer == axis.rank:
-        raise CommError(f"{what} over {axis.name}: rank {peer} is no other rank of it. Use 0 to {axis.size - 1}.")
+        raise CommError(f"{what} over {axis.name}: rank {peer} is not another rank of it. Use 0 to {axis.size - 1}.")
     if not tensor.is_contiguous():
         raise CommError(f"{what} over {axis.name}: the tensor is not contiguous. Pass tensor.contiguous().")

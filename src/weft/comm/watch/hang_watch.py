@@ -189,7 +189,9 @@ class Watch(threading.Thread):
         if self._said is None or not self._said.waits_for or self._told is not None or self._end.is_set():
             return
         self._told = self._report(
-            self._said, lambda _: None, lambda rank: f"Nothing is known of rank {rank}: the ranks' store is silent."
+            self._said,
+            lambda _: None,
+            lambda rank: f"The state of rank {rank} is unknown: the ranks' store does not answer.",
         )
         self._tell(self._told.text)
         self._dump()
@@ -198,7 +200,9 @@ class Watch(threading.Thread):
         """Something moved: take back what was said."""
         if told is not None and not told.is_calm:
             names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
-            self._tell(f"{names} {'go' if len(told.culprits) != 1 else 'goes'} on after {format_seconds(seconds)}.")
+            self._tell(
+                f"{names} {'continue' if len(told.culprits) != 1 else 'continues'} after {format_seconds(seconds)}."
+            )
         store = self._open()
         store.delete_key(f"{_PREFIX}{self._rank}")
         if is_teller:

@@ -115,7 +115,7 @@ def sum_coded(
     """
     if op not in coder.wire.ops:
         raise CommError(
-            f"{name}: op={op!r} of what travels as {coder.wire.spec.name}. Use {' or '.join(coder.wire.ops)}, "
+            f"{name}: op={op!r} does not work on wire {coder.wire.spec.name}. Use {' or '.join(coder.wire.ops)}, "
             f"or leave wire= out."
         )
     numel = what.numel()

@@ -41,7 +41,9 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
     events = list(events)
     steps = last_per_step(events)
     if not steps:
-        raise DataError("events: there is no step to draw. Train for at least one step first.")
+        raise DataError(
+            "events: no step has been recorded, so there is nothing to draw. Train for at least one step first."
+        )
     figure = Figure(figsize=(10, 6.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))

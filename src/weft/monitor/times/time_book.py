@@ -35,11 +35,11 @@ _COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
 _ADVICE = {
     "stages": (
         0.1,
-        "more microbatches shorten it; so does a zero-bubble schedule (zb_h1, zb_v), where there is none yet",
+        "use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) if the plan has none yet",
     ),
-    "data": (0.05, "data comes too slowly: look at the storage of the token cache"),
+    "data": (0.05, "loading data is too slow: check the storage of the token cache"),
     "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
-    "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),
+    "host": (0.25, "Python takes longer than the computation: use a larger microbatch, or compile=on"),
 }
 #: Seconds that a kind has taken before there is advice about it: nobody tunes a run of a minute.
 _WORTH_ADVICE_S = 10.0

@@ -34,8 +34,8 @@ def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     if hugging_face.is_hugging_face(model):
         if (heads := hugging_face.attention_heads(model)) is None:
             raise ModelError(
-                f"cp: {type(model).__name__} has no one number of attention heads, and what else mixes its tokens "
-                f"cannot be cut. Use cp=1 for this model."
+                f"cp={mesh['cp'].size}: {type(model).__name__} gives no single number of attention heads, and Weft "
+                "cuts sequences only through attention. Use cp=1 for this model."
             )
         context = Context(mesh.plan, mesh["cp"], *heads)
         replace_attention(model, context)

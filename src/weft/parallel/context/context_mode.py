@@ -76,13 +76,13 @@ class Context:
         mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
         if mode == "ulysses" and not ulysses_fits(cp, heads, kv_heads, self._plan.tp):
             raise ModelError(
-                f"cp_mode=ulysses: {heads} heads and {kv_heads} key-value heads cannot be shared out over cp={cp} and "
+                f"cp_mode=ulysses: {heads} heads and {kv_heads} key-value heads cannot be divided over cp={cp} and "
                 f"tp={self._plan.tp}. Use cp_mode=ring or cp_mode=gather."
             )
         if seq_len % num_chunks(mode, cp):
             raise ModelError(
                 f"cp={cp}: cp_mode={mode} cuts a sequence into {num_chunks(mode, cp)} equal chunks, and {seq_len} "
-                f"tokens do not come out even. Pad the sequences to a multiple of {num_chunks(mode, cp)} tokens."
+                f"tokens do not divide evenly. Pad the sequences to a multiple of {num_chunks(mode, cp)} tokens."
             )
         return SequenceOrder(mode, cp, self.axis.rank, seq_len)
 

@@ -228,7 +228,7 @@ class SpreadExperts(nn.Module):
 def _refuse_spread(experts: nn.Module) -> None:
     if isinstance(experts, SpreadExperts):
         kind = type(experts).__name__
-        raise ModelError(f"module of type {kind}: its experts were spread before. Build a new model.")
+        raise ModelError(f"module of type {kind}: its experts are already divided over ep. Build a new model.")
 
 
 def _members(kind: type) -> dict[str, Any]:

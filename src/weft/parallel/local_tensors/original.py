@@ -73,6 +73,6 @@ def grown(originals: Mapping[str, Original], precision: Precision) -> str:
             f"frozen weights then stay in it, and trained ones have float32 masters beside them."
         )
     return (
-        f"precision: {sizes} from here on, since each trained weight has a float32 master beside it. There is no plan "
-        f"without masters. Use zero=1, 2 or 3 to divide them, or offload=optimizer to keep them on the host."
+        f"precision: {sizes} from here on, since each trained weight has a float32 master beside it. Every plan "
+        "keeps these masters. Use zero=1, 2 or 3 to divide them, or offload=optimizer to keep them on the host."
     )

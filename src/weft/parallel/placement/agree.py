@@ -46,7 +46,7 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
         others = all_gather(marks[column : column + 1], axis)
         ranks = [axis.ranks[rank] for rank in (others != others[0]).nonzero().flatten().tolist()]
         here = rows[column] if column < len(rows) else None
-        what = f"tensor {here[0]!r} with shape {here[1]} and requires_grad={here[2]}" if here else "no tensor more"
+        what = f"tensor {here[0]!r} with shape {here[1]} and requires_grad={here[2]}" if here else "no further tensor"
         raise CommError(
             f"model: rank {', '.join(map(str, ranks))} built another model than rank {axis.ranks[0]}. The first "
             f"difference is tensor number {column}: this rank has {what}. Build the same model on every rank."

@@ -41,7 +41,8 @@ class Materialise:
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 raise ModelError(
-                    f"buffer {name!r}: it is on the meta device, and no rule says what it holds. Give it values first."
+                    f"buffer {name!r}: it is on the meta device, and Weft has no rule for its values. Give it values "
+                    "first."
                 )
         meta = [name for name, param in model.named_parameters() if param.is_meta]
         if meta and seed is None:

@@ -45,7 +45,7 @@ class Placement:
             raise ModelError("placement: index= needs the shape of the whole. Give whole_shape=.")
         if self.parts and (self.pad or self.index is not None):
             raise ModelError(
-                "placement: parts= goes with neither pad= nor index=. Give the rows of this rank by index=."
+                "placement: parts= cannot be combined with pad= or index=. Give the rows of this rank by index=."
             )
 
     @property
@@ -145,8 +145,8 @@ class Placement:
         rows, rest = divmod(segment.shape[self.dim], size)
         if rest:
             raise ModelError(
-                f"placement: {segment.shape[self.dim]} rows of dim {self.dim} are no multiple of the {size} ranks of "
-                f"{'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
+                f"placement: {segment.shape[self.dim]} rows of dim {self.dim} are not a multiple of the {size} ranks "
+                f"of {'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
             )
         return segment.narrow(self.dim, rank * rows, rows)
 

@@ -91,7 +91,7 @@ class _Guard:
         if not self.is_open:
             raise ModelError(
                 f"{self._start}, so state_dict() would give pieces. Use run.save(folder, step=..., model=..., "
-                f"optimizer=...) to go on later, run.full_state_dict(model) for whole tensors, or "
+                "optimizer=...) to resume later, run.full_state_dict(model) for whole tensors, or "
                 f"run.save_pretrained(model, folder) for Hugging Face files."
             )
 

@@ -167,9 +167,9 @@ class _Cutter:
                 path = f"{parent}.{name}" if name else parent
                 if path not in self.styles and next(module.parameters(recurse=False), None) is not None:
                     raise LayoutError(
-                        f"layout: {path} has parameters between cut layers, and no pattern says what it sees. Add "
-                        f"{path}=partial where it works on this rank's heads or features, "
-                        f"or {path}=replicate where it comes before or after them."
+                        f"layout: {path} has parameters between cut layers, and no pattern of the layout covers it. "
+                        f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate "
+                        "where it comes before or after them."
                     )
 
     def _entry(self, path: str, module: nn.Module) -> Entry:

@@ -29,7 +29,10 @@ def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> l
     coders.forget()
     saved = bytes(tensors[_PLAN].tolist()).decode() if _PLAN in tensors else ""
     if saved and saved != str(mesh.plan):
-        return [f"what reduce rounded off under '{saved}' is left out: this is '{mesh.plan}', and it starts with none"]
+        return [
+            f"the rounding errors that reduce kept under '{saved}' are dropped: this plan is '{mesh.plan}', and "
+            "it starts without any"
+        ]
     start = f"{mesh.rank}/"
     found = {name.removeprefix(start): tensors[name] for name in tensors if name.startswith(start)}
     coders.load({name: tensor.to(mesh.device, copy=True) for name, tensor in found.items()})

@@ -194,7 +194,7 @@ class KernelRecorder(TorchDispatchMode):
             row.dims = _grouped(args, made[0])
         elif packet in flop_registry:
             raise ModelError(
-                f"{packet}: the tracer has no words for this product. Plan from a size or a config.json, or let the "
+                f"{packet}: the tracer does not support this product. Plan from a size or a config.json, or let the "
                 f"model use torch's plain matrix products and attention"
             )
         if row.kind == "product" and style in ("columns", "rows"):

@@ -67,7 +67,7 @@ def bring_in(
             found = _read(Path(work))
             return _commit(found, kind, source, root, step, model_key)
     except OSError as error:
-        raise CheckpointError(f"{root}: it cannot be written ({error.strerror}). Give another run.") from error
+        raise CheckpointError(f"{root}: cannot be written ({error.strerror}). Give another run.") from error
 
 
 def _kind_of(source: Path) -> str:
@@ -76,7 +76,7 @@ def _kind_of(source: Path) -> str:
     if (source / "latest").is_file() or any(source.glob("*_optim_states.pt")):
         return "zero"
     raise CheckpointError(
-        f"SOURCE={source}: this is no checkpoint that Weft imports. Give a folder of torch.distributed.checkpoint "
+        f"SOURCE={source}: not a checkpoint that Weft imports. Give a folder of torch.distributed.checkpoint "
         f"(with .metadata) or of DeepSpeed (with `latest`)."
     )
 
@@ -88,7 +88,7 @@ def _run_child(kind: str, source: Path, work: Path, limit_s: float) -> None:
         ended = subprocess.run(command, env=env.bare_env(), capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
         raise CheckpointError(
-            f"SOURCE={source}: reading it took longer than {limit_s:g} s. Raise --limit where it is large."
+            f"SOURCE={source}: reading it took longer than {limit_s:g} s. If the checkpoint is large, raise --limit."
         ) from None
     if ended.returncode == 0:
         return
@@ -126,7 +126,7 @@ def _commit(found: _Found, kind: str, source: Path, root: Path, step: int | None
         del weights[name]
     step = _step(found, states) if step is None else step
     if (root / folder_name(step)).exists():
-        raise CheckpointError(f"{root}: it has a checkpoint of step {step} already. Give another run, or --step.")
+        raise CheckpointError(f"{root}: already has a checkpoint of step {step}. Give another run, or another --step.")
     state = {
         "progress": {"step": step},
         "plan": f"imported from {_KINDS[kind]}",

@@ -86,10 +86,10 @@ def choose_plan(
     rule = f"no plan fits {model.name} on {machines}"
     if found.nearest is not None:
         need, most = found.nearest.total_bytes, found.nearest.usable_bytes
-        rule += f"; the least that one needs is {format_bytes(need)} of {format_bytes(most)} on a rank"
+        rule += f"; the smallest plan needs {format_bytes(need)} of {format_bytes(most)} on a rank"
     elif found.refused:
         rule += f"; {found.refused[0].message.rstrip('.')}"
-    remedy = "Use more ranks or a smaller model; `weft plan` shows what would do."
+    remedy = "Use more ranks or a smaller model; `weft plan` shows what would fit."
     raise PlanError([Problem("plan", f"plan=auto: {rule}. {remedy}")])
 
 
@@ -105,8 +105,8 @@ def _profile(machines: ClusterSpec) -> Profile | None:
 def chosen_line(best: Candidate) -> str:
     """Return what was chosen and what is expected of it, in one line."""
     return (
-        f"plan auto chose {best.plan or 'one rank'}: {format_seconds(best.step_s)} a step and "
-        f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on a rank are expected."
+        f"plan=auto chose {best.plan or 'one rank'}: expected {format_seconds(best.step_s)} a step and "
+        f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on each rank."
     )
 
 
@@ -149,7 +149,7 @@ def this_cluster(world_size: int, local_size: int, device: str = "auto") -> Clus
     import torch
 
     if world_size % local_size:
-        rule = f"{world_size} ranks do not fill whole machines of {local_size}"
+        rule = f"{world_size} ranks do not fill machines of {local_size} ranks each"
         raise PlanError([Problem("plan", f"plan=auto: {rule}. Write the plan itself.")])
     if device == "cpu" or not torch.cuda.is_available():
         spec = _this_cpu(local_size)

@@ -54,7 +54,10 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     inputs = dry_run.Inputs(model, example)
     model.to("meta").train()
     if isinstance(model, layers.KnownModel) and model.has_routers:
-        raise ModelError("its experts take as many tokens as values say. Give its size, or a config of Weft")
+        raise ModelError(
+            "how many tokens each expert gets depends on values, which a trace does not have. Give its "
+            "size, or a config of Weft"
+        )
     cut, styles, why_not = _tensor_parallel(model, inputs.example)
     head = layers.find_lm_head(model) or _vocabulary_head(model, styles)
     outline = Outline(
@@ -91,7 +94,7 @@ def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], d
     except (LayoutError, ModelError) as error:
         return (1,), {}, str(error).partition(". ")[0].removeprefix("layout: ").rstrip(".")
     shown = ", ".join(map(str, legal))
-    return tuple(legal), _styles(model, layout), f"its layers can be shared evenly by {shown} ranks"
+    return tuple(legal), _styles(model, layout), f"its layers divide evenly over {shown} ranks"
 
 
 def _styles(model: nn.Module, layout: Layout) -> dict[str, str]:
@@ -117,7 +120,7 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     kind = type(model).__name__
     attention = found.attention
     if not found.reads_sequence:
-        limits += [(name, Limit((value,), "the model reads no sequence that could be cut"))
+        limits += [(name, Limit((value,), "the model's input has no sequence dimension to cut"))
                    for name, value in (("cp", 1), ("sp", 0))]  # fmt: skip
     elif not isinstance(model, layers.KnownModel) and not hugging_face.is_hugging_face(model):
         rule = f"{kind} is neither one of Weft's decoders nor one of transformers, so its attention cannot be replaced"
@@ -125,7 +128,7 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     elif attention is None or not attention.causal:
         limits.append(("cp", Limit((1,), "its attention is not torch's fused one under a causal mask alone")))
     if any(each.batch.one > 1 for layer in found.layers for each in layer.matmuls):
-        rule = "tracing does not tell which modules are experts. Plan it by its config.json to divide them"
+        rule = "a trace does not show which modules are experts. To divide them, plan from the model's config.json"
         limits.append(("ep", Limit((1,), rule)))
     try:
         find_chain(model)

@@ -69,7 +69,7 @@ def _acquire(folder: Path) -> tuple[int, list[Path]]:
             raise
         # Taken away between our open and our lock.
         os.close(descriptor)
-    raise FileNotFoundError(errno.ENOENT, "others take it away again and again", str(folder))
+    raise FileNotFoundError(errno.ENOENT, "other processes keep taking the lock", str(folder))
 
 
 def _lock(descriptor: int, folder: Path) -> None:

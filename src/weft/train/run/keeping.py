@@ -83,7 +83,7 @@ class Keeper:
         found = newest_checkpoint(self._folder.checkpoints, together=self._together)
         if found is None:
             return None, notes
-        return found.step, [*notes, *(f"checkpoint passed over: {one}" for one in found.passed_over)]
+        return found.step, [*notes, *(f"skipped checkpoint: {one}" for one in found.passed_over)]
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
         """Begin to write a checkpoint, each rank its part; `ended` tells what becomes of it.
@@ -125,7 +125,7 @@ class Keeper:
         if save is not None and not wait:
             failures = save.failures[self._num_told :]
             self._num_told += len(failures)
-            self._ends += [SaveEnd(save.step, note=f"{one} It is tried again.") for one in failures if not save.error]
+            self._ends += [SaveEnd(save.step, note=f"{one} Weft tries again.") for one in failures if not save.error]
             if save.is_over and save.error is not None and not isinstance(save.error, UnfitError):
                 self._engine.wants_stop = True
             elif save.is_over or (save.is_held and not failures):
@@ -159,7 +159,7 @@ class Keeper:
                 return list(self._engine.save(aside=True))
             except CheckpointError as error:
                 self._background = False
-                self._ends.append(SaveEnd(0, note=f"{error} Until then each save makes training wait."))
+                self._ends.append(SaveEnd(0, note=f"{error} Meanwhile training waits for each save."))
         return list(self._engine.save())
 
     def _state(self, progress: Progress, is_good: bool) -> dict[str, object]:
@@ -210,17 +210,17 @@ class Keeper:
         doubtful = self._set_doubtful_aside(first_bad)
         steps = saved_steps(self._folder)
         if not steps:
-            return "it starts anew, since nothing was saved"
+            return "it starts over, because nothing was saved"
         *older, newest = steps
         if newest >= first_bad - 1 and not self._was_evaluated(newest):
             return (
-                f"it resumes from step {newest}, the only checkpoint. Where that ends alike, its weights are spoilt: "
-                f"start anew with another run.name"
+                f"it resumes from step {newest}, the only checkpoint. If it fails the same way, that checkpoint's "
+                "weights are damaged: start over with another run.name"
             )
         text = f"it resumes from step {newest}, the last good checkpoint"
         if doubtful:
-            text += f" (step {first_bad - 1} may be spoilt and was set aside: checkpoints/step_*.aside)"
-        return text + (f"; from an older one with resume.step={older[-1]}" if older else "")
+            text += f" (step {first_bad - 1} may be damaged and was set aside: checkpoints/step_*.aside)"
+        return text + (f"; for an older one add resume.step={older[-1]}" if older else "")
 
     def _set_doubtful_aside(self, first_bad: int) -> list[Path]:
         steps = saved_steps(self._folder)
@@ -257,7 +257,7 @@ def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
     names = ", ".join(path.name for path in moved)
     return [
         f"resume.step={step}: newer checkpoints are set aside as {names}",
-        "        leave resume.step out of the next command, or it goes back once more",
+        "        leave resume.step out of the next command, or the run goes back again",
     ]
 
 
@@ -280,4 +280,4 @@ def refuse_unfit(group: str, values: RawArray) -> None:
     if not math.isfinite(largest):
         raise UnfitError("a weight is not finite" if group == "model" else "a state of the optimizer is not finite")
     if group == "model" and largest > _LARGEST_WEIGHT:
-        raise UnfitError(f"a weight is beyond {_LARGEST_WEIGHT:g}")
+        raise UnfitError(f"a weight exceeds {_LARGEST_WEIGHT:g}")

@@ -83,8 +83,8 @@ def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
         Problem(
             name,
             f"{name}={'none' if new is None else new}: the run in {str(folder.path)!r} was started "
-            f"{'without it' if old is None else f'with {old}'}, and cannot go on with another value. "
-            f"Use {free_name(folder)} for a new run, or {_as_typed(name, old)} to resume.",
+            f"{'without it' if old is None else f'with {old}'}, and cannot continue with another value. Use "
+            f"{free_name(folder)} for a new run, or {_as_typed(name, old)} to resume.",
         )
         for name, old, new in (*changes, *task.changes(before))
     ]

@@ -48,8 +48,8 @@ def _go_on(command: Sequence[str]) -> str:
     """How an unfinished run goes on; the command that went back to an older step would go back once more."""
     kept = [word for word in command if not word.startswith("resume.step=")]
     if len(kept) < len(command):
-        return f"{shlex.join(kept)}   goes on from here"
-    return "the same command again goes on from here"
+        return f"{shlex.join(kept)}   continues from here"
+    return "the same command continues from here"
 
 
 def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str] = ()) -> list[str]:
@@ -57,7 +57,7 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
     told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
     return [
         f"{folder.path} is complete: {step} steps are done.",
-        f"Go on with more steps:  {with_setting(command, folder, 'train.steps', step * 2)}",
+        f"Train for more steps:  {with_setting(command, folder, 'train.steps', step * 2)}",
         *([f"                        {told}"] if told else []),
         *([f"Try the model:          {try_it}"] if try_it else []),
     ]
@@ -96,7 +96,7 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
         next_lines.append(_go_on(command))
     else:
         wanted = config.train.steps * 2
-        next_lines.append(f"{with_setting(command, folder, 'train.steps', wanted)}   trains on from here")
+        next_lines.append(f"{with_setting(command, folder, 'train.steps', wanted)}   continues from here")
         if told := more_steps(config, wanted):
             next_lines.append(told)
     return [*lines, *(f"{'        ' if place else 'next    '}{line}" for place, line in enumerate(next_lines))]

@@ -27,7 +27,10 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float = 0.999):
         if not 0.0 <= decay < 1.0:
-            raise ModelError(f"decay={decay}: it is the share of the average that stays, from 0 up to 1. Use 0.999.")
+            raise ModelError(
+                f"decay={decay}: the share of the average that an update keeps must be at least 0 and "
+                "below 1. Use 0.999."
+            )
         self.decay = decay
         self.num_updates = 0
         self._engine = data_parallel(model)
@@ -105,6 +108,9 @@ class Ema:
         own = {name: average.shape for name, average in self._average.items()}
         if own != {name: weight.shape for name, weight in weights.items()}:
             if self.num_updates:
-                raise ModelError("ema: an optimizer divided the weights anew. Make the ema after the last optimizer.")
+                raise ModelError(
+                    "ema: an optimizer was made after the ema and divided the weights again. Make the "
+                    "ema after the last optimizer."
+                )
             self._average = {name: weight.clone() for name, weight in weights.items()}
         return [self._average[name] for name in weights], list(weights.values())

@@ -278,7 +278,7 @@ def _chosen(
 
     if model is None or seq_len is None or global_batch is None:
         call = "weft.init('auto', model='llama3-8b', seq_len=4096, global_batch=64)"
-        raise PlanError(f"plan=auto: the planner must know model, seq_len and global_batch. Write e.g. {call}.")
+        raise PlanError(f"plan=auto: the planner needs model, seq_len and global_batch. Write e.g. {call}.")
     sizes = (place.world_size, place.local_world_size) if place else (1, 1)
     machines = this_cluster(*sizes, device)
     described = trace(model) if isinstance(model, str) and CODE.fullmatch(model) else model

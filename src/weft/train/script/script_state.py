@@ -204,7 +204,7 @@ class ScriptState:
         if not callable(getattr(model, "save_pretrained", None)):
             raise ModelError(
                 f"model of type {type(model).__name__}: it has no save_pretrained. "
-                f"Use run.full_state_dict(model), and write what it gives."
+                f"Use run.full_state_dict(model) and save its result."
             )
         whole = self.full_state_dict(model)
         on_first(self.mesh, lambda: write_pretrained(model, folder, whole, originals(model), dtype, options))
@@ -236,7 +236,7 @@ class ScriptState:
         if not isinstance(found, nn.Module) or not is_attached(found):
             raise ModelError(
                 f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
-                f"run.parallelize(model) returned, not a copy of it nor a wrapper around it."
+                f"run.parallelize(model) returned, not a copy or a wrapper of it."
             )
         if data_parallel(found).axes.mesh is not self.mesh:
             raise ModelError(
@@ -270,7 +270,7 @@ def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.opti
     found = optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
     if not isinstance(found, torch.optim.Optimizer):
         raise ModelError(
-            f"optimizer of type {type(optimizer).__name__}: it is no torch optimizer. Give the optimizer, or what "
+            f"optimizer of type {type(optimizer).__name__}: it is not a torch optimizer. Give the optimizer, or what "
             f"run.train_step returned."
         )
     return found
@@ -293,7 +293,7 @@ def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
     if missing or extra:
         lacks = f"it lacks {_listed(missing)}" if missing else ""
-        has = f"it has {_listed(extra)}, which the model has not" if extra else ""
+        has = f"it has {_listed(extra)}, which the model does not have" if extra else ""
         raise CheckpointError(
             f"{checkpoint.path}: a checkpoint of another model: {' and '.join(filter(None, (lacks, has)))}. "
             f"Load it into the model it was saved from, or save this one to another folder."

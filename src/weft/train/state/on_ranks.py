@@ -70,7 +70,9 @@ def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
     if failure is not None:
         raise failure
     if worst:
-        raise CheckpointError(f"rank {mesh.world_size - worst} could not do what the other ranks did; it says why.")
+        raise CheckpointError(
+            f"rank {mesh.world_size - worst} failed where the other ranks succeeded; its log says why."
+        )
     return value
 
 

@@ -49,8 +49,8 @@ class Microbatches:
             counts = [()] * len(numbers) if rows is None else list(rows)
             if not len(numbers) == len(counts) == len(self._batches):
                 raise ModelError(
-                    f"samples: numbers of {len(numbers)} microbatches were given for {len(self._batches)}. "
-                    f"Give a list of numbers for each; an empty one where there are no samples."
+                    f"samples: sample numbers of {len(numbers)} microbatches were given for {len(self._batches)} "
+                    "microbatches. Give one list for each, an empty one for a microbatch without samples."
                 )
             self._samples = tuple(map(SampleNumbers, numbers, counts))
 
@@ -116,8 +116,8 @@ class Microbatches:
     def __iter__(self) -> Iterator[Any]:
         if self._samples is not None and any(one.is_empty for one in self._samples):
             raise ModelError(
-                "batch: this rank has no sample for a microbatch, so another one stands in for it, which only the step "
-                "of run.train_step knows to leave out. In a loop of your own use drop_last=True, and a batch_size of "
+                "batch: this rank has no sample for one microbatch, so a stand-in takes its place, and only "
+                "run.train_step leaves it out of the sums. In your own loop use drop_last=True, and a batch_size of "
                 "at least one sample for each rank and microbatch."
             )
         return iter(self._batches)
@@ -126,7 +126,7 @@ class Microbatches:
         if isinstance(index, str):
             raise ModelError(
                 f"batch[{index!r}]: with accumulation or a pipeline run.shard gives a batch cut into microbatches. "
-                f"Give it to step(batch) as it is, or go through it: for microbatch in batch."
+                f"Pass it to step(batch) as it is, or iterate over it: for microbatch in batch."
             )
         return self._batches[index]
 
@@ -178,7 +178,9 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
         return split_batch(batch, expected, plan)
     if len(batch) != expected:
         field = "microbatches" if plan.pp > 1 else "accumulation"
-        raise ModelError(f"{field}={expected}: this step was given {len(batch)}. Give as many as the plan says.")
+        raise ModelError(
+            f"{field}={expected}: a step takes that many microbatches, and got {len(batch)}. Give {expected}."
+        )
     return [one for one, _ in batch.counted()]
 
 
@@ -271,8 +273,9 @@ class _Splitting:
         if tensor.shape[0] != self._num_samples:
             raise ModelError(
                 f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, so "
-                f"its rows are no samples and a cut would tear them apart. Pass the DataLoader through run.shard, "
-                f"which cuts by samples before they are collated, or give the step weft.Microbatches([...])."
+                "its rows are not samples, and cutting it by rows would split samples. Pass the DataLoader through "
+                "run.shard, which cuts by samples before they are collated, or give the step "
+                "weft.Microbatches([...])."
             )
         return [tensor[run.start : run.stop] for run in self._runs]
 

@@ -31,6 +31,7 @@ from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.microbatches import Microbatches, microbatches_of, samples_of, values_in
 from weft.train.step.oom import explains_memory
 from weft.train.step.unsharded import fingerprint, warn_if_alike
+from weft.train.step.whole_tensors import names_the_module
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
@@ -86,7 +87,7 @@ class TrainStep:
         self.precision = Precision.of(mesh.plan)
         self.loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
-        self.wants_stop = False
+        self.wants_stop = self.has_trained = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
         trust_loss(model)
@@ -101,6 +102,7 @@ class TrainStep:
         self._looks_for_copies = mesh.data.size > 1
 
     @explains_memory
+    @names_the_module
     def __call__(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> StepMetrics:
         """Train on this rank's part of one global batch.
 

@@ -26,7 +26,10 @@ def token_cross_entropy(
     labels = batch["labels"]
     if isinstance(logits_BTV, HeadLoss):
         if logits_BTV.labels is not labels:
-            raise ModelError("loss: the head gave the loss of other labels. Give the batch that the forward got.")
+            raise ModelError(
+                "loss: the head computed its loss from other labels than this batch has. Pass the batch "
+                "that the forward got."
+            )
         return logits_BTV.loss_sum, logits_BTV.num_tokens
     logits = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")

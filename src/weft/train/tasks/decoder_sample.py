@@ -44,7 +44,10 @@ def generate_text(
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     task = folder.config().task.name
     if task is not None and not (folder.path / "model.json").exists():
-        raise ConfigError(f"RUN={folder.path}: task.name={task} trains no decoder on text. Give a run of one.")
+        raise ConfigError(
+            f"RUN={folder.path}: task.name={task} does not train a text decoder, so it cannot "
+            "generate. Give a run that trains one."
+        )
     spec = decoder_of(folder)
     tokenizer = Tokenizer.load(tokenizer_of(folder))
     model = build_decoder(spec)
@@ -95,7 +98,7 @@ def _find(folder: RunFolder, step: int | None) -> Path:
         found = newest_checkpoint(folder.checkpoints)
         if found is None:
             raise CheckpointError(
-                f"run folder {str(folder.path)!r}: it has no checkpoint yet. Train first, until one is saved."
+                f"run folder {str(folder.path)!r}: it has no checkpoint yet. Train until the first one is saved."
             )
         return found.path
     return folder.checkpoint(step)

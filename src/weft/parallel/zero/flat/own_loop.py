@@ -138,8 +138,8 @@ class OwnLoop:
         self._norm = None
         if most - least > _ALIKE * most:
             raise ModelError(
-                f"gradients: one rank scaled those that all have alike by {least:.6g} since backward, and another by "
-                f"{most:.6g}. torch.nn.utils.clip_grad_norm_ sees a rank's part alone of what tp and ep divide. "
+                f"gradients: since backward, one rank scaled those that all ranks share by {least:.6g} and another by "
+                f"{most:.6g}. torch.nn.utils.clip_grad_norm_ sees only this rank's part of what tp and ep divide. "
                 f"Use run.clip_grad_norm_(model, max_norm)."
             )
 

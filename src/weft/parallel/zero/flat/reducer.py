@@ -160,7 +160,7 @@ class Reducer:
         name = self._slots[max(found)].name if ranks else "of another stage"
         raise CommError(
             f"parameter {name!r}: on rank {', '.join(map(str, ranks))} autograd delivered its gradient more often in "
-            f"one backward than ever before, after its reduction had begun. Take the step again: it is expected now."
+            f"one backward than ever before, after its reduction had begun. Run the step again: Weft now waits for it."
         )
 
     def scale(self, factor: float) -> None:

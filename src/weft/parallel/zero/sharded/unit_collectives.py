@@ -66,7 +66,10 @@ class UnitReduce(_Buffers, ReduceBase):
     ) -> None:
         """Sum `input_tensor` over the ranks and leave this rank's part in `output_tensor`."""
         if op != dist.ReduceOp.SUM:
-            raise CommError(f"gradients of a unit are to be reduced by {op}: only sums are. Use torch 2.11 or later.")
+            raise CommError(
+                f"fully_shard reduces the gradients of a unit by {op}, and Weft can only sum them. Use "
+                "torch 2.11 or later."
+            )
         self._order.meet(Act.REDUCE, self._unit, input_tensor.numel())
         try:
             reduce_scatter(input_tensor, self._axis, out=output_tensor, wire=self._wire)

@@ -58,6 +58,10 @@ def shard_units(
     names = {param: name for name, param in units[-1].module.named_parameters() if param not in plain}
     members: list[list[str]] = []
     owned = [[param for param in own if param in names] for own in own_params(units)]
+    if empty := [names[param] for own in owned for param in own if param.requires_grad and not param.numel()]:
+        raise PlanError(
+            f"zero=3: parameter {empty[0]} has no elements, and fully_shard cannot reduce such a gradient. Use zero=2."
+        )
     sizes = [(str(unit), sum(param.numel() for param in own)) for unit, own in zip(units, owned, strict=True)]
     on_host = choose(sizes, mesh.plan.offload_share("params"))
     for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
