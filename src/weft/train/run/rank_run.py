@@ -17,6 +17,7 @@ from weft.monitor import tail_events
 from weft.monitor.screen import busy, make_display, tell
 from weft.train.engine import Engine, EngineJob
 from weft.train.folder import RunFolder
+from weft.train.left_out import steps_left_out
 from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.progress import Progress
 from weft.train.run.folder_lock import run_lock
@@ -129,6 +130,7 @@ class _RankRun:
             confirm=keeper.confirm,
             halted=keeper.halted,
             hooks=[hook for hook in (limit, recorder) if hook],
+            left_out=steps_left_out(self.folder),
             progress=progress,
         )
         until_left.enter_context(stop_on_signal(self.engine))
