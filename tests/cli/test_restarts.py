@@ -14,7 +14,7 @@ from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutO
 from weft.monitor import read_events
 from weft.spec import RunConfig
 from weft.train import RunFolder
-from weft.train.left_out import LEFT_OUT, leave_out, steps_left_out, stretches
+from weft.train.run.left_out import LEFT_OUT, leave_out, steps_left_out, stretches
 
 DIED = Failure(1, -9)
 DATA = Failure(0, 1, kind="ValueError", message="torn", step=7, in_data=True)
@@ -33,7 +33,7 @@ class Run:
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        if "held" in self.said[-1]:
+        if "to go on: touch" in self.said[-1]:
             (self.folder.path / GO_ON).touch()
 
     def attempt(self, ranks: int | None) -> None:
@@ -53,7 +53,8 @@ class Run:
 
 @pytest.mark.parametrize(
     "error, cause",
-    [(CommError("gone"), "hang"), (DataError("x"), "refused"), (ConfigError("x"), "refused"), (OutOfMemory("x"), "refused"),
+    [(CommError("gone"), "hang"), (DataError("x"), "refused"), (ConfigError("x"), "refused"),
+     (OutOfMemory("x"), "refused"),
      (CheckpointError("full"), "failed"), (ValueError("x"), "failed"), (TrainingHalted("disk"), "failed")],
 )  # fmt: skip
 def test_causes(error, cause):
@@ -69,7 +70,7 @@ def test_causes_that_the_loop_marks():
 
 
 def test_a_run_goes_on_after_failures_with_growing_pauses(tmp_path):
-    run = Run(tmp_path, DIED, DATA.__class__(0, 1, kind="ValueError"), None, restarts=2, restart_pause="3s")
+    run = Run(tmp_path, DIED, Failure(0, 1, kind="ValueError"), None, restarts=2, restart_pause="3s")
     assert run.keep() == [None, None, None]
     assert run.slept == [3.0, 6.0]
     assert "rank 1 was killed by signal 9" in run.said[0]
@@ -90,7 +91,7 @@ def test_what_would_come_again_ends_the_run(tmp_path, failure, restarts):
     run = Run(tmp_path, failure, restarts=restarts)
     with pytest.raises(RankFailed):
         run.keep()
-    assert len(run.starts) == 1 and not run.slept
+    assert (len(run.starts), run.slept) == (1, [])
 
 
 def test_the_last_restart_is_the_last(tmp_path):
@@ -122,9 +123,7 @@ def test_fewer_ranks_get_a_plan_of_the_planner_and_the_batch_stays():
 
 
 def test_data_of_bad_steps_is_left_out(tmp_path):
-    run = Run(
-        tmp_path, BAD, DATA.__class__(0, 1, kind="E", step=12, in_data=True), None, restarts=2, on_bad="leave_out"
-    )
+    run = Run(tmp_path, BAD, Failure(0, 1, kind="E", step=12, in_data=True), None, restarts=2, on_bad="leave_out")
     run.keep()
     assert steps_left_out(run.folder) == {7, 8, 9, 12}
     assert "the data of steps 7 to 9 is left out (train.on_bad=leave_out)" in run.said

@@ -15,8 +15,8 @@ from weft.optim import lr_factor
 from weft.spec import RunConfig
 from weft.train.engine import Engine, StepResult
 from weft.train.hooks import Hook, SaveEnd
-from weft.train.left_out import stretches
 from weft.train.progress import Progress
+from weft.train.run import stretches
 from weft.train.task import Task
 
 #: Why a run ended that a signal or a hook stopped.

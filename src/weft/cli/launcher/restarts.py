@@ -17,7 +17,7 @@ from weft.errors import TrainingHalted
 from weft.monitor import EventLog
 from weft.spec import RunConfig
 from weft.train import RunFolder
-from weft.train.left_out import leave_out
+from weft.train.run import leave_out
 from weft.units import format_seconds, parse_seconds
 
 _LONGEST_PAUSE_S = 300.0

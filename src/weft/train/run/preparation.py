@@ -15,9 +15,9 @@ from weft.spec.files import as_toml, format_config
 from weft.spec.plan import Plan
 from weft.spec.rules import check
 from weft.train.folder import RunFolder, free_name, run_folder
-from weft.train.left_out import LEFT_OUT
 from weft.train.run.epochs import with_steps
 from weft.train.run.folder_lock import run_lock
+from weft.train.run.left_out import LEFT_OUT
 from weft.train.task import Report, Task
 from weft.train.tasks import find_task
 

@@ -17,11 +17,11 @@ from weft.monitor import tail_events
 from weft.monitor.screen import busy, make_display, tell
 from weft.train.engine import Engine, EngineJob
 from weft.train.folder import RunFolder
-from weft.train.left_out import steps_left_out
 from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.progress import Progress
 from weft.train.run.folder_lock import run_lock
 from weft.train.run.keeping import Keeper
+from weft.train.run.left_out import steps_left_out
 from weft.train.run.recorder import RunRecorder
 from weft.train.run.signals import stop_on_signal
 from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
