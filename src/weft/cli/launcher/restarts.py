@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weft.checkpoint import list_checkpoints, step_in_name
 from weft.cli.launcher.failure import Failure
 from weft.cli.launcher.launch import RankFailed
-from weft.errors import TrainingHalted
+from weft.errors import PlanError, TrainingHalted
 from weft.monitor import EventLog
 from weft.spec import RunConfig
 from weft.train import RunFolder
@@ -51,6 +51,11 @@ class Restarts:
                 return attempt(ranks)
             except RankFailed as failed:
                 ranks = self._after(failed, ranks)
+            except PlanError:
+                # Of fewer ranks not every number divides the batch.
+                if ranks is None or ranks - 1 < (self.config.launch.min_ranks or ranks):
+                    raise
+                ranks -= 1
 
     def _after(self, failed: RankFailed, ranks: int | None) -> int | None:
         """The number of ranks of the next start; raises the failure where there is none."""
