@@ -14,7 +14,8 @@ from typing import Annotated
 import typer
 
 from weft import env
-from weft.cli.console import say, table
+from weft.cli.ckpt import table
+from weft.cli.console import say
 from weft.cli.launcher.drill.drill_kinds import KINDS, chosen
 from weft.cli.launcher.drill.trial import Row, Trial
 from weft.cli.launcher.world import count_ranks, usable_cores, visible_gpus

@@ -65,6 +65,7 @@ class Trial:
     rank: int
     world_size: int
     limit_s: float
+    _starts: int = 0
 
     def run(self, sound: RunFolder) -> Row:
         """Have it happen. sound: the folder of the undisturbed run."""
@@ -129,13 +130,14 @@ class Trial:
             time.sleep(_LOOK_S)
 
     def _note(self, row: Row, folder: RunFolder, ended: bool) -> None:
-        if row.back_s is not None:
-            return
         told = _Told.of(folder)
+        if told.starts != self._starts:
+            # The other ranks were a step ahead of the fault: only steps of the new start count.
+            self._starts, row.back_s = told.starts, None
         passed = time.time() - self._mark.stat().st_mtime
         if row.detected_s is None and (told.failures or told.warnings or ended):
             row.detected_s = passed
-        if told.highest > (row.step or 0):
+        if row.back_s is None and told.last > (row.step or 0):
             row.back_s = passed
 
     def _act(self, process: subprocess.Popen[bytes], row: Row) -> None:
@@ -154,26 +156,27 @@ class Trial:
 
 @dataclass
 class _Told:
-    """What the events of a run say of its failures: their number, the highest step, steps that were done again."""
+    """What the events of a run say of its failures: their number, the last step, steps that were done again."""
 
     failures: int = 0
     warnings: int = 0
-    highest: int = 0
+    starts: int = 0
+    last: int = 0
     lost: int = 0
 
     @classmethod
     def of(cls, folder: RunFolder) -> _Told:
-        told, last = cls(), 0
+        told = cls()
         for event in read_events(folder.events):
             kind = event.get("event")
             told.failures += kind == "failure"
             told.warnings += kind == "warning"
             if kind == "step":
-                last = int(event["step"])
-                told.highest = max(told.highest, last)
+                told.last = int(event["step"])
             elif kind == "start":
-                told.lost += max(0, last - int(event["step"]))
-                last = int(event["step"])
+                told.starts += 1
+                told.lost += max(0, told.last - int(event["step"]))
+                told.last = int(event["step"])
         return told
 
 
