@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from weft.errors import ConfigError, did_you_mean
 
 #: Name -> what happens, in the words of the report.
@@ -56,8 +54,3 @@ def chosen(words: str, num_ranks: int) -> list[str]:
         if num_ranks < 2 and name in NEED_TWO_RANKS:
             raise ConfigError(f"--faults {name}: it needs two ranks, and the plan has one. Leave it out.")
     return names
-
-
-def damages(kinds: Sequence[str]) -> bool:
-    """Whether one of them needs checkpoints to go back to."""
-    return any(kind.startswith(("flip", "truncate", "lose_")) for kind in kinds)
