@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from weft.checkpoint import list_checkpoints
-from weft.cli.launcher import RankFailed, Restarts, for_ranks
+from weft.cli.launcher import RankFailed, Restarts
 from weft.cli.launcher.failure import Failure
-from weft.cli.launcher.restarts import GO_ON, cause_of
+from weft.cli.launcher.restarts import GO_ON, cause_of, for_ranks
 from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutOfMemory, TrainingHalted
 from weft.monitor import read_events
 from weft.spec import RunConfig
@@ -25,10 +25,14 @@ TYPO = Failure(0, 2, kind="ConfigError", message="x=1: no.", expected=True)
 class Run:
     """Ranks on paper: each start does what the next of `ends` says: fail so, save a step, or end well (None)."""
 
-    def __init__(self, folder: Path, *ends: Failure | int | None, on_bad: str = "stop", **launch: object):
-        config = RunConfig.model_validate({"launch": launch, "train": {"on_bad": on_bad}})
+    def __init__(
+        self, folder: Path, *ends: Failure | int | None, on_bad: str = "stop", step: int | None = None, **launch: object
+    ):
+        config = RunConfig.model_validate({"launch": launch, "train": {"on_bad": on_bad}, "resume": {"step": step}})
         self.folder, self.ends, self.starts, self.said = RunFolder(folder), [*ends], [], []
         self.slept: list[float] = []
+        self.plans: list[str] = []
+        self.steps: list[int | None] = []
         self.restarts = Restarts(config, self.folder, 4, self.said.append, self.sleep)
 
     def sleep(self, seconds: float) -> None:
@@ -36,17 +40,18 @@ class Run:
         if "to go on: touch" in self.said[-1]:
             (self.folder.path / GO_ON).touch()
 
-    def attempt(self, ranks: int | None) -> None:
+    def attempt(self, config: RunConfig, ranks: int) -> None:
         self.starts.append(ranks)
-        while isinstance(step := self.ends[0], int):
-            self.ends.pop(0)
+        self.plans.append(config.plan)
+        self.steps.append(config.resume.step)
+        while isinstance(step := self.ends.pop(0), int):
             made = self.folder.checkpoints / f"step_{step:08d}"
             made.mkdir(parents=True)
             (made / "COMMIT").touch()
-        if (end := self.ends.pop(0)) is not None:
-            raise RankFailed(end, self.folder.logs)
+        if step is not None:
+            raise RankFailed(step, self.folder.logs)
 
-    def keep(self) -> list[int | None]:
+    def keep(self) -> list[int]:
         self.restarts.keep(self.attempt)
         return self.starts
 
@@ -71,7 +76,7 @@ def test_causes_that_the_loop_marks():
 
 def test_a_run_goes_on_after_failures_with_growing_pauses(tmp_path):
     run = Run(tmp_path, DIED, Failure(0, 1, kind="ValueError"), None, restarts=2, restart_pause="3s")
-    assert run.keep() == [None, None, None]
+    assert run.keep() == [4, 4, 4]
     assert run.slept == [3.0, 6.0]
     assert "rank 1 was killed by signal 9" in run.said[0]
     assert run.said[0].endswith("restart 1 of 2 in 3.00 s, from the start"), run.said[0]
@@ -110,7 +115,8 @@ def test_a_held_run_goes_on_when_it_is_told(tmp_path):
 
 def test_a_rank_that_fails_twice_in_a_row_is_left_behind(tmp_path):
     run = Run(tmp_path, DIED, DIED, DIED, DIED, None, restarts=9, min_ranks=2)
-    assert run.keep() == [None, None, 3, 3, 2]
+    assert run.keep() == [4, 4, 3, 3, 2]
+    assert run.plans == ["dp_replicate=*"] * 2 + ["auto"] * 3
     assert "rank 1 failed twice in a row: going on with 3 of 4 ranks" in run.said
     run = Run(tmp_path / "least", DIED, DIED, None, restarts=9, min_ranks=4)
     with pytest.raises(RankFailed):
@@ -151,3 +157,15 @@ def test_a_damaged_list_is_told(tmp_path):
     leave_out(RunFolder(tmp_path), [2])
     assert steps_left_out(RunFolder(tmp_path)) == {2, 3}
     assert steps_left_out(RunFolder(tmp_path, {LEFT_OUT: '{"steps": [8]}'})) == {8}
+
+
+def test_a_run_that_went_back_does_not_go_back_again(tmp_path):
+    run = Run(tmp_path, 10, DIED, None, restarts=1, step=5)
+    run.keep()
+    assert run.steps == [5, None]
+    made = tmp_path / "early" / "checkpoints" / "step_00000010"
+    made.mkdir(parents=True)
+    (made / "COMMIT").touch()
+    run = Run(tmp_path / "early", DIED, None, restarts=1, step=5)
+    run.keep()
+    assert run.steps == [5, 5]  # it died before it had gone back

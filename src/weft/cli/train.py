@@ -19,7 +19,6 @@ from weft.cli.launcher import (
     Restarts,
     count_ranks,
     exit_code_of,
-    for_ranks,
     launch_ranks,
     process_age_s,
     threads_variables,
@@ -83,9 +82,8 @@ def train_here(config: RunConfig) -> None:
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
     with run_lock(run_folder(config).path) as lock:
 
-        def attempt(fewer: int | None) -> None:
-            ranks = fewer or num_ranks
-            folder = _prepare(config if fewer is None else for_ranks(config, ranks), ranks, ranks)
+        def attempt(settled: RunConfig, ranks: int) -> None:
+            folder = _prepare(settled, ranks, ranks)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
             settings = json.dumps(given).encode()
             command = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]

@@ -12,7 +12,6 @@ __all__ = [
     "Stopped",
     "count_ranks",
     "exit_code_of",
-    "for_ranks",
     "launch_ranks",
     "process_age_s",
     "run_as_rank",
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from weft.cli.launcher.failure import exit_code_of
     from weft.cli.launcher.launch import RankFailed, Stopped, launch_ranks
     from weft.cli.launcher.rank import run_as_rank, second_handle
-    from weft.cli.launcher.restarts import Restarts, for_ranks
+    from weft.cli.launcher.restarts import Restarts
     from weft.cli.launcher.typed import typed_command
     from weft.cli.launcher.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
 
@@ -39,7 +38,6 @@ __getattr__ = loads(
         "Stopped": ".launch",
         "count_ranks": ".world",
         "exit_code_of": ".failure",
-        "for_ranks": ".restarts",
         "launch_ranks": ".launch",
         "process_age_s": ".world",
         "run_as_rank": ".rank",

@@ -25,8 +25,8 @@ _LOOK_S = 0.5
 #: Touched by a person who wants a held run to go on.
 GO_ON = "go_on"
 
-#: Starts the ranks and returns when they have ended well: given the number of ranks; None: as configured.
-Attempt = Callable[[int | None], None]
+#: Starts the ranks and returns when they have ended well: given the settings, and how many ranks.
+Attempt = Callable[[RunConfig, int], None]
 
 
 @dataclass
@@ -44,20 +44,30 @@ class Restarts:
 
     def keep(self, attempt: Attempt) -> None:
         """Call `attempt` until it ends well. Raises what ended the last one, once no restart is left for it."""
-        ranks: int | None = None
+        ranks, config = self.num_ranks, self.config
         while True:
             self._saved = self._newest()
             try:
-                return attempt(ranks)
+                return attempt(config, ranks)
             except RankFailed as failed:
                 ranks = self._after(failed, ranks)
             except PlanError:
                 # Of fewer ranks not every number divides the batch.
-                if ranks is None or ranks - 1 < (self.config.launch.min_ranks or ranks):
+                if ranks == self.num_ranks or ranks - 1 < (self.config.launch.min_ranks or ranks):
                     raise
                 ranks -= 1
+            config = self._next_config(config, ranks)
 
-    def _after(self, failed: RankFailed, ranks: int | None) -> int | None:
+    def _next_config(self, config: RunConfig, ranks: int) -> RunConfig:
+        """What the next start is to train with."""
+        step, newest = config.resume.step, self._newest()
+        still_to_go_back = step is not None and newest is not None and newest == self._saved and newest > step
+        if step is not None and not still_to_go_back:
+            # Done: it would go back once more.
+            config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
+        return config if ranks == self.num_ranks else for_ranks(config, ranks)
+
+    def _after(self, failed: RankFailed, ranks: int) -> int:
         """The number of ranks of the next start; raises the failure where there is none."""
         launch, failure = self.config.launch, failed.failure
         cause = cause_of(failure)
@@ -79,7 +89,7 @@ class Restarts:
             self._leave_out(failure)
         self._culprit = None if twice else failure.rank
         if twice and launch.min_ranks is not None:
-            ranks = self._fewer(failed, ranks or self.num_ranks, launch.min_ranks)
+            ranks = self._fewer(failed, ranks, launch.min_ranks)
         if self._in_row:
             self._pause(failed)
         return ranks

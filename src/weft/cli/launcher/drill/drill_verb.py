@@ -70,7 +70,7 @@ def drill(
             step, rank = chance.randint(2 * every + 1, steps - 2), chance.randrange(num_ranks)
             row = Trial(given, place, kind, step, rank, num_ranks, limit).run(sound)
             rows.append(row)
-            say(f"{len(rows)} of {len(kinds)}: {kind}: {'survived' if row.survived else row.error or row.state}")
+            say(f"{len(rows)} of {len(kinds)}: {'; '.join(report([row])[1].split('  ')).replace('; ;', ';')}")
     finally:
         if keep is None:
             shutil.rmtree(place, ignore_errors=True)

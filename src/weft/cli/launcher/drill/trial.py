@@ -95,7 +95,7 @@ class Trial:
                 try:
                     happened = self._watch(process, row, folder, end) or happened
                 finally:
-                    process.poll() is None and process.kill()
+                    process.kill()
                     process.wait()
             if process.returncode == 0 and _is_done(folder):
                 break
