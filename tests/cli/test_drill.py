@@ -15,7 +15,7 @@ import pytest
 from weft import env
 from weft.cli.launcher.drill.drill_kinds import KINDS, NEED_TWO_RANKS, chosen
 from weft.cli.launcher.drill.drill_verb import report
-from weft.cli.launcher.drill.trial import Row, Trial, state_of
+from weft.cli.launcher.drill.trial import DrillRow, Trial, state_of
 from weft.errors import ConfigError
 from weft.monitor import StepRecord
 from weft.train import RunFolder, injected
@@ -101,9 +101,9 @@ def test_damage_waits_for_a_second_checkpoint_and_hits_the_newest(tmp_path, kind
 
 
 def test_the_report_says_what_was_survived(tmp_path):
-    good = Row("kill_rank", step=7, detected_s=0.31, back_s=8.4, steps_lost=1, state="equal")
-    bad = Row("hang", error="not over after 600 s")
-    assert (good.survived, bad.survived, Row("abort", state="equal", left=1).survived) == (True, False, False)
+    good = DrillRow("kill_rank", step=7, detected_s=0.31, back_s=8.4, steps_lost=1, state="equal")
+    bad = DrillRow("hang", error="not over after 600 s")
+    assert (good.survived, bad.survived, DrillRow("abort", state="equal", left=1).survived) == (True, False, False)
     lines = report([good, bad])
     assert lines[1].split() == ["kill_rank", "7", "0.3", "s", "8.4", "s", "1", "1", "equal", "survived"]
     assert lines[2].endswith("NOT SURVIVED not over after 600 s")

@@ -17,7 +17,7 @@ from weft import env
 from weft.cli.ckpt import table
 from weft.cli.console import say
 from weft.cli.launcher.drill.drill_kinds import KINDS, chosen
-from weft.cli.launcher.drill.trial import Row, Trial
+from weft.cli.launcher.drill.trial import DrillRow, Trial
 from weft.cli.launcher.world import count_ranks, usable_cores, visible_gpus
 from weft.errors import ConfigError, LaunchError
 from weft.spec.files import load_config
@@ -70,7 +70,10 @@ def drill(
             step, rank = chance.randint(2 * every + 1, steps - 2), chance.randrange(num_ranks)
             row = Trial(given, place, kind, step, rank, num_ranks, limit).run(sound)
             rows.append(row)
-            say(f"{len(rows)} of {len(kinds)}: {'; '.join(report([row])[1].split('  ')).replace('; ;', ';')}")
+            told = "survived" if row.survived else row.error or row.state
+            say(
+                f"{len(rows)} of {len(kinds)}: {kind}: {told}; back in {_seconds(row.back_s)}, {row.steps_lost} steps lost"
+            )
     finally:
         if keep is None:
             shutil.rmtree(place, ignore_errors=True)
@@ -78,7 +81,7 @@ def drill(
     raise typer.Exit(int(not all(row.survived for row in rows)))
 
 
-def report(rows: list[Row]) -> list[str]:
+def report(rows: list[DrillRow]) -> list[str]:
     """The table for people."""
     head = ("fault", "at step", "detected in", "back in", "steps lost", "starts", "final state", "")
     cells = [

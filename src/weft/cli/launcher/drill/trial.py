@@ -27,7 +27,7 @@ _OTHER_PLAN = 1e-3
 
 
 @dataclass
-class Row:
+class DrillRow:
     """What a fault did. Times in s from the fault on; None: it never came to it.
 
     detected_s: until the run told. back_s: until the first new step after it. steps_lost: done, and done again.
@@ -67,9 +67,9 @@ class Trial:
     limit_s: float
     _starts: int = 0
 
-    def run(self, sound: RunFolder) -> Row:
+    def run(self, sound: RunFolder) -> DrillRow:
         """Have it happen. sound: the folder of the undisturbed run."""
-        row = Row(self.kind, rank=self.rank)
+        row = DrillRow(self.kind, rank=self.rank)
         folder = RunFolder(self.place / self.kind)
         try:
             with _port_taken(self.kind == "port_taken"):
@@ -86,7 +86,7 @@ class Trial:
     def _mark(self) -> Path:
         return self.place / f"{self.kind}.mark"
 
-    def _to_the_end(self, row: Row, folder: RunFolder) -> None:
+    def _to_the_end(self, row: DrillRow, folder: RunFolder) -> None:
         end, happened = time.monotonic() + self.limit_s, self.kind == "port_taken"
         log = self.place / f"{self.kind}.txt"
         for row.starts in range(1, _MOST_STARTS + 1):
@@ -110,7 +110,7 @@ class Trial:
         command = [sys.executable, "-m", "weft", "train", *self.words, f"run.name={self.kind}"]
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env.child_env(WEFT_DRILL=text))
 
-    def _watch(self, process: subprocess.Popen[bytes], row: Row, folder: RunFolder, end: float) -> bool:
+    def _watch(self, process: subprocess.Popen[bytes], row: DrillRow, folder: RunFolder, end: float) -> bool:
         """Until the process ends; notes when the run told of the fault and when it was back. Whether it happened."""
         acted = False
         while True:
@@ -129,7 +129,7 @@ class Trial:
                 raise RuntimeError(f"not over after {self.limit_s:g} s")
             time.sleep(_LOOK_S)
 
-    def _note(self, row: Row, folder: RunFolder, ended: bool) -> None:
+    def _note(self, row: DrillRow, folder: RunFolder, ended: bool) -> None:
         told = _Told.of(folder)
         if told.starts != self._starts:
             # The other ranks were a step ahead of the fault: only steps of the new start count.
@@ -140,7 +140,7 @@ class Trial:
         if row.back_s is None and told.last > (row.step or 0):
             row.back_s = passed
 
-    def _act(self, process: subprocess.Popen[bytes], row: Row) -> None:
+    def _act(self, process: subprocess.Popen[bytes], row: DrillRow) -> None:
         """What happens from outside once the rank has come to the step."""
         if self.kind == "stop_launcher":
             time.sleep(_STOPPED_S)
