@@ -71,9 +71,7 @@ def drill(
             row = Trial(given, place, kind, step, rank, num_ranks, limit).run(sound)
             rows.append(row)
             told = "survived" if row.survived else row.error or row.state
-            say(
-                f"{len(rows)} of {len(kinds)}: {kind}: {told}; back in {_seconds(row.back_s)}, {row.steps_lost} steps lost"
-            )
+            say(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")
     finally:
         if keep is None:
             shutil.rmtree(place, ignore_errors=True)
