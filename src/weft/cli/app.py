@@ -36,6 +36,7 @@ VERBS = {
     "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),
     "resume-diff": Verb("Show what changed since a run was started.", "weft.cli.ckpt.since", "resume_diff"),
     "launch": Verb("Print a job for several machines from a config.", "weft.cli.launcher.jobs.verb_of_jobs", "launch"),
+    "drill": Verb("Try a config's faults on this machine.", "weft.cli.launcher.drill.drill_verb", "drill"),
     "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
     "layout": Verb("Print how tensor parallelism cuts a model, and why.", "weft.cli.layout_verb", "layout"),
     "doctor": Verb("Check this machine, and report it for a bug report.", "weft.cli.doctor.verb", "doctor"),

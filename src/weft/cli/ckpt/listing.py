@@ -71,7 +71,7 @@ def listing_text(found: list[ListedCheckpoint]) -> list[str]:
 
 
 def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Rows as lines whose columns stand under each other; `right`: columns that end at the same place."""
+    """Return rows as lines with aligned columns. rows: of equal length. right: the columns to align to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []
     for row in rows:

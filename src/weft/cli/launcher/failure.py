@@ -31,7 +31,8 @@ class Failure:
     exit_code: of the process; negative for the number of the signal that ended it.
     kind: the exception's type name, "" where the rank left no word.
     expected: raised on purpose (a WeftError), so that its sentence is all that is needed.
-    when: seconds since the epoch.
+    when: seconds since the epoch. first_bad: of a run that halted, its first bad step, counted from 1. in_data: the
+    exception came from the data of `step`.
     """
 
     rank: int
@@ -43,6 +44,8 @@ class Failure:
     lost_peer: bool = False
     step: int | None = None
     when: float = 0.0
+    first_bad: int | None = None
+    in_data: bool = False
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
@@ -59,6 +62,8 @@ class Failure:
             lost_peer=_lost_peer(error),
             step=step if isinstance(step, int) else None,
             when=time.time(),
+            first_bad=getattr(error, "first_bad", None),
+            in_data=getattr(error, "in_data", False),
         )
 
     def sentence(self) -> str:

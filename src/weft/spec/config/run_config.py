@@ -254,6 +254,9 @@ class TrainSection(Section):
     """Sequences in one optimizer step, over all ranks and microbatches."""
     max_bad_steps: Count = 5
     """Steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
+    on_bad: Literal["stop", "restart", "leave_out"] = "stop"
+    """After more bad steps than that, or when data raises an error. restart: go back to the newest good checkpoint and
+    do the same steps again; leave_out: go back, and pass over the data of those steps. Both need launch.restarts."""
     max_time: Duration | None = None
     """Time such as 3h30m or 90s, from the start of the command: before it is over, the run saves and stops with exit
     code 0, and the same command goes on. Absent: no limit."""
@@ -325,6 +328,17 @@ class LaunchSection(Section):
     """How long a rank waits for another before the run ends, as a number and s, m, h or d."""
     warn_after: Duration = "1m"
     """A wait as long as this is reported: which rank is missing, where, since when. From `timeout` on: never."""
+    restarts: Count = 0
+    """How often in a row `weft train` starts the ranks again from the newest good checkpoint after a rank died, hung or
+    failed; a new checkpoint starts the count anew. Not for ranks that torchrun or srun started."""
+    restart_pause: Duration = "5s"
+    """Pause before the first restart in a row; each further pause is twice as long, up to 5 minutes."""
+    min_ranks: Width | None = None
+    """When the same rank fails twice in a row, go on without it, with at least this many ranks: the planner makes a
+    plan for them, and the global batch stays. Absent: always all ranks."""
+    on_failure: Literal["stop", "hold"] = "stop"
+    """After the last restart: stop, or wait with the folder held and the devices free until a file `go_on` appears in
+    the run folder."""
 
 
 class RunConfig(Section):

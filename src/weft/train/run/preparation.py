@@ -17,6 +17,7 @@ from weft.spec.rules import check
 from weft.train.folder import RunFolder, free_name, run_folder
 from weft.train.run.epochs import with_steps
 from weft.train.run.folder_lock import run_lock
+from weft.train.run.left_out import LEFT_OUT
 from weft.train.task import Report, Task
 from weft.train.tasks import find_task
 
@@ -61,6 +62,8 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         texts = {"plan.txt": plan.format() + "\n", **task.keep(folder, notes), "config.toml": format_config(config)}
+        if (folder.path / LEFT_OUT).is_file():
+            texts[LEFT_OUT] = (folder.path / LEFT_OUT).read_text()
         for name, text in texts.items():
             _write(folder.path / name, text)
     except OSError as error:

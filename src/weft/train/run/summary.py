@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.monitor import last_per_step, read_events
+from weft.monitor import goodput, last_per_step, read_events
 from weft.train.engine import Engine
 from weft.train.folder import RunFolder
 from weft.train.progress import Progress
@@ -88,6 +88,7 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
     lines += [
         *ending.times,
         *_saves(folder),
+        *goodput(read_events(folder.events)).lines(config.checkpoint.every),
         f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/",
     ]
     try_it = task.try_line(folder)
