@@ -130,9 +130,24 @@ def test_diff_says_what_is_missing_misshapen_and_different(tmp_path, capsys):
         "num_equal": 0,
     }
     assert run(["ckpt", "diff", str(left), str(right)]) == 1
-    assert "  model/w              0.5  11" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "different numbers (2):\n  tensor" in told
+    assert "  model/w              0.045     0.5            11\n" in told
     assert run(["ckpt", "diff", str(left), str(left)]) == 0
-    assert capsys.readouterr().out == "4 tensors are equal in every number\n"
+    assert capsys.readouterr().out == "identical: 4 tensors\n"
+
+
+def test_diff_lists_weights_first_and_the_largest_relative_difference_first(tmp_path, capsys):
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        tensors = {
+            "optimizer": {"w/step": torch.tensor(10.0 * factor)},
+            "model": {"large": torch.tensor([1000.0, factor]), "small": torch.tensor([0.1 * factor])},
+        }
+        save_checkpoint(tmp_path / name / "checkpoints", 1, tensors, {})
+    assert run(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["model/small", "model/large", "optimizer/w/step"]
+    assert lines[-1] == "identical: 0 tensors"
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
@@ -203,7 +218,7 @@ def test_prune_is_a_dry_run_until_yes(three, capsys):
         "delete",
         str(root / "step_00000030"),
     ]
-    assert "Repeat the command with --yes to delete 2 checkpoints" in told.err
+    assert "dry run: add --yes to delete 2 checkpoints, " in told.err
     assert sorted(os.listdir(root)) == before
     assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--every", "15", "--yes"]) == 0
     assert sorted(path.name for path in root.glob("step_*")) == [

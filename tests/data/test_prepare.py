@@ -117,7 +117,7 @@ def test_damaged_shards_are_made_again(tmp_path: Path, text: str) -> None:
         shard.write_bytes(damaged)
         again = prepare_data(config(tmp_path, text))
         assert again.digest == prepared.digest
-        assert again.summary[-1] == f"{text}: its stored tokens were damaged ({reason}), and were made again"
+        assert again.summary[-1] == f"{text}: its stored tokens were damaged ({reason}), and Weft has written them again"
         assert shard.read_bytes() == content
     shard.write_bytes(content[:-2] + b"\1\1")
     assert verify_data(prepared) == [f"{shard.parent}: tokens-00000.bin does not match its digest"]
@@ -140,7 +140,7 @@ def test_a_check_of_the_digests_is_believed_for_a_while(tmp_path: Path, text: st
     assert len(prepare_data(settings).summary) == 2
     later = time.time() + 25 * 3600
     monkeypatch.setattr(time, "time", lambda: later)
-    assert "were damaged (read again), and were made again" in prepare_data(settings).summary[2]
+    assert "were damaged (read again), and Weft has written them again" in prepare_data(settings).summary[2]
 
 
 def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_answers_are_kept_with_their_questions_and_odd_ones_told(tmp_path: Path)
     assert prepared.train[0].packing == "fit"
     assert prepared.summary[1].endswith("; packing fit")
     assert prepared.summary[2:5] == [
-        f"{path}: 1 document with role 'bot' read as assistant: trained all the same",
-        f"{path}: 1 document with an empty answer: trained all the same",
-        f"{path}: 1 of 4 documents are longer than train.seq_len=32 and are cut into pieces, "
-        "which read on without what stood before",
+        f"{path}: 1 document with role 'bot' read as assistant, kept for training",
+        f"{path}: 1 document with an empty answer, kept for training",
+        f"{path}: train.seq_len=32 cuts 1 of 4 documents into pieces; "
+        "a piece does not see the text before it",
     ]
     assert prepare_data(config(tmp_path, str(path), holdout=0.0, packing="concat")).train[0].packing == "concat"
 

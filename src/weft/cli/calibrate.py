@@ -76,7 +76,7 @@ def _lines(profile: Profile) -> list[str]:
         sums = [s.size[0] / s.seconds for s in here if s.op == "all_reduce" and s.group == count]
         parts += [f"memory {max(moved) / 1e9:.1f} GB/s"] if moved else []
         parts += [f"all_reduce {max(sums) / 1e9:.2f} GB/s"] if sums else []
-        lines.append(f"{count} rank{'s' if count > 1 else ' '}     {', '.join(parts)} on each")
+        lines.append(f"{counted(count, 'rank'):<12}{', '.join(parts)} on each")
     return lines
 
 

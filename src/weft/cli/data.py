@@ -83,7 +83,7 @@ def verify(arguments: Arguments = None) -> None:
         raise DataError("\n".join([*(f"{problem}." for problem in problems), remedy]))
     sources = (*prepared.train, *prepared.eval)
     num_bytes = sum(size for source in sources for size, _ in source.counts.files.values())
-    typer.echo(f"ok: {len(sources)} splits, {units.format_bytes(num_bytes)}, all digests match")
+    typer.echo(f"ok: {units.counted(len(sources), 'split')}, {units.format_bytes(num_bytes)}, all digests match")
 
 
 def _load(arguments: list[str] | None) -> RunConfig:
@@ -111,7 +111,7 @@ def _console() -> Console:
 
 
 def _counts(view: SampleView) -> str:
-    documents = f"{view.num_documents} document{'s' if view.num_documents > 1 else ''}"
+    documents = units.counted(view.num_documents, "document")
     return f"{documents}, {view.num_trained} trained, {view.num_masked} masked, {view.num_padding} padding"
 
 

@@ -45,16 +45,16 @@ def start_all_reduce(
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
-    name = f"all_reduce over {axis.name}"
+    name = f"all_reduce over {axis.label}"
     flat = _flat(name, "tensor", tensor)
     what = tensor if parts is None else parts
     if (coder := _decoding(what, wire)) is not None:
         return sum_coded(name, what, axis, tensor, op, coder, whole=True)
     if (rounded := _rounded(what, wire)) is not None:
         _check_op(name, rounded, op)
-        return Pending(rounded, axis, Operation("all_reduce", axis.name, rounded, rounded, op), into=tensor)
+        return Pending(rounded, axis, Operation("all_reduce", axis.label, rounded, rounded, op), into=tensor)
     _check_op(name, tensor, op)
-    return Pending(tensor, axis, Operation("all_reduce", axis.name, flat if parts is None else parts, flat, op))
+    return Pending(tensor, axis, Operation("all_reduce", axis.label, flat if parts is None else parts, flat, op))
 
 
 def all_gather(
@@ -72,7 +72,7 @@ def start_all_gather(
     shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, wire: Coder | None = None
 ) -> Pending:
     """Begin `all_gather`; neither shard nor out must be touched before `wait()` of what this returns."""
-    name = f"all_gather over {axis.name}"
+    name = f"all_gather over {axis.label}"
     _check_out(name, shard, out, shard.numel() * axis.size, f"{axis.size} shards of {shard.numel()} elements")
     if axis.size == 1 or shard.numel() == 0:
         return _identity(shard, out, axis.size * shard.numel())
@@ -83,7 +83,7 @@ def start_all_gather(
     _check_overlap(name, whole=flat, part=source, offset=axis.rank * source.numel())
     if wire is not None and not wire.wire.spec.exact:
         return gather_coded(source, axis, out, wire)
-    return Pending(out, axis, Operation("all_gather", axis.name, source, flat))
+    return Pending(out, axis, Operation("all_gather", axis.label, source, flat))
 
 
 def reduce_scatter(
@@ -103,7 +103,7 @@ def reduce_scatter(
 
 def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | None = None) -> Pending:
     """Begin `reduce_scatter` (sum) of a flat tensor that lies in parts, into `out` of this rank's share of elements."""
-    name = f"reduce_scatter over {axis.name}"
+    name = f"reduce_scatter over {axis.label}"
     if axis.size == 1:
         return Pending(parts.copy_to(out))
     if parts.numel() != out.numel() * axis.size or parts.dtype != out.dtype:
@@ -116,7 +116,7 @@ def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder 
     if (rounded := _rounded(parts, wire)) is not None:
         return _scatter_rounded(name, rounded, axis, out, "sum")
     _check_op(name, out, "sum")
-    return Pending(out, axis, Operation("reduce_scatter", axis.name, parts, _flat(name, "out", out)))
+    return Pending(out, axis, Operation("reduce_scatter", axis.label, parts, _flat(name, "out", out)))
 
 
 def start_reduce_scatter(
@@ -127,7 +127,7 @@ def start_reduce_scatter(
     wire: Coder | None = None,
 ) -> Pending:
     """Begin `reduce_scatter`; neither flat nor out must be touched before `wait()` of what this returns."""
-    name = f"reduce_scatter over {axis.name}"
+    name = f"reduce_scatter over {axis.label}"
     numel, rest = divmod(flat.numel(), axis.size)
     if rest:
         padded = flat.numel() + axis.size - rest
@@ -147,24 +147,24 @@ def start_reduce_scatter(
     _check_op(name, flat, op)
     source = flat.detach().reshape(-1)  # copies where it is not contiguous
     _check_overlap(name, whole=source, part=part, offset=axis.rank * numel)
-    return Pending(out, axis, Operation("reduce_scatter", axis.name, source, part, op))
+    return Pending(out, axis, Operation("reduce_scatter", axis.label, source, part, op))
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Copy `tensor` of the axis's rank `source` to all its ranks, in place. Returns the tensor."""
     if not 0 <= source < axis.size:
-        raise CommError(f"broadcast over {axis.name}: source={source} is no rank of it. Use 0 to {axis.size - 1}.")
+        raise CommError(f"broadcast over {axis.label}: source={source} is no rank of it. Use 0 to {axis.size - 1}.")
     if axis.size == 1 or tensor.numel() == 0:
         return tensor
-    flat = _flat(f"broadcast over {axis.name}", "tensor", tensor)
-    return Pending(tensor, axis, Operation("broadcast", axis.name, flat, flat, root=source)).wait()
+    flat = _flat(f"broadcast over {axis.label}", "tensor", tensor)
+    return Pending(tensor, axis, Operation("broadcast", axis.label, flat, flat, root=source)).wait()
 
 
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of the axis are here."""
     if axis.size > 1:
         nothing = torch.empty(0)
-        Pending(nothing, axis, Operation("barrier", axis.name, nothing, nothing)).wait()
+        Pending(nothing, axis, Operation("barrier", axis.label, nothing, nothing)).wait()
 
 
 def _decoding(what: torch.Tensor | Parts, wire: Coder | None) -> Coder | None:
@@ -185,7 +185,7 @@ def _scatter_rounded(name: str, rounded: torch.Tensor, axis: Axis, out: torch.Te
     """reduce_scatter in place of a rounded copy; the result goes to `out`."""
     _check_op(name, rounded, op)
     own = rounded[axis.rank * out.numel() :][: out.numel()]
-    return Pending(own, axis, Operation("reduce_scatter", axis.name, rounded, own, op), into=out)
+    return Pending(own, axis, Operation("reduce_scatter", axis.label, rounded, own, op), into=out)
 
 
 def _flat(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:

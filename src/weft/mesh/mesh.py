@@ -12,7 +12,7 @@ import gc
 import ipaddress
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,7 @@ class Axis:
     """One axis of the mesh, or several joined, seen from this rank.
 
     rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
-    group: torch's process group; None where size is 1.
+    group: torch's process group; None where size is 1. used: of joined axes, the names of those with several ranks.
     """
 
     name: str
@@ -67,6 +67,12 @@ class Axis:
     staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
     #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
     operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
+    used: str = field(default="", repr=False, compare=False)
+
+    @property
+    def label(self) -> str:
+        """Its name for people: without the axes that have one rank. `name` is the same under every plan."""
+        return self.used or self.name
 
 
 #: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
@@ -148,8 +154,11 @@ class Mesh:
         ranks = _members(self.plan, self.rank, names)
         if self.rank not in ranks:
             raise PlanError(f"mesh axis 'ends': rank {self.rank} is on a stage between the first and the last one.")
+        places = _strides(self.plan, names)
+        several = [name for name in names if name != ENDS and places[name][1] > 1]
         return Axis(
-            name="world" if set(names) == set(AXES) else "*".join(sorted(names, key=_usual_place)),
+            name="world" if set(names) == set(AXES) else _joined(names),
+            used="" if set(names) == set(AXES) else _joined(several),
             size=len(ranks),
             rank=ranks.index(self.rank),
             ranks=ranks,
@@ -184,6 +193,10 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
             list(ranks), use_local_synchronization=True, group_desc=description
         )
     return made
+
+
+def _joined(names: Iterable[str]) -> str:
+    return "*".join(sorted(names, key=_usual_place))
 
 
 def _usual_place(name: str) -> int:

@@ -114,18 +114,18 @@ def prune(
     """Delete old checkpoints, never the newest whole one, the best one, nor the newest that was evaluated."""
     from weft.checkpoint import prune_checkpoints
     from weft.cli.ckpt.spared import spared_steps
-    from weft.units import format_bytes
+    from weft.units import counted, format_bytes
 
     root = root_of(run)
     spared = spared_steps(root, every)
     sizes = {path: sum(file.lstat().st_size for file in path.iterdir()) for path in settled_steps(root).values()}
     gone = prune_checkpoints(root, keep_last, spared=spared, delete=yes)
-    total = format_bytes(sum(sizes.get(path, 0) for path in gone))
+    found = f"{counted(len(gone), 'checkpoint')}, {format_bytes(sum(sizes.get(path, 0) for path in gone))}"
     _print([f"{'deleted' if yes else 'would delete'} {path}" for path in gone])
     if yes or not gone:
-        say(f"{len(gone)} checkpoints deleted, {total} freed.")
+        say(f"deleted {found}.")
     else:
-        say(f"nothing was deleted. Repeat the command with --yes to delete {len(gone)} checkpoints, {total}.")
+        say(f"dry run: add --yes to delete {found}.")
 
 
 @app.command("import")
@@ -146,7 +146,7 @@ def import_them(
     """
     from weft.checkpoint import step_in_name
     from weft.train.foreign import bring_in
-    from weft.units import parse_seconds
+    from weft.units import counted, parse_seconds
 
     try:
         limit_s = parse_seconds(limit)
@@ -155,13 +155,13 @@ def import_them(
     holds_steps = run.is_dir() and any(step_in_name(path.name) is not None for path in run.iterdir())
     root = run if holds_steps or run.name == "checkpoints" else run / "checkpoints"
     found = bring_in(source, root, step=step, model_key=model, limit_s=limit_s)
-    counts = f"{found.num_weights} weights and {found.num_states} states"
-    say(f"{found.kind}: {counts} of step {found.step}, in {found.path}.")
+    counts = f"{counted(found.num_weights, 'weight')} and {counted(found.num_states, 'optimizer state')}"
+    say(f"imported {counts} of {found.kind}, step {found.step}, into {found.path}.")
     if found.left_out:
         shown = ", ".join(found.left_out[:5]) + (
             f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
         )
-        say(f"left out, since no checkpoint of Weft has it: {shown}.")
+        say(f"skipped, because Weft's checkpoints have no place for it: {shown}.")
 
 
 def _print(lines: list[str]) -> None:

@@ -44,7 +44,7 @@ def start_all_to_all(
 
     most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
     """
-    name = f"all_to_all over {axis.name}"
+    name = f"all_to_all over {axis.label}"
     if axis.size == 1:
         if out is None:
             return Pending(tensor)
@@ -62,7 +62,7 @@ def start_all_to_all(
     width = tensor[:1].numel() if tensor.shape[0] else out[:1].numel()
     operation = Operation(
         "all_to_all",
-        axis.name,
+        axis.label,
         tensor.detach().reshape(-1),
         out.detach().view(-1),
         send=tuple(rows * width for rows in send),
@@ -91,7 +91,7 @@ def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor
     flat = tensor.detach().reshape(-1)
     operation = Operation(
         "all_to_all",
-        axis.name,
+        axis.label,
         flat,
         out.detach().view(-1),
         send=tuple(send),

@@ -14,7 +14,7 @@ from typing import Any
 from weft.data.prepared.shards import SplitCounts, verify_split
 from weft.data.tokens import Tokenizer
 from weft.errors import DataError
-from weft.units import format_count
+from weft.units import counted, format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PreparedSource:
         return key_of(files, self.counts.dtype, self.pad_id, self.end_id)
 
     def __str__(self) -> str:
-        documents = f"{self.num_documents} document{'s' if self.num_documents != 1 else ''}"
+        documents = counted(self.num_documents, "document")
         return f"{self.name} ({documents}, {format_count(self.num_tokens)} tokens)"
 
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from weft.errors import ConfigError, Problem
 from weft.planner.measured.profile import Measurement, Profile
+from weft.units import counted
 
 Array = NDArray[np.float64]
 
@@ -157,7 +158,7 @@ class Laws:
         most = math.ceil(active.max(initial=1.0))
         here = min((count for count in self.counts if count >= most), default=self.counts[-1])
         only = f" (only with {', '.join(map(str, counts))})" if counts else ""
-        rule = f"{op} in {dtype} is not measured with {here} rank{'s' if here > 1 else ''} at work{only}"
+        rule = f"{op} in {dtype} is not measured with {counted(here, 'rank')} at work{only}"
         remedy = "Measure it, with more time: weft calibrate --budget 5m"
         return ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. {remedy}")])
 

@@ -32,12 +32,16 @@ CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given."""
+    """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
+
+    sample_unit: what a batch consists of, in the plural, where the model's task names it.
+    """
 
     name: str
     shape: Shape
     spec: DecoderSpec
     config: RunConfig | None = None
+    sample_unit: str = "samples"
 
     @property
     def traced(self) -> TracedModel | None:

@@ -182,7 +182,7 @@ class Task(Protocol):
         """The model in the planner's words; by default from tracing it with two of its samples."""
         from weft.train.task.traced_task import describe_by_samples
 
-        return describe_by_samples(self.shapes(), self.samples("train") or (), self.collate, self.name(), self.config)
+        return describe_by_samples(self)
 
     # --- what people see ---
 
