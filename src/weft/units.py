@@ -91,7 +91,7 @@ def format_count(count: float) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """A number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'. more: the plural, by default with s."""
+    """A number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'. more: the plural."""
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 

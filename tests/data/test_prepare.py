@@ -117,7 +117,8 @@ def test_damaged_shards_are_made_again(tmp_path: Path, text: str) -> None:
         shard.write_bytes(damaged)
         again = prepare_data(config(tmp_path, text))
         assert again.digest == prepared.digest
-        assert again.summary[-1] == f"{text}: its stored tokens were damaged ({reason}), and Weft has written them again"
+        told = f"{text}: its stored tokens were damaged ({reason}), and Weft has written them again"
+        assert again.summary[-1] == told
         assert shard.read_bytes() == content
     shard.write_bytes(content[:-2] + b"\1\1")
     assert verify_data(prepared) == [f"{shard.parent}: tokens-00000.bin does not match its digest"]
@@ -205,8 +206,7 @@ def test_answers_are_kept_with_their_questions_and_odd_ones_told(tmp_path: Path)
     assert prepared.summary[2:5] == [
         f"{path}: 1 document with role 'bot' read as assistant, kept for training",
         f"{path}: 1 document with an empty answer, kept for training",
-        f"{path}: train.seq_len=32 cuts 1 of 4 documents into pieces; "
-        "a piece does not see the text before it",
+        f"{path}: train.seq_len=32 cuts 1 of 4 documents into pieces; a piece does not see the text before it",
     ]
     assert prepare_data(config(tmp_path, str(path), holdout=0.0, packing="concat")).train[0].packing == "concat"
 

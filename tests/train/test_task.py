@@ -63,7 +63,7 @@ def test_images_are_trained_counted_and_measured(start):
     assert 0.25 <= found[-1]["accuracy"] <= 1
     assert found[-1]["loss"] < found[0]["loss"]
     assert "images/s" in shown
-    assert " accuracy" in shown
+    assert " accuracy\n        accuracy: Share of the images whose label the model names.\n" in shown
     for word in ("token", "weft generate", "sequence"):
         assert word not in shown
     assert {path.name for path in folder.path.iterdir()}.isdisjoint({"model.json", "data.json", "tokenizer"})
@@ -117,7 +117,7 @@ def test_the_planner_counts_in_the_tasks_own_words(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("def build(self): raise ValueError('hidden size 3 is odd')", "build raised ValueError at own.py:3 (hidden size 3 is odd)"),
+        ("def build(self): raise ValueError('odd')", "build raised ValueError at own.py:3 (odd). Correct it;"),
         ("def build(self): return __import__('torch').nn.Linear(-1)", "build raised TypeError at own.py:3 ("),
         ("def samples(self, split): return open('images.npy')", "samples raised FileNotFoundError at own.py:3 ("),
         ("def samples(self, split): return [0]", "it has 1 training samples, and tracing takes 2. Add some."),

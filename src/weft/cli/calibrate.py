@@ -11,6 +11,7 @@ import typer
 
 from weft.cli.console import progress_report, say
 from weft.errors import ConfigError, Problem
+from weft.units import counted
 
 if TYPE_CHECKING:
     from weft.planner.measured import Profile

@@ -131,8 +131,8 @@ def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Itera
         yield f"{files.path}: {wanted.counted(number)} {note}, kept for training"
     if schema.has_mask and stored.packing != "concat" and (number := _num_longer(stored, seq_len)):
         yield (
-            f"{files.path}: train.seq_len={seq_len} cuts {number} of {counted(train.num_documents, 'document')} into pieces; "
-            "a piece does not see the text before it"
+            f"{files.path}: train.seq_len={seq_len} cuts {number} of {counted(train.num_documents, 'document')} into "
+            "pieces; a piece does not see the text before it"
         )
 
 

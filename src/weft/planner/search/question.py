@@ -118,7 +118,9 @@ class Question:
         if not self.model.reads_sequence:
             return f"{self.job.global_batch} {self.unit} a step"
         name = self.model.sample_unit
-        return f"{self.job.global_batch} {'sequences' if name == 'samples' else name} of {self.job.seq_len} tokens a step"
+        return (
+            f"{self.job.global_batch} {'sequences' if name == 'samples' else name} of {self.job.seq_len} tokens a step"
+        )
 
     @property
     def limit(self) -> int:

@@ -89,6 +89,7 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
         first, last = evaluations[0], evaluations[-1]
         fall = f"{_evaluation(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
         lines.append(f"eval    {fall}{_evaluation(last, task.metrics)}")
+        lines += [f"        {one.words}: {one.help}" for one in task.metrics if one.help and last.get(one.name)]
     lines += [
         *ending.times,
         *_saves(folder),

@@ -30,7 +30,10 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that evaluations find beside the loss. name: its key in events.jsonl. unit: may be empty."""
+    """A number that evaluations find beside the loss. name: its key in events.jsonl. unit: may be empty.
+
+    help: what it means; the end of a run prints it below the numbers.
+    """
 
     name: str
     unit: str

@@ -53,5 +53,5 @@ def _call(task: Task, method: str, call: Callable[[], T]) -> T:
         frame = next((each for each in reversed(frames) if each.filename == own), frames[-1])
         raise ModelError(
             f"task.name={task.config.task.name}: {method} raised {type(error).__name__} at "
-            f"{Path(frame.filename).name}:{frame.lineno} ({error}). Correct it; `weft train` prints the whole traceback."
+            f"{Path(frame.filename).name}:{frame.lineno} ({error}). Correct it; `weft train` prints the traceback."
         ) from error

@@ -35,7 +35,11 @@ class DecoderTask(Task):
 
     unit = "tokens"
     sample_unit = "sequences"
-    metrics = (Metric("bits_per_byte", "bits/byte", "The loss for each byte of the text that the tokens stand for."),)
+    metrics = (
+        Metric(
+            "bits_per_byte", "bits/byte", "the loss for each byte of text, which compares runs with other tokenizers"
+        ),
+    )
     sum_names = ("bytes",)
     leaves = ("samples/",)
     sections = ("model", "tokenizer", "data", "sample", "train.seq_len")
