@@ -15,7 +15,7 @@ def loss_fn(output, batch):
 
 
 def test_a_plan_that_is_not_built_is_refused_by_its_rule():
-    with pytest.raises(PlanError, match=r"activations on the host under a pipeline is not built yet"):
+    with pytest.raises(PlanError, match=r"activation offload is not supported under a pipeline yet"):
         weft.init("pp=2 offload=activations")
 
 

@@ -93,7 +93,7 @@ def test_what_a_rule_refuses_is_told(tmp_path, capsys):
     assert main.run(["config", "import", str(path), "--world-size", "2"]) == 0
     out = capsys.readouterr().out
     assert "# Refused today:\n" in out
-    assert "#   schedule.warmup_steps=900: the run has only train.steps=300." in out
+    assert "#   schedule.warmup_steps=900: warm-up must end before train.steps=300." in out
 
 
 def test_typos_are_a_warning_and_an_error_when_strict(file, capsys):

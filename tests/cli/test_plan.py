@@ -46,7 +46,7 @@ def test_reasons_have_a_count_and_an_example(capsys):
 
 def test_verdicts_and_conditions_together(capsys):
     text = told(capsys, "--why-not", "tp=3", "--compare", "dp_replicate=4", "dp_shard=4 zero=3", "--what-if", "gpus=8")
-    assert "why not world_size=4: the plan asks for 3 ranks (tp=3), but 4 were started." in text
+    assert "why not world_size=4: the plan needs 3 ranks (tp=3), but 4 were started." in text
     assert "B takes " in text
     assert "gpus=8 " in text
     assert "(as it is)" in text
@@ -136,7 +136,7 @@ def test_a_clear_no_with_the_nearest_yes(capsys):
         (["tinny", "8xh100"], "model=tinny: neither a size that Weft knows"),
         (["tiny", "8xh1000"], "device=h1000: not a device that Weft knows."),
         (["tiny", "2xh100", "--fix", "tp=two"], "tp=two: a whole number from 1 to"),
-        (["tiny", "2xh100", "--why-not", "zero"], "plan word 'zero': a plan is made of name=value words."),
+        (["tiny", "2xh100", "--why-not", "zero"], "plan word 'zero': a plan consists of name=value words."),
         (["tiny", "2xh100", "--compare", "tp=2", "dp=2"], "unknown plan field 'dp'."),
         (["tiny", "2xh100", "--what-if", "gpus=x"], "gpus=x: a whole number of devices above 0 is needed"),
         (["tiny", "2xh100", "--tier", "guess"], "tier=guess: not one of datasheet, tables."),

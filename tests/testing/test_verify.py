@@ -268,7 +268,7 @@ def test_a_folder_does_not_hide_the_size_of_its_name(tmp_path, monkeypatch, caps
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
     assert find_subject("tiny", SMALL).kind == "decoder"
     assert find_subject("./tiny", SMALL).kind == "hf"
-    assert size_hides("tiny") == "model=tiny: the size of that name is used. Write ./tiny for the folder."
+    assert size_hides("tiny") == "model=tiny: Weft uses the size of that name. Write ./tiny for the folder."
     assert not size_hides("./tiny")
     assert not size_hides("gpt2")
     assert run(["layout", "tiny"]) == 0
