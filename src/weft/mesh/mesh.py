@@ -241,7 +241,7 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
     if plan.world_size != world_size:
         sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
         raise PlanError(
-            f"plan={plan}: it asks for {plan.world_size} ranks ({sizes}), but {world_size} were started. "
+            f"plan={plan}: it needs {plan.world_size} ranks ({sizes}), but {world_size} were started. "
             f"Start {plan.world_size} ranks, or let one axis take what is there, such as dp_replicate=*."
         )
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -7,19 +7,35 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from weft.errors import ModelError, WeftError
 from weft.planner.search import PlannedModel, read_model
 from weft.train.planned import describe_by_tracing
 
 if TYPE_CHECKING:
-    from weft.train.task.task import Task
+    from torch import nn
+
+    from weft.spec import RunConfig
+    from weft.train.task.share import MapDataset
 
 T = TypeVar("T")
 
 
-def describe_by_samples(task: Task) -> PlannedModel:
+class SampledTask(Protocol):
+    """What tracing asks of a task."""
+
+    config: RunConfig
+
+    @property
+    def sample_unit(self) -> str: ...
+    def name(self) -> str: ...
+    def shapes(self) -> nn.Module: ...
+    def samples(self, split: str) -> MapDataset | None: ...
+    def collate(self, samples: list[Any]) -> Any: ...
+
+
+def describe_by_samples(task: SampledTask) -> PlannedModel:
     """Trace a task's model on the meta device, on a batch of two of its samples.
 
     Raises ModelError where a method of the task fails, or the model does not run without numbers.
@@ -41,7 +57,7 @@ def describe_by_samples(task: Task) -> PlannedModel:
     return replace(read_model(replace(traced, name=task.name())), config=task.config, sample_unit=task.sample_unit)
 
 
-def _call(task: Task, method: str, call: Callable[[], T]) -> T:
+def _call(task: SampledTask, method: str, call: Callable[[], T]) -> T:
     """What a method of the user's returns. ModelError, with the exception's own words, where it raises one."""
     try:
         return call()
