@@ -72,7 +72,7 @@ def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys)
         "step_00000030  damaged",
         "  model.safetensors does not match its digest: its bytes changed after it was written",
         "    holds model/w, model/b",
-        "step_00000040  unfinished: it has no COMMIT and never counted",
+        "step_00000040  unfinished: it has no COMMIT file, so its save never completed",
         f"newest whole checkpoint: step 5, {root / 'step_00000005'}",
     ]
     assert run(["ckpt", "verify", str(three), "--json"]) == 1
@@ -87,7 +87,7 @@ def test_verify_names_the_tensors_beyond_a_cut(three, capsys):
     assert run(["ckpt", "verify", str(three / "checkpoints" / "step_00000030")]) == 1
     told = capsys.readouterr().out
     assert "    holds model/b\n" in told  # the narrower elements lie last
-    assert told.endswith("no checkpoint is whole\n")
+    assert told.endswith("no whole checkpoint\n")
 
 
 def test_a_flip_passes_unseen_where_no_digests_are_asked_for(three, capsys):
@@ -159,7 +159,7 @@ def test_export_writes_whole_tensors_that_the_public_reader_reads(three, capsys,
     assert torch.equal(found["w"], whole.tensors("model")["w"].to(wanted))
     assert json.loads((out / "shared_names.json").read_text()) == {"head": "w"}
     assert run(["ckpt", "export", str(three), str(out)]) == 2
-    assert "it exists, and nothing is overwritten" in capsys.readouterr().err
+    assert "the folder exists, and Weft does not overwrite it" in capsys.readouterr().err
 
 
 def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
@@ -238,9 +238,9 @@ def test_prune_never_takes_the_last_whole_one(three, capsys):
     ("words", "text"),
     [
         (["ls", "{}/nowhere"], "RUN={}/nowhere: there is no such folder. Give a run's folder"),
-        (["ls", "{}/empty"], "RUN={}/empty: there are no checkpoints in it. "),
-        (["show", "{}@7"], "RUN={}@7: there is no finished checkpoint of step '7'. Use one of: 10, 20, 30."),
-        (["export", "{}", "{}/out", "--dtype", "int4"], "--dtype int4: weights are written in one of three formats."),
+        (["ls", "{}/empty"], "RUN={}/empty: it has no checkpoints. "),
+        (["show", "{}@7"], "RUN={}@7: it has no finished checkpoint of step '7'. Use one of: 10, 20, 30."),
+        (["export", "{}", "{}/out", "--dtype", "int4"], "--dtype int4: not a format for weights. Use fp32, bf16, fp16."),
         (["export", "{}", "{}/out", "--group", "modle"], "has no tensors named 'modle'"),
         (["export", "{}", "{}/out", "--like", "{}/empty"], "it has no config.json. Give the folder of the"),
     ],

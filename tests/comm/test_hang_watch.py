@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,8 @@ class Store(dict[str, str]):
 def test_a_wait_is_reported_after_warn_after_and_not_later(monkeypatch):
     mesh, told, clock, store = build_mesh(Plan()), list[str](), [0.0], Store()
     watch = Watch(mesh, told.append, warn_after_s=5.0, limit_s=60)
-    mesh.pulse.waiting = SimpleNamespace(where=lambda: ("all_reduce over tp", (0, 1)), late=lambda: (1,))
+    waiting: Any = SimpleNamespace(where=lambda: ("all_reduce over tp", (0, 1)), late=lambda: (1,))
+    mesh.pulse.waiting = waiting
     monkeypatch.setattr(hang_watch, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]}))
     monkeypatch.setattr(watch, "_open", lambda: store)
     watch._looked = 0.0

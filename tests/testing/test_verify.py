@@ -250,7 +250,7 @@ def test_a_run_that_proves_nothing_says_so(shared_ranks, capsys, monkeypatch):
     monkeypatch.setattr(Verifier, "verify", lambda self, plan: Verdict(plan.format(), "float64", refused="no place"))
     assert run(["verify", "--model", f"{HERE}:net", "--all", "2", "--steps", "1"]) == 3
     told = capsys.readouterr().out
-    assert told.splitlines()[-1] == "nothing was proven: the model refused every plan that was tried"
+    assert told.splitlines()[-1] == "nothing was verified: the model refused every plan that was tried"
     assert "refused  tp: no place" in told
 
 

@@ -31,7 +31,7 @@ def list_them(run: Run, as_json: Json = False) -> None:
 @app.command()
 def verify(
     run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=RUN_HELP)],
-    fast: Annotated[bool, typer.Option("--fast", help="Check sizes and headers only, no digests.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="Check sizes and headers only, without digests.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check every file against its digest. Exit code 0: all are whole; 1: some are damaged; 2: nothing to check."""
@@ -70,8 +70,8 @@ def show(
 @app.command()
 def diff(
     left: Annotated[str, typer.Argument(metavar="A", help=ONE_HELP)],
-    right: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
-    everything: Annotated[bool, typer.Option("--all", help="Print all lines, not 20 of each kind.")] = False,
+    right: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare A with, in the same form.")],
+    everything: Annotated[bool, typer.Option("--all", help="Print all lines instead of 20 of each kind.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints: tensors, numbers, settings. Exit code 0: they are equal; 1: they differ."""
@@ -86,11 +86,12 @@ def diff(
 @app.command()
 def export(
     run: One,
-    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder to create.")],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
-    group: Annotated[str, typer.Option(help="model, or ema where a script saved one.")] = "model",
+    group: Annotated[str, typer.Option(help="model, or ema if a script saved one.")] = "model",
     like: Annotated[
-        Path | None, typer.Option(help="A Hugging Face model's folder; writes one like it, with its tokenizer.")
+        Path | None,
+        typer.Option(help="Folder of a Hugging Face model: write a folder of the same form, with its tokenizer."),
     ] = None,
 ) -> None:
     """Write the whole weights of a checkpoint as safetensors files, or as a Hugging Face folder."""
@@ -98,7 +99,7 @@ def export(
     from weft.cli.ckpt.whole_weights import DTYPES, export_weights
 
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: weights are written in one of three formats. Use {', '.join(DTYPES)}.")
+        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
     opened = load_checkpoint(one_of(run), verify=True)
     files = export_weights(opened, out, group=group, dtype=dtype, like=like)
     say(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
@@ -107,9 +108,9 @@ def export(
 @app.command()
 def prune(
     run: Run,
-    keep_last: Annotated[int, typer.Option(min=1, help="Keep this many of the newest.")],
-    every: Annotated[int, typer.Option(min=0, help="Keep each step that is a multiple of this; 0: none.")] = 0,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete them. Without it nothing is deleted.")] = False,
+    keep_last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
+    every: Annotated[int, typer.Option(min=0, help="Also keep steps that are a multiple of this; 0: off.")] = 0,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without --yes, only list what would be deleted.")] = False,
 ) -> None:
     """Delete old checkpoints, never the newest whole one, the best one, nor the newest that was evaluated."""
     from weft.checkpoint import prune_checkpoints
@@ -130,15 +131,21 @@ def prune(
 
 @app.command("import")
 def import_them(
-    source: Annotated[Path, typer.Argument(help="A folder of torch.distributed.checkpoint or DeepSpeed ZeRO.")],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, which need not exist yet.")],
+    source: Annotated[
+        Path, typer.Argument(help="Checkpoint folder of torch.distributed.checkpoint or DeepSpeed ZeRO.")
+    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run; created if missing.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Optimizer steps done.", show_default="as the source says")
+        int | None,
+        typer.Option(
+            min=0, help="Number of optimizer steps that the checkpoint has done.", show_default="as the source says"
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name of the table of weights, where the source has several.", show_default=False)
+        str | None,
+        typer.Option(help="Name of the state dict with the weights, if the source has several.", show_default=False),
     ] = None,
-    limit: Annotated[str, typer.Option(help="Most time that reading may take.")] = "30min",
+    limit: Annotated[str, typer.Option(help="Time limit for reading.")] = "30min",
 ) -> None:
     """Import weights and optimizer states of another trainer; weft train and run.load go on from them.
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from weft.errors import ModelError, WeftError
 from weft.planner.search import PlannedModel, read_model
@@ -26,9 +26,8 @@ class SampledTask(Protocol):
     """What tracing asks of a task."""
 
     config: RunConfig
+    sample_unit: ClassVar[str]
 
-    @property
-    def sample_unit(self) -> str: ...
     def name(self) -> str: ...
     def shapes(self) -> nn.Module: ...
     def samples(self, split: str) -> MapDataset | None: ...
