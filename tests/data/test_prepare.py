@@ -146,7 +146,7 @@ def test_a_check_of_the_digests_is_believed_for_a_while(tmp_path: Path, text: st
 
 def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
-    with pytest.raises(DataError, match=r"^data.holdout=0.9999: it keeps every document of "):
+    with pytest.raises(DataError, match=r"^data.holdout=0.9999: it holds out every document of "):
         prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=0.9999))
 
 
@@ -161,9 +161,9 @@ def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
             [*(["copy"] * 12), "a", "b"], 0,
             "none; 12 of the 14 documents of {} are the same (data.eval=FILE gives others)",
         ),
-        (["the same"] * 200, 0, "none; the 200 documents of {} are all the same, and to keep one aside is no test"),
-        (["x", "y"], 0, "none; {} is 2 documents, too few to keep one aside (data.eval=FILE gives others)"),
-        (["only"], 0, "none; {} is 1 document, too few to keep one aside (data.eval=FILE gives others)"),
+        (["the same"] * 200, 0, "none; the 200 documents of {} are all the same, so none can be held out as a test"),
+        (["x", "y"], 0, "none; {} is 2 documents, too few to hold one out (data.eval=FILE gives others)"),
+        (["only"], 0, "none; {} is 1 document, too few to hold one out (data.eval=FILE gives others)"),
     ],
 )  # fmt: skip
 def test_few_documents_just_work(tmp_path: Path, texts: list[str], kept: int, told: str) -> None:
@@ -189,7 +189,7 @@ def test_early_stopping_needs_something_to_evaluate_on(tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("short")
     settings = config(tmp_path, str(tmp_path / "my.txt"))
     early = settings.train.model_copy(update={"early_stop": EarlyStopSection(patience=3)})
-    with pytest.raises(DataError, match=r"^train.early_stop.patience=3: there is nothing to evaluate on \("):
+    with pytest.raises(DataError, match=r"^train.early_stop.patience=3: the run has no evaluation data \("):
         prepare_data(settings.model_copy(update={"train": early}))
 
 

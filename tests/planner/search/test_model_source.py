@@ -117,7 +117,7 @@ def test_bad_hugging_face_configs(tmp_path, table, message):
             "model=lama3-8b: neither a size that Weft knows, nor a folder with a config.json, nor a",
         ),
         ("lama3-8b", "8xh100", "Did you mean 'llama3-8b'?"),
-        ("my.models:build", "8xh100", "a model's code is traced with torch, which is not done here. Give weft.trace"),
+        ("my.models:build", "8xh100", "a model given as code must be traced first. Give weft.trace"),
         ("nothing.toml", "8xh100", "there is no such file"),
         ("tiny", "8xh10", "device=h10: not a device that Weft knows."),
         ("tiny", "0xh100", "a cluster has at least one device."),

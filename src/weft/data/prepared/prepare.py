@@ -152,8 +152,8 @@ def _nothing_left(wanted: WantedSource, stored: CachedSource) -> str:
     if stored.manifest.num_records == 0:
         return f"{field}.path={path}: the files hold no records. Give files with data in them."
     return (
-        f"data.holdout={wanted.limits.holdout:g}: it keeps every document of {path} for evaluation. "
-        "Use a smaller data.holdout, or give data.eval."
+        f"data.holdout={wanted.limits.holdout:g}: it holds out every document of {path} for evaluation. Use a smaller "
+        "data.holdout, or give data.eval."
     )
 
 
@@ -170,6 +170,6 @@ def _check_early_stop(config: RunConfig, why: str) -> None:
     patience = config.train.early_stop.patience
     if patience is not None:
         raise DataError(
-            f"train.early_stop.patience={patience}: there is nothing to evaluate on ({why}). "
-            "Give data.eval, or leave the patience out."
+            f"train.early_stop.patience={patience}: the run has no evaluation data ({why}). Give data.eval, or leave "
+            "the patience out."
         )

@@ -107,7 +107,7 @@ def _changes(key: str, before: Sequence[PreparedSource], now: Sequence[PreparedS
             found.append(f"{key}.{number}: it is {new or 'not there'}, and was {old or 'not there'}")
         elif old.content != new.content:
             same_size = old.num_tokens == new.num_tokens
-            found.append(f"{key}.{number}: it is {new}{' with other words' if same_size else ''}, and was {old}")
+            found.append(f"{key}.{number}: it is {new}{' with other tokens' if same_size else ''}, and was {old}")
         elif old.packing != new.packing:
             found.append(f"{key}.{number}: its packing is {new.packing}, and data.packing={old.packing} was used")
     return found

@@ -135,7 +135,7 @@ class Laws:
         laws = {key: fit_law(key[0], samples) for key, samples in found.items()}
         counts = tuple(sorted({key[4] for key in laws if key[0] == "linear_f"}))
         if not counts:
-            rule = "it holds no products, so it says nothing of a step"
+            rule = "it has no measured matrix products"
             raise ConfigError([Problem("profile", f"profile={profile.path}: {rule}. Create it again: weft calibrate")])
         return cls(laws, counts, profile)
 

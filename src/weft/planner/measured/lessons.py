@@ -121,7 +121,9 @@ def lesson_of(run: Path) -> Lesson:
 def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
     expected = table["expected"]
     if expected is None:
-        raise _error(f"learn={run}: nothing was expected of it ({table['unknown']}). Calibrate, then train again.")
+        raise _error(
+            f"learn={run}: the run has no estimate to compare with ({table['unknown']}). Calibrate, then train again."
+        )
     taught = expected.get("factors", {})
     # Against what the laws alone say: what was learned before must not be learned twice.
     plain = {term: seconds / taught.get(term, 1.0) for term, seconds in expected["terms"].items()}

@@ -42,7 +42,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     cost = one.cost(hour_price)
     money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion {unit}"]
     energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion {unit}"]
-    waiting = [] if one.built else ["note    the runtime does not run this plan yet (see the rules)"]
+    waiting = [] if one.built else ["note    Weft does not run this plan yet (see docs/reference/rules.md)"]
     return [
         f"plan    {one.plan}",
         f"job     {one.question.model.name}, {format_count(job.shape.num_params)} parameters, on {cluster}; "

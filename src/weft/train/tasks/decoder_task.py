@@ -35,11 +35,7 @@ class DecoderTask(Task):
 
     unit = "tokens"
     sample_unit = "sequences"
-    metrics = (
-        Metric(
-            "bits_per_byte", "bits/byte", "the loss for each byte of text, which compares runs with other tokenizers"
-        ),
-    )
+    metrics = (Metric("bits_per_byte", "bits/byte", "loss per byte of text, comparable across tokenizers"),)
     sum_names = ("bytes",)
     leaves = ("samples/",)
     sections = ("model", "tokenizer", "data", "sample", "train.seq_len")

@@ -109,8 +109,8 @@ def check_asked(config: RunConfig, job: JobAsked) -> None:
         plan = Plan.parse(config.plan, world_size)
         if plan.world_size != world_size:
             raise ConfigError(
-                f"plan={config.plan}: it needs {plan.world_size} ranks, and --nodes={job.nodes} with "
-                f"{job.ranks} ranks each gives {world_size}. Change --nodes or --gpus-per-node, or use a '*' in the plan."
+                f"plan={config.plan}: it needs {plan.world_size} ranks, and --nodes={job.nodes} with {job.ranks} "
+                f"ranks each gives {world_size}. Change --nodes or --gpus-per-node, or use a '*' in the plan."
             )
     if job.time_s is not None and job.time_s <= job.warn_s:
         raise ConfigError(
