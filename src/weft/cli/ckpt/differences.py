@@ -38,8 +38,9 @@ class NumbersDiffer:
     @property
     def rank(self) -> tuple[bool, float, float]:
         """Weights first, then the largest relative difference; a difference that is no number before all others."""
-        numbers = (self.relative, self.largest)
-        return not self.name.startswith("model/"), *(-math.inf if math.isnan(one) else -one for one in numbers)
+        if math.isnan(self.largest):
+            return not self.name.startswith("model/"), -math.inf, -math.inf
+        return not self.name.startswith("model/"), -self.relative, -self.largest
 
 
 @dataclass

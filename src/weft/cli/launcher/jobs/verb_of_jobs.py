@@ -25,10 +25,7 @@ MAKERS: dict[str, Callable[[JobAsked], str]] = {
 def launch(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(MAKERS)}.")],
     words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CONFIG.toml [key=value ...]", help="Config file of the run, and settings that override it."
-        ),
+        list[str], typer.Argument(metavar="CONFIG.toml [key=value ...]", help="The run's config file, and settings.")
     ],
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks per machine, one per GPU.")] = 8,
