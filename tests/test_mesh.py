@@ -16,7 +16,7 @@ from weft import env
 from weft.comm import all_reduce
 from weft.errors import CommError, PlanError
 from weft.mesh import Mesh, build_mesh, join_group, join_ranks, leave_ranks, loopback_store
-from weft.mesh.mesh import _members
+from weft.mesh.places import members_of
 from weft.spec.plan import AXES, Plan
 from weft.testing import RankPool
 
@@ -34,7 +34,7 @@ def test_members_are_the_ranks_that_differ_on_those_axes_only(axis_sizes, data):
     expected = tuple(
         other for other, place in enumerate(coordinates) if all(place[i] == coordinates[rank][i] for i in fixed)
     )
-    assert _members(plan, rank, names) == expected
+    assert members_of(plan, rank, names) == expected
 
 
 @given(sizes, st.permutations(AXES), st.data())

@@ -72,7 +72,7 @@ def test_prepare_then_verify(toml: str, tmp_path: Path) -> None:
     shard.write_bytes(bytes(shard.stat().st_size))
     again = run("verify", toml).stdout.splitlines()
     assert again[-2].endswith(
-        "its stored tokens were damaged (tokens-00000.bin does not match its digest), and were made again"
+        "its stored tokens were damaged (tokens-00000.bin does not match its digest), and Weft has written them again"
     )
     assert again[-1].startswith("ok: 2 splits, ")
 

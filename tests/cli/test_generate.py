@@ -28,7 +28,8 @@ def runs(tmp_path, monkeypatch) -> Path:
         ("nowhere", "RUN=nowhere: there is no such folder. Give a run's folder, such as runs/quickstart."),
         (
             "runs",
-            "RUN=runs: this folder is no run, it has no config.toml. Use one of its runs: runs/empty, runs/quickstart.",
+            "RUN=runs: this folder is not a run; it has no config.toml. Use one of its runs: runs/empty, "
+            "runs/quickstart.",
         ),
         (
             "runs/empty",

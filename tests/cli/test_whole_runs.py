@@ -92,7 +92,7 @@ def test_a_second_command_is_refused_at_any_moment_and_the_first_trains_with_its
     live.send_signal(signal.SIGUSR1)
     code, text = ended(live)
     assert code == 0, text
-    assert "stopped by SIGUSR1, and everything is saved. Run the same command to go on." in text
+    assert "stopped by SIGUSR1; everything is saved. Run the same command to resume." in text
     start = next(event for event in read_events(folder.events) if event["event"] == "start")
     assert start["plan"] == "dp_replicate=2"
     assert "of 100000 steps" in text

@@ -89,8 +89,8 @@ def test_ranks_that_call_different_operations_are_told_so(ranks2):
         "training loop."
     )
     assert ranks2.run(disagree) == [
-        f"all_reduce over dp_replicate*dp_shard: {what}",
-        f"reduce_scatter over dp_replicate*dp_shard: {what}",
+        f"all_reduce over dp_replicate: {what}",
+        f"reduce_scatter over dp_replicate: {what}",
     ]
 
 

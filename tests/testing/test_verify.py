@@ -250,7 +250,7 @@ def test_a_run_that_proves_nothing_says_so(shared_ranks, capsys, monkeypatch):
     monkeypatch.setattr(Verifier, "verify", lambda self, plan: Verdict(plan.format(), "float64", refused="no place"))
     assert run(["verify", "--model", f"{HERE}:net", "--all", "2", "--steps", "1"]) == 3
     told = capsys.readouterr().out
-    assert told.splitlines()[-1] == "nothing was proven: the model refused every plan that was tried"
+    assert told.splitlines()[-1] == "nothing was verified: the model refused every plan that was tried"
     assert "refused  tp: no place" in told
 
 
@@ -268,7 +268,7 @@ def test_a_folder_does_not_hide_the_size_of_its_name(tmp_path, monkeypatch, caps
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
     assert find_subject("tiny", SMALL).kind == "decoder"
     assert find_subject("./tiny", SMALL).kind == "hf"
-    assert size_hides("tiny") == "model=tiny: the size of that name is used. Write ./tiny for the folder."
+    assert size_hides("tiny") == "model=tiny: Weft uses the size of that name. Write ./tiny for the folder."
     assert not size_hides("./tiny")
     assert not size_hides("gpt2")
     assert run(["layout", "tiny"]) == 0

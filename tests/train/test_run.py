@@ -328,7 +328,7 @@ def test_room_for_a_checkpoint_is_asked_before_the_first_step(start, monkeypatch
 def test_a_run_stops_before_its_time_is_over_and_the_same_command_goes_on(start):
     _, result, shown = start("train.steps=9", "train.max_time=10s")  # that is what ending is given
     assert result.step == 2  # the first step asks, the second one tells all ranks
-    assert "done    2 of 9 steps: train.max_time=10s is nearly used up" in shown
+    assert "stopped at step 2 of 9: train.max_time=10s is nearly used up" in shown
     assert "the same command continues from here" in shown
     assert start("train.steps=9", "train.max_time=9h")[1].step == 9
 

@@ -16,6 +16,7 @@ from weft.calibrate.traffic import COLLECTIVES
 from weft.errors import ConfigError
 from weft.planner.measured import TINY, Machine, Measurement, Profile
 from weft.testing import RankPool
+from weft.units import counted
 
 #: report(what, done, total).
 Report = Callable[[str, int, int], None]
@@ -145,7 +146,7 @@ def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
     }  # fmt: skip
     chapters: list[Chapter] = []
     for count in counts:
-        crowd = f"{count} rank{'s' if count > 1 else ''}"
+        crowd = counted(count, "rank")
         chapters += [Chapter(name=f"{name}, {crowd}", points=points, ranks=count) for name, points in compute.items()]
         moved = tuple((op, (size,)) for op in COLLECTIVES for size in messages)
         meetings = tuple(("meeting", (count,)) for count in (() if large else sizes.MEETINGS))

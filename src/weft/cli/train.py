@@ -44,8 +44,8 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG.toml] [key=value ...]",
-            help="A config file, and settings that change it, such as train.steps=500. "
-            "Without a file, a small model is trained on Python's own sources.",
+            help="A config file, and settings that override it, such as train.steps=500. Without a file, Weft trains "
+            "a small model on the source code of Python's standard library.",
             show_default=False,
         ),
     ] = None,

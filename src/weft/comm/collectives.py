@@ -57,16 +57,16 @@ def start_all_reduce(
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
-    name = f"all_reduce over {axis.name}"
+    name = f"all_reduce over {axis.label}"
     flat = _flat(name, "tensor", tensor)
     what = tensor if parts is None else parts
     if (coder := _decoding(what, wire)) is not None:
         return sum_coded(name, what, axis, tensor, op, coder, whole=True)
     if (rounded := _rounded(what, wire)) is not None:
         _check_op(name, rounded, op)
-        return Pending(rounded, axis, Operation("all_reduce", axis.name, rounded, rounded, op), into=tensor)
+        return Pending(rounded, axis, Operation("all_reduce", axis.label, rounded, rounded, op), into=tensor)
     _check_op(name, tensor, op)
-    return Pending(tensor, axis, Operation("all_reduce", axis.name, flat if parts is None else parts, flat, op))
+    return Pending(tensor, axis, Operation("all_reduce", axis.label, flat if parts is None else parts, flat, op))
 
 
 def all_gather(
@@ -101,7 +101,7 @@ def start_all_gather(
         out: as `all_gather` takes it.
         wire: as `all_gather` takes it.
     """
-    name = f"all_gather over {axis.name}"
+    name = f"all_gather over {axis.label}"
     _check_out(name, shard, out, shard.numel() * axis.size, f"{axis.size} shards of {shard.numel()} elements")
     if axis.size == 1 or shard.numel() == 0:
         return _identity(shard, out, axis.size * shard.numel())
@@ -112,7 +112,7 @@ def start_all_gather(
     _check_overlap(name, whole=flat, part=source, offset=axis.rank * source.numel())
     if wire is not None and not wire.wire.spec.exact:
         return gather_coded(source, axis, out, wire)
-    return Pending(out, axis, Operation("all_gather", axis.name, source, flat))
+    return Pending(out, axis, Operation("all_gather", axis.label, source, flat))
 
 
 def reduce_scatter(
@@ -154,7 +154,7 @@ def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder 
     Raises:
         CommError: where `out` does not fit the parts.
     """
-    name = f"reduce_scatter over {axis.name}"
+    name = f"reduce_scatter over {axis.label}"
     if axis.size == 1:
         return Pending(parts.copy_to(out))
     if parts.numel() != out.numel() * axis.size or parts.dtype != out.dtype:
@@ -167,7 +167,7 @@ def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder 
     if (rounded := _rounded(parts, wire)) is not None:
         return _scatter_rounded(name, rounded, axis, out, "sum")
     _check_op(name, out, "sum")
-    return Pending(out, axis, Operation("reduce_scatter", axis.name, parts, _flat(name, "out", out)))
+    return Pending(out, axis, Operation("reduce_scatter", axis.label, parts, _flat(name, "out", out)))
 
 
 def start_reduce_scatter(
@@ -189,7 +189,7 @@ def start_reduce_scatter(
     Raises:
         CommError: where numel is not a multiple of the axis's size.
     """
-    name = f"reduce_scatter over {axis.name}"
+    name = f"reduce_scatter over {axis.label}"
     numel, rest = divmod(flat.numel(), axis.size)
     if rest:
         padded = flat.numel() + axis.size - rest
@@ -209,7 +209,7 @@ def start_reduce_scatter(
     _check_op(name, flat, op)
     source = flat.detach().reshape(-1)  # copies where it is not contiguous
     _check_overlap(name, whole=source, part=part, offset=axis.rank * numel)
-    return Pending(out, axis, Operation("reduce_scatter", axis.name, source, part, op))
+    return Pending(out, axis, Operation("reduce_scatter", axis.label, source, part, op))
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
@@ -225,19 +225,19 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
     """
     if not 0 <= source < axis.size:
         raise CommError(
-            f"broadcast over {axis.name}: source={source} is not one of its ranks. Use 0 to {axis.size - 1}."
+            f"broadcast over {axis.label}: source={source} is not one of its ranks. Use 0 to {axis.size - 1}."
         )
     if axis.size == 1 or tensor.numel() == 0:
         return tensor
-    flat = _flat(f"broadcast over {axis.name}", "tensor", tensor)
-    return Pending(tensor, axis, Operation("broadcast", axis.name, flat, flat, root=source)).wait()
+    flat = _flat(f"broadcast over {axis.label}", "tensor", tensor)
+    return Pending(tensor, axis, Operation("broadcast", axis.label, flat, flat, root=source)).wait()
 
 
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of the axis are here."""
     if axis.size > 1:
         nothing = torch.empty(0)
-        Pending(nothing, axis, Operation("barrier", axis.name, nothing, nothing)).wait()
+        Pending(nothing, axis, Operation("barrier", axis.label, nothing, nothing)).wait()
 
 
 def _decoding(what: torch.Tensor | Parts, wire: Coder | None) -> Coder | None:
@@ -258,7 +258,7 @@ def _scatter_rounded(name: str, rounded: torch.Tensor, axis: Axis, out: torch.Te
     """reduce_scatter in place of a rounded copy; the result goes to `out`."""
     _check_op(name, rounded, op)
     own = rounded[axis.rank * out.numel() :][: out.numel()]
-    return Pending(own, axis, Operation("reduce_scatter", axis.name, rounded, own, op), into=out)
+    return Pending(own, axis, Operation("reduce_scatter", axis.label, rounded, own, op), into=out)
 
 
 def _flat(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
         link = _join(axis, axis.group, device, transport)
     except RuntimeError as error:
         raise CommError(
-            f"axis {axis.name}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
+            f"axis {axis.label}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
             f"Look at the logs of these ranks: one has probably ended."
         ) from error
     finally:
@@ -86,7 +86,7 @@ class _Meeting:
     axis: Axis
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        return f"the first meeting over {self.axis.name}", self.axis.ranks
+        return f"the first meeting over {self.axis.label}", self.axis.ranks
 
     def late(self) -> tuple[int, ...]:
         return ()
@@ -107,7 +107,7 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
     if segment is not None:
         return SharedLink(segment, axis.ranks, timeout_s(backend), asked or f"all {axis.size} ranks are on one host")
     if transport:
-        raise CommError(f"axis {axis.name}: its ranks cannot share memory: {why}. Use another transport.")
+        raise CommError(f"axis {axis.label}: its ranks cannot share memory: {why}. Use another transport.")
     return ExchangeLink(group, axis.ranks, axis.rank, why)
 
 

@@ -32,7 +32,7 @@ from weft.mesh import Axis
 from weft.private_torch import tree_leaves, uncompiled
 from weft.spec.plan import RECOMPUTES, Plan
 from weft.structure import become, repeated_blocks, revert
-from weft.units import format_bytes, parse_bytes
+from weft.units import counted, format_bytes, parse_bytes
 
 #: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.
 Kind = tuple[Any, ...]
@@ -362,4 +362,4 @@ def _title(policy: Policy) -> str:
 
 
 def _blocks(count: int) -> str:
-    return f"{count} block{'s' if count != 1 else ''}"
+    return counted(count, "block")

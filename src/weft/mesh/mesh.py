@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
+from weft.mesh.places import ENDS, EXPERT_AXES, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import PrefixStore, Store, TCPStore, default_device_types, groups_made, naming_group
 from weft.spec.plan import AXES, Plan
@@ -48,7 +49,7 @@ class Axis:
     """One axis of the mesh, or several joined, seen from this rank.
 
     rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
-    group: torch's process group; None where size is 1.
+    group: torch's process group; None where size is 1. used: of joined axes, the names of those with several ranks.
     """
 
     name: str
@@ -67,12 +68,12 @@ class Axis:
     staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
     #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
     operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
+    used: str = field(default="", repr=False, compare=False)
 
-
-#: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
-EXPERT_AXES = ("beside_ep", "ep")
-#: The first and the last stage of a pipeline, which may share a weight.
-ENDS = "ends"
+    @property
+    def label(self) -> str:
+        """Its name for people: without the axes that have one rank. `name` is the same under every plan."""
+        return self.used or self.name
 
 
 class Mesh:
@@ -129,10 +130,10 @@ class Mesh:
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Return the global ranks that differ from this one only along those axes, in order; makes no group."""
-        return _members(self.plan, self.rank, self._key(names))
+        return members_of(self.plan, self.rank, self._key(names))
 
     def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        known = _strides(self.plan, names)
+        known = strides(self.plan, names)
         unknown = [name for name in names if name not in known and name != ENDS]
         if unknown:
             raise PlanError(f"mesh axis {unknown[0]!r}: no such axis. Use one of {', '.join(AXES)}, ep.")
@@ -146,11 +147,14 @@ class Mesh:
         return tuple(sorted(dict.fromkeys(names), key=lambda name: order.index(name.partition("/")[0])))
 
     def _build(self, names: tuple[str, ...]) -> Axis:
-        ranks = _members(self.plan, self.rank, names)
+        ranks = members_of(self.plan, self.rank, names)
         if self.rank not in ranks:
             raise PlanError(f"mesh axis 'ends': rank {self.rank} is on a stage between the first and the last one.")
+        places = strides(self.plan, names)
+        several = [name for name in names if name != ENDS and places[name][1] > 1]
         return Axis(
-            name="world" if set(names) == set(AXES) else "*".join(sorted(names, key=_usual_place)),
+            name="world" if set(names) == set(AXES) else joined(names),
+            used="" if set(names) == set(AXES) else joined(several),
             size=len(ranks),
             rank=ranks.index(self.rank),
             ranks=ranks,
@@ -185,39 +189,6 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
             list(ranks), use_local_synchronization=True, group_desc=description
         )
     return made
-
-
-def _usual_place(name: str) -> int:
-    """Where an axis stands in the usual order, so that its name is the same under every order."""
-    return (ENDS, *AXES, *EXPERT_AXES).index(name.partition("/")[0])
-
-
-def _strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Of each axis, how far apart in rank its neighbours are, and its size."""
-    stride = 1
-    found: dict[str, tuple[int, int]] = {}
-    for name, size in reversed(plan.axis_sizes().items()):
-        found[name] = (stride, size)
-        stride *= size
-    found["ep"] = (1, plan.ep)
-    found["beside_ep"] = (plan.ep, plan.dp_shard * plan.cp * plan.tp // plan.ep)
-    for name in names:
-        axis, slash, number = name.partition("/")
-        if slash and axis in AXES and number.isdigit() and int(number) and found[axis][1] % int(number) == 0:
-            found[name] = (found[axis][0], int(number))
-    return found
-
-
-def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
-    places = _strides(plan, names)
-    along = [places["pp" if name == ENDS else name] for name in names]
-    base = rank - sum(rank // stride % size * stride for stride, size in along)
-    members = [base]
-    for name, (stride, size) in zip(names, along, strict=True):
-        steps = sorted({0, size - 1}) if name == ENDS else range(size)
-        members = [member + step * stride for member in members for step in steps]
-    return tuple(members)
 
 
 def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
@@ -260,7 +231,7 @@ def join_ranks(
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
-        _check_joined(place, device, backend)
+        _checkjoined(place, device, backend)
         return
     timeout = datetime.timedelta(seconds=timeout_s)
     store = store or open_store(place, timeout_s)
@@ -309,7 +280,7 @@ def _cannot_meet(place: env.RankEnv, error: Exception) -> CommError:
     )
 
 
-def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:
+def _checkjoined(place: env.RankEnv, device: torch.device, backend: str) -> None:
     """Refuse a process group that somebody else made and that the plan cannot use."""
     found = dist.get_rank(), dist.get_world_size()
     if found != (place.rank, place.world_size):

@@ -144,7 +144,7 @@ class Layout:
             pattern, equals, style = word.partition("=")
             if not equals:
                 raise LayoutError(
-                    f"layout word {word!r}: a layout is made of pattern=style words. Use e.g. embed=vocab."
+                    f"layout word {word!r}: a layout consists of pattern=style words. Use e.g. embed=vocab."
                 )
             pairs.append((pattern, style))
         return cls(tuple(pairs))
@@ -164,7 +164,7 @@ class Layout:
         try:
             lines = Path(text).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise LayoutError(
                 f"layout={text}: this file cannot be read ({reason}). Give pattern=style words, or a file that "
                 f"`weft layout MODEL --save FILE` wrote."
@@ -189,8 +189,8 @@ class Layout:
 def _check_pair(pattern: str, style: str) -> None:
     if not _PATTERN.fullmatch(pattern):
         raise LayoutError(
-            f"layout pattern {pattern!r}: a module path with '*' or {{a,b}} for a part is needed. "
-            f"Use e.g. 'blocks.*.attn.q'."
+            f"layout pattern {pattern!r}: a module path is needed, and '*' or {{a,b}} may replace its parts. Use e.g. "
+            "'blocks.*.attn.q'."
         )
     if style not in STYLES and not _FUSED.fullmatch(style):
         hint = did_you_mean(style, STYLES) or f" Use {pattern}=replicate."

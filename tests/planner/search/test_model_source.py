@@ -99,7 +99,7 @@ def test_what_nobody_says_is_assumed_and_told():
         ({"model_type": "mamba"}, "model_type=mamba is not a family that the planner reads. Known: llama"),
         ({**LLAMA, "hidden_size": "big"}, "hidden_size='big' in its config.json: a whole number is needed."),
         ({"model_type": "llama", "hidden_size": 64}, "lacks vocab_size, num_hidden_layers, num_attention_heads."),
-        ({**LLAMA, "num_attention_heads": 3}, "num_attention_heads=3: heads share hidden_size=4096 evenly."),
+        ({**LLAMA, "num_attention_heads": 3}, "num_attention_heads=3: it must divide hidden_size=4096. Correct"),
     ],
 )
 def test_bad_hugging_face_configs(tmp_path, table, message):
@@ -117,7 +117,7 @@ def test_bad_hugging_face_configs(tmp_path, table, message):
             "model=lama3-8b: neither a size that Weft knows, nor a folder with a config.json, nor a",
         ),
         ("lama3-8b", "8xh100", "Did you mean 'llama3-8b'?"),
-        ("my.models:build", "8xh100", "a model's code is traced with torch, which is not done here. Give weft.trace"),
+        ("my.models:build", "8xh100", "a model given as code must be traced first. Give weft.trace"),
         ("nothing.toml", "8xh100", "there is no such file"),
         ("tiny", "8xh10", "device=h10: not a device that Weft knows."),
         ("tiny", "0xh100", "a cluster has at least one device."),

@@ -69,13 +69,11 @@ class Inspection:
         """For people."""
         told = []
         for one in self.verdicts:
-            why = ": it has no COMMIT and never counted" if one.word == "unfinished" else ""
+            why = ": it has no COMMIT file, so its save never completed" if one.word == "unfinished" else ""
             told.append(f"{one.path.name}  {one.word}{why}")
             told += [f"  {line}" for damage in one.damages for line in damage.lines()]
         newest = self.newest_whole
-        told.append(
-            f"newest whole checkpoint: step {newest.step}, {newest.path}" if newest else "no checkpoint is whole"
-        )
+        told.append(f"newest whole checkpoint: step {newest.step}, {newest.path}" if newest else "no whole checkpoint")
         return told
 
     def as_json(self) -> str:

@@ -9,7 +9,7 @@ from weft.errors import ConfigError, nearest_name
 
 #: What a word may be, for help texts.
 RUN_HELP = "A run's folder, its folder of checkpoints, or one step_NNNNNNNN in it."
-ONE_HELP = f"{RUN_HELP} RUN@120 is its step 120; without a step the newest whole one is taken."
+ONE_HELP = f"{RUN_HELP} RUN@120 is its step 120; without @STEP, the newest whole checkpoint."
 
 
 def root_of(word: Path) -> Path:
@@ -23,8 +23,8 @@ def root_of(word: Path) -> Path:
         if root.is_dir() and any(_is_named_step(path) for path in root.iterdir()):
             return root
     raise ConfigError(
-        f"RUN={word}: there are no checkpoints in it. Give a run's folder, such as runs/quickstart, "
-        f"or the folder in which step_NNNNNNNN lie."
+        f"RUN={word}: it has no checkpoints. Give a run's folder, such as runs/quickstart, or the folder that holds "
+        "the step_NNNNNNNN folders."
     )
 
 
@@ -41,9 +41,7 @@ def one_of(word: str) -> Path:
     root = root_of(path)
     found = newest_checkpoint(root, verify=False)
     if found is None:
-        raise ConfigError(
-            f"RUN={word}: no checkpoint in it was ever finished. `weft ckpt ls {word}` lists what is there."
-        )
+        raise ConfigError(f"RUN={word}: it has no finished checkpoint. `weft ckpt ls {word}` lists what it holds.")
     return found.path
 
 
@@ -56,7 +54,7 @@ def _of_step(root: Path, step: str, word: str) -> Path:
     saved = settled_steps(root)
     if not step.isdecimal() or int(step) not in saved:
         known = ", ".join(map(str, saved)) or "none"
-        raise ConfigError(f"RUN={word}: there is no finished checkpoint of step {step!r}. Use one of: {known}.")
+        raise ConfigError(f"RUN={word}: it has no finished checkpoint of step {step!r}. Use one of: {known}.")
     return saved[int(step)]
 
 

@@ -72,13 +72,13 @@ class Failure:
         if self.expected:
             return self.message
         if self.kind == "SystemExit":
-            return f"rank {self.rank} left with exit code {self.exit_code}{at_step}: sys.exit was called."
+            return f"rank {self.rank} exited with code {self.exit_code}{at_step}: it called sys.exit."
         if self.kind:
             first_line = self.message.strip().splitlines()[0] if self.message.strip() else ""
             return f"rank {self.rank} failed{at_step}: {self.kind}{': ' if first_line else ''}{first_line}"
         if self.exit_code < 0:
             return f"rank {self.rank} was killed by signal {_signal_text(-self.exit_code)}"
-        return f"rank {self.rank} left with exit code {self.exit_code} and said nothing about why."
+        return f"rank {self.rank} exited with code {self.exit_code} without reporting why."
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -136,8 +136,8 @@ def _signal_text(number: int) -> str:
     causes = {
         "SIGKILL": "Is the machine out of memory? Look at `dmesg`; use a smaller train.global_batch or model.",
         "SIGBUS": "Is /dev/shm or the disk full? `weft doctor` shows both.",
-        "SIGSEGV": "This is a fault in compiled code; the log holds the Python stack.",
-        "SIGABRT": "Compiled code gave up; the log holds its last words.",
-        "SIGTERM": "Someone else asked it to stop.",
+        "SIGSEGV": "Compiled code crashed; the log has the Python stack.",
+        "SIGABRT": "Compiled code aborted; the log has its last output.",
+        "SIGTERM": "Another program asked it to stop.",
     }
     return f"{number} ({name}). {causes.get(name, '')}".rstrip()

@@ -138,7 +138,7 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
     finally:
         watch.end()
     if result is None:
-        raise LaunchError("the rendezvous ended before the ranks were started. Run the command again.")
+        raise LaunchError("the rendezvous ended before the ranks started. Run the command again.")
     return {rank: failure.exitcode for rank, failure in result.failures.items()}
 
 
@@ -163,10 +163,13 @@ def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[
         first = first_failure(cause)
         raise RankFailed(first, log_path(logs, first.rank))
     if not failures:
-        raise Stopped(signum, f"stopped by {name}, and everything is saved. Run the same command to go on.", saved=True)
+        raise Stopped(signum, f"stopped by {name}; everything is saved. Run the same command to resume.", saved=True)
     if any(watch.has_sent(rank, signal.SIGKILL) for rank in watch.pids):
-        raise Stopped(signum, f"stopped by {name} before the ranks could save. Run the same command to go on.")
-    raise Stopped(signum, f"stopped by {name} before training began. Run the same command to go on.")
+        raise Stopped(
+            signum,
+            f"stopped by {name} before the ranks could save. Run the same command to resume from the last checkpoint.",
+        )
+    raise Stopped(signum, f"stopped by {name} before training began. Run the same command to start again.")
 
 
 def _silence_torchelastic() -> None:
@@ -233,7 +236,7 @@ class _Watch:
         if self.first_signal is None:
             self.first_signal, self._first_signal_at = signum, now
             if self.notice is not None:
-                again = " (Ctrl-C again: at once, unsaved)" if signum == signal.SIGINT else ""
+                again = " (Ctrl-C again stops at once, without saving)" if signum == signal.SIGINT else ""
                 self.notice(f"stopping after this step{again}")
             self._send(signal.SIGTERM)
             self._kill_after(self.grace_s)

@@ -107,7 +107,7 @@ def second_handle(descriptor: int) -> TextIO:
 
 def _tell(outcry: TextIO, failure: Failure, log: Path) -> None:
     if failure.lost_peer:
-        text = f"rank {failure.rank} lost the other ranks; one of them says why.\n"
+        text = f"rank {failure.rank} lost its connection to another rank; see that rank's error.\n"
     else:
         text = f"{'' if failure.expected else failure.traceback}error: {failure.sentence()}\n"
     outcry.write(f"{text}  (rank {failure.rank}; its output is in {log})\n")
@@ -159,7 +159,7 @@ def main() -> None:
     run_dir = Path(sys.argv[1])
     place, line = env.rank_env(), launcher_line()
     if place is None or line is None:
-        sys.exit("error: `weft train` starts this module, and sets RANK and WEFT_LINE for it. Run: weft train.")
+        sys.exit("error: this module is part of `weft train`, which sets RANK and WEFT_LINE. Run: weft train.")
 
     alarm = second_handle(2)  # where a rank tells that it waits for another, when the first cannot
 

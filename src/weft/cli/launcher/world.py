@@ -39,7 +39,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
     num_ranks = stands_for if is_auto(config.plan) else Plan.parse(config.plan, stands_for).world_size
     if wanted not in ("all", num_ranks):
         raise LaunchError(
-            f"launch.ranks={wanted}: the plan {config.plan!r} is made for {num_ranks} ranks. "
+            f"launch.ranks={wanted}: the plan {config.plan!r} needs {num_ranks} ranks. "
             f"Use launch.ranks={num_ranks}, or leave it out."
         )
     if on_gpus and num_ranks > gpus:

@@ -63,7 +63,7 @@ def start_all_to_all(
     Raises:
         CommError: where `out` or the counts do not fit the tensors.
     """
-    name = f"all_to_all over {axis.name}"
+    name = f"all_to_all over {axis.label}"
     if axis.size == 1:
         if out is None:
             return Pending(tensor)
@@ -81,7 +81,7 @@ def start_all_to_all(
     width = tensor[:1].numel() if tensor.shape[0] else out[:1].numel()
     operation = Operation(
         "all_to_all",
-        axis.name,
+        axis.label,
         tensor.detach().reshape(-1),
         out.detach().view(-1),
         send=tuple(rows * width for rows in send),
@@ -123,7 +123,7 @@ def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor
     flat = tensor.detach().reshape(-1)
     operation = Operation(
         "all_to_all",
-        axis.name,
+        axis.label,
         flat,
         out.detach().view(-1),
         send=tuple(send),

@@ -58,7 +58,7 @@ class Message:
                 work.wait()
             except RuntimeError as error:
                 nothing = torch.empty(0)
-                raise failed(Operation(self._what, self._axis.name, nothing, nothing), error) from error
+                raise failed(Operation(self._what, self._axis.label, nothing, nothing), error) from error
             if self._staged is not None and self._what == "receive":
                 self._tensor.detach().copy_(self._staged)
             self._staged = None
@@ -70,7 +70,7 @@ class Message:
 
     def where(self) -> tuple[str, tuple[int, ...]]:
         """Return the message in words and the other rank."""
-        return f"{self._what} over {self._axis.name}", (self._peer,)
+        return f"{self._what} over {self._axis.label}", (self._peer,)
 
     def late(self) -> tuple[int, ...]:
         """Return the other rank: a message waits for no one else."""
@@ -117,6 +117,6 @@ def _needs_host(axis: Axis, tensor: torch.Tensor) -> bool:
 
 def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:
     if not 0 <= peer < axis.size or peer == axis.rank:
-        raise CommError(f"{what} over {axis.name}: rank {peer} is not another rank of it. Use 0 to {axis.size - 1}.")
+        raise CommError(f"{what} over {axis.label}: rank {peer} is not another rank of it. Use 0 to {axis.size - 1}.")
     if not tensor.is_contiguous():
-        raise CommError(f"{what} over {axis.name}: the tensor is not contiguous. Pass tensor.contiguous().")
+        raise CommError(f"{what} over {axis.label}: the tensor is not contiguous. Pass tensor.contiguous().")

@@ -68,6 +68,8 @@ class Watch(threading.Thread):
         self._where_stacks = where_stacks
         self._owns_process = owns_process
         self._tick_s = min(1.0, warn_after_s / 4)
+        #: The ranks need a moment to say where they stand before one of them tells people, which is after warn_after_s.
+        self._grace_s = 3 * self._tick_s
         self._pulses: list[Pulse] = [mesh.pulse]
         self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
         self._end = threading.Event()
@@ -133,7 +135,7 @@ class Watch(threading.Thread):
                 self._go_on(told, is_teller, seconds)
             return
         self._still_s += passed_s
-        if self._still_s >= self._warn_after_s:
+        if self._still_s >= self._warn_after_s - self._grace_s:
             self._stand_still()
 
     def _forget(self, now: float) -> None:
@@ -158,14 +160,12 @@ class Watch(threading.Thread):
     def _shall_tell(self, store: Store) -> bool:
         """One rank tells: the first, which has the terminal, if it can; else the first of those that wait."""
         assert self._said is not None
-        grace_s = 3 * self._tick_s
         over_s = self._still_s - self._warn_after_s
         if not self._is_teller:
-            may = store.check([_WAITER]) if self._rank == 0 else bool(self._said.waits_for) and over_s >= 2 * grace_s
+            may = store.check([_WAITER]) if self._rank == 0 else bool(self._said.waits_for) and over_s >= self._grace_s
             me = str(self._rank)
             self._is_teller = may and store.compare_set(_TELLER, "", me).decode() == me
-        # The others need a moment to say where they stand.
-        return self._is_teller and over_s >= grace_s
+        return self._is_teller and over_s >= 0
 
     def _tell_people(self, store: Store) -> None:
         assert self._said is not None
@@ -217,7 +217,7 @@ class Watch(threading.Thread):
             return own
         # A device works behind the host: what it has not finished is what this rank waits for.
         dump = nccl_trace()
-        names = {str(axis.group.group_name): (axis.name, axis.ranks) for axis in axes if axis.group is not None}
+        names = {str(axis.group.group_name): (axis.label, axis.ranks) for axis in axes if axis.group is not None}
         what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
         return stand(self._rank, self._since, _OnDevice(what, ranks), phases, own.in_step) if what else own
 

@@ -22,7 +22,7 @@ class CodedGather(Pending):
         codes = _encoded(coder, role, row_1N)
         self._codes = codes.new_empty((axis.size, codes.shape[1]))
         self._numel, self._wire, self._into = row_1N.shape[1], coder.wire, out
-        operation = Operation("all_gather", axis.name, codes.view(-1), self._codes.view(-1))
+        operation = Operation("all_gather", axis.label, codes.view(-1), self._codes.view(-1))
         super().__init__(out, axis, operation, out, counts)
 
     def wait(self) -> torch.Tensor:
@@ -51,7 +51,7 @@ class CodedSum(Pending):
         name = "all_reduce" if whole else "reduce_scatter"
         operation = Operation(
             "all_to_all",
-            f"{axis.name} ({name})",
+            f"{axis.label} ({name})",
             codes.view(-1),
             self._codes.view(-1),
             send=counts,

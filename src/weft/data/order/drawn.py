@@ -41,13 +41,13 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
     """The loader's global batches. Raises DataError where ranks could not agree on them."""
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            "loader.dataset: an IterableDataset has no indices that ranks could share out. "
-            "Use a map-style dataset, or give each rank its own stream and call the step with it."
+            "loader.dataset: an IterableDataset has no indices that Weft could divide among ranks. Use a map-style "
+            "dataset, or give each rank its own stream and call the step with it."
         )
     if loader.batch_sampler is None:
         raise DataError(
-            "batch_size=None: the loader makes no batches that ranks could share out. "
-            "Give batch_size, the samples of the global batch, or a batch_sampler that lists their indices."
+            "batch_size=None: the loader makes no batches that Weft could divide among ranks. Give batch_size, the "
+            "samples of the global batch, or a batch_sampler that lists their indices."
         )
     if loader.batch_size is None:
         return _Drawn("batch_sampler", loader.batch_sampler, None, False, seed)
@@ -138,7 +138,7 @@ class _Drawn:
             length = len(self._sampler)
         except (TypeError, NotImplementedError):
             raise DataError(
-                f"{self._name}: it has no length, so nobody knows where an epoch ends. Give it a method __len__."
+                f"{self._name}: it has no length, so the end of an epoch is unknown. Give it a method __len__."
             ) from None
         with _seeded(_epoch_seed(self._seed, epoch), self._sampler, epoch):
             drawn = list(islice(iter(self._sampler), length))

@@ -14,7 +14,7 @@ from typing import Any
 from weft.data.prepared.shards import SplitCounts, verify_split
 from weft.data.tokens import Tokenizer
 from weft.errors import DataError
-from weft.units import format_count
+from weft.units import counted, format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PreparedSource:
         return key_of(files, self.counts.dtype, self.pad_id, self.end_id)
 
     def __str__(self) -> str:
-        documents = f"{self.num_documents} document{'s' if self.num_documents != 1 else ''}"
+        documents = counted(self.num_documents, "document")
         return f"{self.name} ({documents}, {format_count(self.num_tokens)} tokens)"
 
 
@@ -114,7 +114,7 @@ def _changes(key: str, before: Sequence[PreparedSource], now: Sequence[PreparedS
             found.append(f"{key}.{number}: it is {new or 'not there'}, and was {old or 'not there'}")
         elif old.content != new.content:
             same_size = old.num_tokens == new.num_tokens
-            found.append(f"{key}.{number}: it is {new}{' with other words' if same_size else ''}, and was {old}")
+            found.append(f"{key}.{number}: it is {new}{' with other tokens' if same_size else ''}, and was {old}")
         elif old.packing != new.packing:
             found.append(f"{key}.{number}: its packing is {new.packing}, and data.packing={old.packing} was used")
     return found

@@ -160,7 +160,7 @@ class SplitReader:
     def __init__(self, folder: Path, counts: SplitCounts):
         wrong = size_problems(folder, counts)
         if wrong:
-            raise DataError(f"{folder}: {wrong[0]}. Give the same command again, which makes it anew.")
+            raise DataError(f"{folder}: {wrong[0]}. Run the same command again, which tokenises it again.")
         self._folder, self._counts = folder, counts
         self.num_tokens, self.num_documents = counts.num_tokens, counts.num_documents
         self.offsets = _mapped(folder / "offsets.bin", "<i8")

@@ -166,7 +166,7 @@ def _refuse_preferences(files: FileSet, names: Sequence[str]) -> None:
         remedy = f"train on the preferred answers alone with {alone}" if prompt else "give messages or instructions"
         raise DataError(
             f"{files.field}.path={files.path}: '{chosen}' and '{lower['rejected']}' are preference pairs, and Weft "
-            f"cannot train on preferences (DPO and the like) yet. Use a file of answers to learn, or {remedy}."
+            f"does not support preference training (DPO) yet. Use a file of answers to learn, or {remedy}."
         )
 
 

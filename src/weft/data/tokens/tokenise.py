@@ -188,7 +188,9 @@ def _check_unchanged(file: Any) -> None:
     except FileNotFoundError:
         stat = None
     if stat is None or (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-        raise DataError(f"{file.name}: the file changed while it was read. Start again when nothing writes to it.")
+        raise DataError(
+            f"{file.name}: the file changed while it was read. Run the command again once no program writes to it."
+        )
 
 
 def tokenise_source(

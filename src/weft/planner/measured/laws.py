@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from weft.errors import ConfigError, Problem
 from weft.planner.measured.profile import Measurement, Profile
+from weft.units import counted
 
 Array = NDArray[np.float64]
 
@@ -138,7 +139,7 @@ class Laws:
         laws = {key: fit_law(key[0], samples) for key, samples in found.items()}
         counts = tuple(sorted({key[4] for key in laws if key[0] == "linear_f"}))
         if not counts:
-            rule = "it holds no products, so it says nothing of a step"
+            rule = "it has no measured matrix products"
             raise ConfigError([Problem("profile", f"profile={profile.path}: {rule}. Create it again: weft calibrate")])
         return cls(laws, counts, profile)
 
@@ -169,7 +170,7 @@ class Laws:
         most = math.ceil(active.max(initial=1.0))
         here = min((count for count in self.counts if count >= most), default=self.counts[-1])
         only = f" (only with {', '.join(map(str, counts))})" if counts else ""
-        rule = f"{op} in {dtype} is not measured with {here} rank{'s' if here > 1 else ''} at work{only}"
+        rule = f"{op} in {dtype} is not measured with {counted(here, 'rank')} at work{only}"
         remedy = "Measure it, with more time: weft calibrate --budget 5m"
         return ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. {remedy}")])
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from weft.errors import ConfigError, Problem
 from weft.planner.measured.profile import Lesson, Profile
+from weft.units import counted
 
 #: What a run leaves in its folder: expected and measured seconds of its steps.
 RUN_FILE = "measured.json"
@@ -98,7 +99,7 @@ def lesson_words(profile: Profile) -> str:
         return ""
     runs = len(profile.learned)
     told = ", ".join(f"{name} x {value:.2f}" for name, value in found.items())
-    return f"{told} (learned from {runs} run{'s' if runs > 1 else ''})"
+    return f"{told} (learned from {counted(runs, 'run')})"
 
 
 def lesson_of(run: Path) -> Lesson:
@@ -120,7 +121,9 @@ def lesson_of(run: Path) -> Lesson:
 def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
     expected = table["expected"]
     if expected is None:
-        raise _error(f"learn={run}: nothing was expected of it ({table['unknown']}). Calibrate, then train again.")
+        raise _error(
+            f"learn={run}: the run has no estimate to compare with ({table['unknown']}). Calibrate, then train again."
+        )
     taught = expected.get("factors", {})
     # Against what the laws alone say: what was learned before must not be learned twice.
     plain = {term: seconds / taught.get(term, 1.0) for term, seconds in expected["terms"].items()}

@@ -148,7 +148,7 @@ class Profile:
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise _error(
-                f"out={path}: cannot be written ({error.strerror}). Name a file in a folder of yours."
+                f"out={path}: cannot be written ({error.strerror}). Name a file in a folder that you can write to."
             ) from None
 
     def with_lesson(self, lesson: Lesson) -> Profile:
@@ -194,7 +194,9 @@ def _read(read: Any, path: str) -> Profile:
         raise ValueError(f"{'unknown key' if wrong in table else 'there is no key'} {wrong!r}")
     machine = _row(Machine, table["machine"])
     if table["hash"] != machine.hash:
-        raise ValueError(f"hash={table['hash']} does not fit its machine ({machine.hash}): somebody changed the file")
+        raise ValueError(
+            f"hash={table['hash']} does not match its machine ({machine.hash}): the file was changed by hand"
+        )
     samples = tuple(_row(Measurement, each) for each in table["samples"])
     if bad := next((each for each in samples if not 0 < each.seconds < 1e6), None):
         raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is no time")

@@ -33,7 +33,7 @@ def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables
         constants = constants_of(profile, cluster.device, tables)
         return replace(Tables.of(cluster.device, tier, constants), learned=factors(profile))
     if cluster.nodes > 1:
-        rule = f"the profile is of one host, and nothing between {cluster.nodes} of them was measured"
+        rule = f"the profile has measurements of one host only, not of the network between {cluster.nodes} hosts"
         raise ConfigError([Problem("cluster", f"nodes={cluster.nodes}: {rule}. Use one node.")])
     laws = Laws.of(profile)
     rungs = dict.fromkeys(tables.rungs, "here") | {"straggler": "common"}

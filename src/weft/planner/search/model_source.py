@@ -32,12 +32,16 @@ CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given."""
+    """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
+
+    sample_unit: what a batch consists of, in the plural, where the model's task names it.
+    """
 
     name: str
     shape: Shape
     spec: DecoderSpec
     config: RunConfig | None = None
+    sample_unit: str = "samples"
 
     @property
     def traced(self) -> TracedModel | None:
@@ -101,7 +105,7 @@ def _read_text(text: str) -> PlannedModel:
     if path.is_dir() or path.suffix == ".json":
         return _read_hugging_face(path)
     if CODE.fullmatch(text):
-        rule = "a model's code is traced with torch, which is not done here"
+        rule = "a model given as code must be traced first"
         raise ModelError(f"model={text}: {rule}. Give weft.trace({text!r}).")
     hint = did_you_mean(text, model_names()) or f" Sizes: {', '.join(model_names())}."
     raise ModelError(
@@ -116,7 +120,7 @@ def _read_run(path: Path) -> PlannedModel:
 
     config = load_config(path, ["plan=auto"]).config
     if config.task.name is not None:
-        rule = f"task.name={config.task.name} is traced with torch, which is not done here"
+        rule = f"task.name={config.task.name} must be traced first"
         raise ModelError(f"model={path}: {rule}. Type weft plan {path} with a cluster.")
     return of_decoder(config.model.name, resolve_decoder(config.model, least_vocab(config)), config)
 

@@ -18,6 +18,7 @@ from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
 from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
+from weft.units import counted
 
 #: Probability of fitting into memory from which on a plan is listed.
 FITS = 0.9
@@ -118,15 +119,18 @@ class Question:
 
     @property
     def unit(self) -> str:
-        """What throughput counts: "tokens", or "samples" of a model that reads no sequence."""
-        return "tokens" if self.model.reads_sequence else "samples"
+        """What throughput counts: "tokens"; what the task calls its samples where the model reads no sequence."""
+        return "tokens" if self.model.reads_sequence else self.model.sample_unit
 
     @property
     def work(self) -> str:
         """What a step reads, in words."""
         if not self.model.reads_sequence:
-            return f"{self.job.global_batch} samples a step"
-        return f"{self.job.global_batch} sequences of {self.job.seq_len} tokens a step"
+            return f"{self.job.global_batch} {self.unit} a step"
+        name = self.model.sample_unit
+        return (
+            f"{self.job.global_batch} {'sequences' if name == 'samples' else name} of {self.job.seq_len} tokens a step"
+        )
 
     @property
     def limit(self) -> int:
@@ -209,7 +213,7 @@ def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: 
     if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16"):
         return
     if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats
-        rule = f"not measured with {num_ranks} rank{'s' if num_ranks > 1 else ''} on this machine"
+        rule = f"not measured with {counted(num_ranks, 'rank')} on this machine"
         remedy = "Measure it, with more time: weft calibrate --budget 5m"
         raise _error("precision", f"precision={precision}: {rule}. {remedy}.")
 

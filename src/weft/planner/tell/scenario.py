@@ -126,7 +126,7 @@ def change(question: Question, text: str) -> Question:
         if lever is None:
             known = ["cluster", "device", *LEVERS]
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
-            raise _error("what-if", f"what-if={name}: nothing that can be changed has this name.{hint}")
+            raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))
     if question.job.seq_len > 1 and not question.model.reads_sequence:
         raise _error("seq", f"seq={question.job.seq_len}: {question.model.name} reads no sequence. Leave it out.")

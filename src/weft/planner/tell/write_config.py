@@ -48,7 +48,7 @@ def config_text(one: Candidate) -> str:
 def _model_table(one: Candidate) -> dict[str, object]:
     model = one.question.model
     if model.traced is not None:
-        rule = "`weft train` builds models from configs, not from code. Leave --out out"
+        rule = "`weft train` builds models from configs, not from code. Leave out --out"
         raise ModelError(f'model={model.name}: {rule}, and write weft.init("{one.plan}") in your script.')
     if model.name in model_names() and decoder_spec(model.name) == model.spec:
         return {"name": model.name}
@@ -64,7 +64,7 @@ def _model_table(one: Candidate) -> dict[str, object]:
         if there
     ]
     if unknown:
-        rule = f"`weft train` builds no model with {' and '.join(unknown)} from a config. Leave --out out"
+        rule = f"`weft train` builds no model with {' and '.join(unknown)} from a config. Leave out --out"
         raise ModelError(f"model={model.name}: {rule}; the plan itself can be used in weft.init.")
     return {"name": _nearest_size(model.spec), **{name: getattr(model.spec, name) for name in _SHAPE_FIELDS}}
 

@@ -140,7 +140,7 @@ class ClusterSpec:
         except OSError as error:
             raise _error(f"cluster={path}: the file cannot be read ({error.strerror}). Check its path.") from None
         except (ValueError, RecursionError) as error:
-            raise _error(f"{path}: this is not TOML text ({error}). Correct that place.") from None
+            raise _error(f"{path}: this is not valid TOML ({error}). Correct it there.") from None
         return cls.from_mapping(table, str(path))
 
     def __str__(self) -> str:
@@ -186,7 +186,7 @@ def _device_of(value: object) -> DeviceSpec:
     table = dict(cast(dict[str, object], value))
     like, name = table.pop("like", None), table.pop("name", "")
     if not isinstance(like, str | None) or not isinstance(name, str):
-        raise _error(f'device.like={shown(like)}: like and name are texts. Use e.g. like = "h100".', "device")
+        raise _error(f'device.like={shown(like)}: like and name are strings. Use e.g. like = "h100".', "device")
     base = device(like) if like is not None else DeviceSpec(name="custom")
     changed = _changed(base, table)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
@@ -217,7 +217,7 @@ def _peaks(value: object, problems: list[Problem]) -> list[tuple[str, float]]:
     table = cast(dict[str, object], value) if isinstance(value, dict) else {"": value}
     for dtype, peak in table.items():
         if dtype not in _DTYPES or not _is_positive(peak):
-            rule = f"peaks are numbers by precision ({', '.join(_DTYPES)}). Use e.g. tflops = {{bf16 = 989}}."
+            rule = f"peaks are numbers keyed by precision ({', '.join(_DTYPES)}). Use e.g. tflops = {{bf16 = 989}}."
             problems.append(Problem("tflops", f"device.tflops={shown(table)}: {rule}"))
             return []
     return [(dtype, cast(float, peak) * 1e12) for dtype, peak in table.items()]
@@ -228,10 +228,10 @@ def _text(key: str, value: object, problems: list[Problem]) -> str | tuple[str, 
         parts = cast(list[object], value) if isinstance(value, list) else [None]
         texts = tuple(part for part in parts if isinstance(part, str))
         if len(texts) < len(parts):
-            problems.append(Problem(key, f'device.{key}={shown(parts)}: a list of texts is needed. Use ["h100"].'))
+            problems.append(Problem(key, f'device.{key}={shown(parts)}: a list of strings is needed. Use ["h100"].'))
         return texts
     if not isinstance(value, str):
-        problems.append(Problem(key, f'device.{key}={shown(value)}: a text is needed. Use e.g. "h100".'))
+        problems.append(Problem(key, f'device.{key}={shown(value)}: a string is needed. Use e.g. "h100".'))
         return ""
     if key == "scale_up_topology" and value not in TOPOLOGIES:
         hint = did_you_mean(value, TOPOLOGIES) or " Use switch."

@@ -55,7 +55,7 @@ TaskName = Annotated[
 ]
 OptionValue = Annotated[
     bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
-    WithJsonSchema({"x-rule": "true, false, a number, a text or a list of numbers"}),
+    WithJsonSchema({"x-rule": "true, false, a number, a string or a list of numbers"}),
 ]
 _DURATION = "^(" + "|".join(
     "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])

@@ -99,7 +99,7 @@ def _read_text(path: Path, name: str) -> str:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        rule = f"byte 0x{raw[error.start]:02x} is not UTF-8 text, and a config file is. Save the file as UTF-8."
+        rule = f"byte 0x{raw[error.start]:02x} is not valid UTF-8. Save the file as UTF-8."
         raise ConfigError([Problem("", rule, f"{name}:{line}")]) from None
 
 
@@ -118,7 +118,7 @@ def _read_tables(text: str, name: str) -> tuple[dict[str, object], dict[KeyPath,
     try:
         tables = tomllib.loads(text)
     except RecursionError:
-        raise ConfigError([Problem("", "arrays or tables are nested too deep. Flatten them.", f"{name}:1")]) from None
+        raise ConfigError([Problem("", "arrays or tables are nested too deeply. Flatten them.", f"{name}:1")]) from None
     except ValueError as error:
         line, reason = error_place(error, text)
         typed = shown(text.split("\n")[line - 1].strip(), 80)

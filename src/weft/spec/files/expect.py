@@ -210,7 +210,7 @@ def _kind(node: Node) -> str:
         case "object":
             return "a table"
         case _:
-            return "a text"
+            return "a string"
 
 
 def _names(node: Node) -> list[str]:

@@ -52,9 +52,9 @@ def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
     if found.get("num_experts", 0) > 1 and not found.get("top_k"):
         missing.append("num_experts_per_tok")
     if missing:
-        raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Give a whole config.json.")
+        raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Use a complete config.json.")
     if found["hidden"] % found["heads"] and "head_dim" not in found:
-        rule = f"heads share hidden_size={found['hidden']} evenly. Correct its config.json, or give head_dim"
+        rule = f"it must divide hidden_size={found['hidden']}. Correct its config.json, or add head_dim"
         raise ModelError(f"model={name}: num_attention_heads={found['heads']}: {rule}.")
     return found
 

@@ -208,7 +208,7 @@ def size_hides(source: str) -> str:
     """
     if source not in model_names() or not os.path.exists(source):
         return ""
-    return f"model={source}: the size of that name is used. Write ./{source} for the folder."
+    return f"model={source}: Weft uses the size of that name. Write ./{source} for the folder."
 
 
 def decoder_spec(name: str) -> DecoderSpec:
@@ -244,7 +244,7 @@ def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
     spec = _with_overrides(size, section, tokenizer_vocab)
     problems = list(shape_problems(spec))
     if spec.family == "gpt2" and section.rope_theta is not None:
-        text = "the gpt2 family has a table of positions and no rotary frequencies. Leave it out."
+        text = "the gpt2 family has learned positions and no rotary frequencies. Leave it out."
         problems.append(shape_problem("rope_theta", section.rope_theta, text))
     if not spec.num_experts:
         for name, value in section:

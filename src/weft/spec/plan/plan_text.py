@@ -22,12 +22,12 @@ def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
     table: dict[str, object] = {}
     problems: list[Problem] = []
     if is_auto(text):
-        rule = "the planner chooses for a whole run, and here a plan itself is needed. Use e.g. 'dp_replicate=*'."
+        rule = "auto works only for a whole run, and an explicit plan is needed here. Use e.g. 'dp_replicate=*'."
         return table, [Problem("", f"plan=auto: {rule}")]
     for word in text.split():
         name, equals, value = word.partition("=")
         if not name or not equals or not value:
-            rule = "a plan is made of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'."
+            rule = "a plan consists of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'."
             problems.append(Problem(name, f"plan word {word!r}: {rule}"))
         elif name in table:
             problems.append(Problem(name, f"plan field {name!r} is given twice in {text!r}. Keep one."))
@@ -56,7 +56,7 @@ def read_values(
                 problems += error.problems
     if len(stars) > 1 or not all(name in known and known[name].is_axis for name in stars):
         where = f"{' and '.join(stars)} have '*'" if len(stars) > 1 else f"{stars[0]}=*"
-        rule = "'*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate."
+        rule = "only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate."
         problems.append(Problem(stars[-1], f"{where}: {rule}"))
     if problems:
         raise PlanError(problems)

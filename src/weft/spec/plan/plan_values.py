@@ -205,7 +205,10 @@ class PolicyOrBudget(Kind):
         return bool(colon) and name in self.known and name != "none" and _BLOCKS.fullmatch(count) is not None
 
     def words(self) -> str:
-        return f"{listed(self.known)}, each but `none` also of some blocks (`full:8`), or a budget (`12GiB`, `50%`)"
+        return (
+            f"{listed(self.known)}; all but `none` also for some blocks only (`full:8`); or a memory budget (`12GiB`, "
+            "`50%`)"
+        )
 
     def schema(self) -> Schema:
         return {"type": "string"}

@@ -142,7 +142,7 @@ def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_
     legal = form.virtual_stages
     if virtual_stages != legal if legal is not None else virtual_stages < 2:
         wanted = "2 or more" if legal is None else str(legal)
-        rule = f"schedule={name} has {wanted} stages on each rank. Use virtual_stages={wanted}."
+        rule = f"schedule={name} needs {wanted} stages on each rank. Use virtual_stages={wanted}."
         found.append(Problem("virtual_stages", f"virtual_stages={virtual_stages}: {rule}"))
     least, unit = form.least_per_rank * num_ranks, num_ranks if form.in_groups else 1
     if num_microbatches % unit:

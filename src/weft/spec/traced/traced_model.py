@@ -171,7 +171,7 @@ class TracedModel:
             ModelError: for a table of another version, or of no saved model; it names `source`.
         """
         if table.get("version") != VERSION:
-            rule = f"version={table.get('version')} of a saved model, and this is for version {VERSION}"
+            rule = f"version={table.get('version')} of a saved model; this Weft reads version {VERSION}"
             raise ModelError(f"model={source}: {rule}. Trace it again: weft plan package.module:function --save-model.")
         try:
             values = {name: table[name] for name in (each.name for each in fields(cls))}
@@ -182,7 +182,7 @@ class TracedModel:
             )
             return cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            rule = f"it is no saved model ({type(error).__name__}: {error})"
+            rule = f"it is not a saved model ({type(error).__name__}: {error})"
             raise ModelError(f"model={source}: {rule}. Trace it again, or give a config.json.") from None
 
 

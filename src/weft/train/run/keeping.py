@@ -35,6 +35,7 @@ from weft.train.hooks import SaveEnd
 from weft.train.progress import Progress
 from weft.train.run.rates import rate_change, rate_state
 from weft.train.run.save_thread import Save
+from weft.units import counted
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18
@@ -264,7 +265,7 @@ def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
 def _told_unfinished(moved: list[Path]) -> list[str]:
     if not moved:
         return []
-    count = f"{len(moved)} unfinished checkpoint{'s' if len(moved) > 1 else ''}"
+    count = counted(len(moved), "unfinished checkpoint")
     steps = ", ".join(str(step_in_name(path.name.split(".")[0])) for path in moved)
     return [
         f"{count} ignored: step {steps}; COMMIT is missing (a crash while saving, or a copy that left files out)",

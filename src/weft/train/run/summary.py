@@ -14,6 +14,7 @@ from weft.train.folder import RunFolder
 from weft.train.progress import Progress
 from weft.train.run.rates import more_steps
 from weft.train.task import Metric, Task
+from weft.units import counted
 
 #: What every run leaves in its folder, beside what the task does.
 _CONTENTS = ("events.jsonl", "loss.png")
@@ -27,7 +28,7 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
         f"model   {task.model_line()}",
         *(f"data    {line}" for line in task.data_lines()),
         f"batch   {task.batch_line()}",
-        f"plan    {plan} on {plan.world_size} {device} rank{'s' if plan.world_size > 1 else ''}",
+        f"plan    {plan} on {counted(plan.world_size, f'{device} rank')}",
         *engine.lines(),
     ]
 
@@ -78,13 +79,17 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
     config, progress = task.config, ending.progress
     evaluations = last_per_step(read_events(folder.events), kind="eval")
     lines = [""]
-    if ending.shown:
-        lines += ["sample  " + ending.shown.replace("\n", "\n        "), ""]
-    lines.append(f"done    {progress.step} of {config.train.steps} steps: {ending.reason}")
+    if shown := [line.rstrip() for line in ending.shown.rstrip().splitlines()]:
+        lines += [f"{'        ' if number else 'sample  '}{line}".rstrip() for number, line in enumerate(shown)] + [""]
+    if ending.reason == "finished":
+        lines.append(f"done    {counted(progress.step, 'step')}")
+    else:
+        lines.append(f"stopped at step {progress.step} of {config.train.steps}: {ending.reason}")
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
         fall = f"{_evaluation(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
         lines.append(f"eval    {fall}{_evaluation(last, task.metrics)}")
+        lines += [f"        {one.words}: {one.help}" for one in task.metrics if one.help and last.get(one.name)]
     lines += [
         *ending.times,
         *_saves(folder),
@@ -114,9 +119,8 @@ def _saves(folder: RunFolder) -> list[str]:
     if not found:
         return []
     stall, durable = (statistics.median(float(one[key]) for one in found) for key in ("stall_s", "durable_s"))
-    number = f"{len(found)} checkpoint{'s' if len(found) > 1 else ''}"
-    each = " each (median)" if len(found) > 1 else ""
-    return [f"saves   {number}: training waited {stall:.3f} s and they were on disk after {durable:.3f} s{each}"]
+    number, median = counted(len(found), "checkpoint"), " (medians)" if len(found) > 1 else ""
+    return [f"saves   {number}: training waited {stall:.3f} s, on disk after {durable:.3f} s{median}"]
 
 
 def _evaluation(event: dict[str, Any], metrics: Sequence[Metric]) -> str:

@@ -30,7 +30,10 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that evaluations find beside the loss. name: its key in events.jsonl. unit: may be empty."""
+    """A number that evaluations find beside the loss. name: its key in events.jsonl. unit: may be empty.
+
+    help: what it means; the end of a run prints it below the numbers.
+    """
 
     name: str
     unit: str
@@ -196,7 +199,7 @@ class Task:
         """Describe the model in the planner's words; by default from tracing it with two of its samples."""
         from weft.train.task.traced_task import describe_by_samples
 
-        return describe_by_samples(self.shapes(), self.samples("train") or (), self.collate, self.name(), self.config)
+        return describe_by_samples(self)
 
     # --- what people see ---
 

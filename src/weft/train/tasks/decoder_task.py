@@ -35,7 +35,7 @@ class DecoderTask(Task):
 
     unit = "tokens"
     sample_unit = "sequences"
-    metrics = (Metric("bits_per_byte", "bits/byte", "The loss for each byte of the text that the tokens stand for."),)
+    metrics = (Metric("bits_per_byte", "bits/byte", "loss per byte of text, comparable across tokenizers"),)
     sum_names = ("bytes",)
     leaves = ("samples/",)
     sections = ("model", "tokenizer", "data", "sample", "train.seq_len")

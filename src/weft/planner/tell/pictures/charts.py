@@ -19,7 +19,8 @@ def pareto(found: Answer[Candidate]) -> Drawing:
     question = found.question
     title = f"{question.model.name} on {question.cluster}: memory against speed"
     drawing.add(
-        Text(_LEFT, 28, title, 16), Text(_LEFT, 46, "up and left is better; the line is what no plan beats", 11)
+        Text(_LEFT, 28, title, 16),
+        Text(_LEFT, 46, "up and left is better; the line joins the plans that no other plan beats", 11),
     )
     dots = [*found.ranked, *found.pareto]
     if not dots:
@@ -115,6 +116,6 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
     bottom = _TOP + row * len(ranks)
     limit = _LEFT + _WIDTH * one.usable_bytes / most
     drawing.add(Polyline(((limit, _TOP - 6), (limit, bottom + 4)), PALETTE[3], 2))
-    drawing.add(Text(limit, bottom + 18, f"{format_bytes(one.usable_bytes)} are there", 11, "end"))
+    drawing.add(Text(limit, bottom + 18, f"{format_bytes(one.usable_bytes)} available", 11, "end"))
     drawing.legend([(name, colours[name]) for name in names], 20, bottom + 42, _WIDTH)
     return drawing

@@ -57,7 +57,7 @@ def with_transfers(schedule: Schedule) -> list[Program]:
             waiting = ", ".join(
                 str(steps[at]) for steps, at in zip(schedule.ranks, place, strict=True) if at < len(steps)
             )
-            raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {waiting}")
+            raise ValueError(f"schedule {schedule.name}: deadlock, its ranks wait for each other at {waiting}")
         for rank, _ in ready:
             place[rank] += 1
         # A pair's forward is sent before its backward begins.
