@@ -186,7 +186,7 @@ class _Saving:
 
     def _check_there(self, place: Location, files: Mapping[str, FileEntry]) -> None:
         """All ranks wrote to the folder that this one sees."""
-        missing = sorted(files.keys() - self._target.file_names(place))
+        missing = sorted(files.keys() - self._target.file_sizes(place).keys())
         if missing:
             raise CheckpointError(
                 f"{self._target.setting}: {missing[0]} was written by another machine and is not here. Choose a folder"
@@ -198,7 +198,7 @@ class _Saving:
         parts: dict[str, dict[str, tuple[str, tuple[int, ...], list[Slice]]]] = {
             group: {} for group in self._members if group not in PRIVATE
         }
-        names = (name for name in self._target.file_names(place) if _TOLD_NAME.fullmatch(name))
+        names = (name for name in self._target.file_sizes(place) if _TOLD_NAME.fullmatch(name))
         for text in self._target.take([place / name for name in sorted(names)]).values():
             told: dict[str, Any] = json.loads(text)
             tables = RankLists([tuple(row) for row in told["ranks"]])

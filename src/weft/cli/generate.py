@@ -41,5 +41,8 @@ def refuse_no_run(run: Path) -> None:
         inside = sorted(str(found.parent) for found in run.glob("*/config.toml"))
         hint = f"Use one of its runs: {', '.join(inside[:5])}." if inside else "Give a run's folder."
         raise ConfigError(f"RUN={run}: this folder is no run, it has no config.toml. {hint}")
-    if not any((run / "checkpoints").glob("step_*")):
+    from weft.checkpoint import list_checkpoints
+    from weft.train import RunFolder
+
+    if not list_checkpoints(RunFolder(run).checkpoints):
         raise ConfigError(f"RUN={run}: this run has no checkpoint yet. Train it first: weft train {run}/config.toml")

@@ -116,8 +116,12 @@ class FolderTarget:
     def open(self, file: Location) -> _OpenFile:
         return _OpenFile(cast(Path, file))
 
-    def file_names(self, place: Location) -> set[str]:
-        return {*os.listdir(cast(Path, place))}
+    def file_sizes(self, place: Location) -> dict[str, int]:
+        return {
+            file.name: file.lstat().st_size
+            for file in cast(Path, place).iterdir()
+            if file.is_symlink() or file.is_file()
+        }
 
     def take(self, files: Collection[Location]) -> Mapping[Location, bytes]:
         found = {file: cast(Path, file).read_bytes() for file in files}

@@ -117,8 +117,9 @@ class StoreTarget:
     def open(self, file: Location) -> _OpenObject:
         return _OpenObject(cast(StorePath, file))
 
-    def file_names(self, place: Location) -> set[str]:
-        return {path.name for path in place.iterdir()}
+    def file_sizes(self, place: Location) -> dict[str, int]:
+        found = ask(cast(StorePath, place), "ls", key_of(cast(StorePath, place)), detail=True)
+        return {one["name"].rpartition("/")[2]: int(one["size"] or 0) for one in found if one["type"] == "file"}
 
     def take(self, files: Collection[Location]) -> Mapping[Location, bytes]:
         if not files:

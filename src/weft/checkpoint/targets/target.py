@@ -113,8 +113,8 @@ class Target(Protocol):
         """Open a file for reading; never follows a link."""
         ...
 
-    def file_names(self, place: Location) -> set[str]:
-        """Names of all files of a folder."""
+    def file_sizes(self, place: Location) -> dict[str, int]:
+        """Size of each file of a folder, by name."""
         ...
 
     def take(self, files: Collection[Location]) -> Mapping[Location, bytes]:

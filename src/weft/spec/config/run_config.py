@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, WithJsonSchema
 
+from weft.spec.config.value_types import Duration, ShareOrSize, StoreOrFolder
+
 # TOML has 64-bit integers; sizes have limits far above sense, so that a slip of the hand is refused at once.
 PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -26,19 +28,6 @@ Name = Annotated[
             "type": "string",
             "pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
             "x-rule": "a name of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
-        }
-    ),
-]
-
-_SHARE_OR_SIZE = r"^([1-9][0-9]?%|([1-9][0-9]{0,8}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])([KMGT]i?|k)B)$"
-ShareOrSize = Annotated[
-    str,
-    StringConstraints(pattern=_SHARE_OR_SIZE),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": _SHARE_OR_SIZE,
-            "x-rule": "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
         }
     ),
 ]
@@ -61,16 +50,6 @@ OptionValue = Annotated[
     bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
     WithJsonSchema({"x-rule": "true, false, a number, a text or a list of numbers"}),
 ]
-_DURATION = "^(" + "|".join(
-    "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
-    for unit in "dhms"
-) + ")$"  # fmt: skip
-Duration = Annotated[
-    str,
-    StringConstraints(pattern=_DURATION),
-    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
-]
-
 ColumnPart = Literal[
     "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
     "mask",
@@ -311,14 +290,24 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
+    dir: StoreOrFolder | None = Field(default=None, examples=["s3://bucket/prefix"])
+    """Where checkpoints go, each run's below its name: a folder that all machines share, or a URL of an object store,
+    such as s3://bucket/prefix or gs://bucket/prefix. Absent: `checkpoints` in the run's folder."""
     every: Count = 50
     """Steps between checkpoints; 0 saves only at the end."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Whether to keep the checkpoint with the lowest evaluation loss too."""
+    """Whether to keep the checkpoint with the best evaluation too."""
+    best_by: str = "loss"
+    """What says which evaluation is the best: loss, or one of the task's metrics by name."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Which value of `best_by` is the best."""
     keep_every: Count = 0
     """Keep the checkpoints of steps that are a multiple of this for good; 0: none."""
+    verify: Literal["auto", "start", "background"] = "auto"
+    """When digests of the checkpoint that a run goes on from are checked (sizes always are, at once): before the first
+    step, or behind training and before the first save. auto: at the start up to 256 MiB for each rank."""
     background: bool = True
     """Whether training goes on while a checkpoint is written: it waits for a copy in host memory only."""
     busy: Literal["wait", "skip"] = "wait"

@@ -9,6 +9,7 @@ from weft.lazy import loads
 __all__ = [
     "RunResult",
     "STOP_SIGNALS",
+    "Save",
     "Start",
     "heeded_signals",
     "circumstances",
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from weft.train.run.folder_lock import run_lock
     from weft.train.run.preparation import prepare_run
     from weft.train.run.rank_run import RunResult, Start, run_rank
+    from weft.train.run.save_thread import Save
     from weft.train.run.signals import STOP_SIGNALS, heeded_signals
     from weft.train.run.surroundings import circumstances
 
@@ -29,6 +31,7 @@ __getattr__ = loads(
     {
         "RunResult": ".rank_run",
         "STOP_SIGNALS": ".signals",
+        "Save": ".save_thread",
         "Start": ".rank_run",
         "circumstances": ".surroundings",
         "heeded_signals": ".signals",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from weft.checkpoint.targets import Location
 from weft.errors import CheckpointError, UnfitError
 from weft.train.hooks import SaveEnd
 
@@ -21,13 +21,13 @@ class Save:
     Errors are those of all ranks alike, so that all try again together.
     """
 
-    def __init__(self, step: int, act: Callable[[], Path], retries: int = 0, holds: bool = False):
+    def __init__(self, step: int, act: Callable[[], Location], retries: int = 0, holds: bool = False):
         self.step = step
         self._act, self._retries, self._holds = act, retries, holds
         self._began = time.perf_counter()
         self._over = threading.Event()
         self._given_up = threading.Event()
-        self._path: Path | None = None
+        self._path: Location | None = None
         self._durable_s = 0.0
         #: How long training waited for it (s).
         self.stall_s = 0.0
@@ -76,7 +76,7 @@ class Save:
             raise self.error
         return SaveEnd(self.step, self._path, stall_s=self.stall_s, durable_s=self._durable_s)
 
-    def _tried(self) -> Path:
+    def _tried(self) -> Location:
         pause = _PAUSE_S[0]
         while True:
             try:

@@ -6,6 +6,7 @@ rest as JSON. Each rank writes and reads its part.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import nn
 from weft.checkpoint import (
     Checkpoint,
     Found,
+    SavedPiece,
     Together,
     folder_name,
     load_checkpoint,
@@ -27,12 +29,14 @@ from weft.checkpoint import (
     save_pieces,
     verify_checkpoint,
 )
+from weft.checkpoint.targets import Location, located
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.parallel import data_parallel, drops_of
 from weft.parallel.placement import is_attached, originals
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
+from weft.train.script.saves_behind import SavesBehind
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
 from weft.train.state import GroupSource, capture_model, on_each, on_first, pieces, resume, together, written
 from weft.train.step import ForwardFn, LossFn, TrainStep, call_model, mean_loss
@@ -47,7 +51,7 @@ class Loaded:
 
     step: int
     extra: Any
-    path: Path
+    path: Location
     plan: str
     passed_over: tuple[str, ...] = ()
 
@@ -66,6 +70,7 @@ class ScriptState:
     mesh: Mesh
     #: Whether what `shard` gives may hold batches that stand in for none: somebody leaves them out.
     _leaves_out: bool = False
+    _behind: SavesBehind | None = None
 
     def save(
         self,
@@ -79,24 +84,47 @@ class ScriptState:
         ema: Ema | None = None,
         extra: Any = None,
         keep: int | None = None,
-    ) -> Path:
+        background: bool = False,
+    ) -> Location:
         """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
 
+        folder: a path, or a URL of an object store such as s3://bucket/prefix.
         step: optimizer steps done. optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
         loader: what `shard` returned. scheduler: of torch.optim.lr_scheduler. extra: JSON values of your own.
         keep: how many of the newest checkpoints stay in the folder; None: all.
-        Raises CheckpointError, on all ranks, when it cannot be written; ModelError for a model of another run.
+        background: return once the values are copied, and write meanwhile; `wait_saved`, the next `save` and `load`,
+        and the end of the run wait for it. One save at a time: a `save` waits for the one before.
+        Raises CheckpointError, on all ranks, when it cannot be written, or when a save in the background failed before;
+        ModelError for a model of another run.
         """
+        self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
         state = self._state(model, optimizer, loader, scheduler, ema, extra)
         own, groups = pieces(model, torch_optimizer), ["model", "optimizer"]
         if ema is not None:
             own = chain(own, written("ema", ema.stretches(), data_parallel(model)))
             groups.append("ema")
-        path = save_pieces(Path(folder), step, own, state, together(self.mesh), groups)
-        if keep is not None:
-            on_first(self.mesh, lambda: prune_checkpoints(path.parent, keep, whole=step) and None)
-        return path
+        root = located(folder)
+
+        def write(own: Iterable[SavedPiece], ranks: Together) -> Location:
+            path = save_pieces(root, step, own, state, ranks, groups)
+            if keep is not None:
+                ranks.on_first(lambda: prune_checkpoints(root, keep, whole=step) and None)
+            return path
+
+        if not background:
+            return write(own, together(self.mesh))
+        state = copy.deepcopy(state)
+        self._behind = self._behind or SavesBehind(self.mesh)
+        self._behind.begin(step, own, write)
+        return root / folder_name(step)
+
+    def wait_saved(self) -> Location | None:
+        """Wait for the save in the background; its path, or None where none is under way. All ranks call it.
+
+        Raises CheckpointError where it could not be written: earlier checkpoints then stand as they were.
+        """
+        return self._behind.wait() if self._behind else None
 
     def load(
         self,
@@ -114,8 +142,9 @@ class ScriptState:
         step: of the checkpoint to load instead. All ranks call it, each with access to the folder.
         Raises CheckpointError where all are damaged, or it is of another model; ModelError for a model of another run.
         """
+        self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
-        found = _find(Path(folder), step, together(self.mesh))
+        found = _find(located(folder), step, together(self.mesh))
         if found is None:
             return None
         path = found.path
@@ -245,7 +274,7 @@ def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.opti
     return found
 
 
-def _find(folder: Path, step: int | None, ranks: Together) -> Found | None:
+def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
     """The checkpoint to load, of which each rank verified its share, and the newer ones that were passed over."""
     if step is None:
         return newest_checkpoint(folder, together=ranks)

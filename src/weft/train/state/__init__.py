@@ -9,6 +9,7 @@ from weft.lazy import loads
 __all__ = [
     "GroupSource",
     "capture_model",
+    "copied",
     "expected_bytes",
     "gather",
     "on_each",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weft.train.state.state import (
         GroupSource,
         capture_model,
+        copied,
         expected_bytes,
         pieces,
         restore_model,
@@ -37,6 +39,7 @@ __getattr__ = loads(
     {
         "GroupSource": ".state",
         "capture_model": ".state",
+        "copied": ".state",
         "expected_bytes": ".state",
         "gather": ".on_ranks",
         "on_each": ".on_ranks",
