@@ -6,6 +6,7 @@ whose loss was finite can still have spoilt the weights, and the step after tell
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -92,7 +93,7 @@ class Keeper:
             found = newest_checkpoint(self._folder.checkpoints, together=self._together)
             assert found is not None
         elif verify != "start" and not self._config.resume.step:
-            self._digests = DigestsBehind(path, self._together.rank, number, self._stop)
+            self._digests = DigestsBehind(path, self._together.rank, number, functools.partial(self._stop, found.step))
         return found.step, [*notes, *(f"checkpoint passed over: {one}" for one in found.passed_over)]
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
@@ -152,9 +153,9 @@ class Keeper:
             if failed:
                 self._save.wait(_LAST_WAIT_S)
 
-    def _stop(self, problems: list[str]) -> None:
+    def _stop(self, step: int, problems: list[str]) -> None:
         """In a thread of one rank: what the run went on from is damaged, so that nothing of it may be saved."""
-        self._ends += [SaveEnd(self._resumed, note=f"step {self._resumed}, which the run went on from: {one}")
+        self._ends += [SaveEnd(step, note=f"step {step}, which the run went on from: {one}")
                        for one in problems]  # fmt: skip
         self._engine.wants_stop = True
 

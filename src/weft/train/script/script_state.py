@@ -7,6 +7,7 @@ rest as JSON. Each rank writes and reads its part.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class ScriptState:
         def write(own: Iterable[SavedPiece], ranks: Together) -> Location:
             path = save_pieces(root, step, own, state, ranks, groups)
             if keep is not None:
-                ranks.on_first(lambda: prune_checkpoints(root, keep, whole=step) and None)
+                ranks.on_first(functools.partial(_prune, root, keep, step))
             return path
 
         if not background:
@@ -272,6 +273,10 @@ def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.opti
             f"run.train_step returned."
         )
     return found
+
+
+def _prune(root: Location, keep: int, step: int) -> None:
+    prune_checkpoints(root, keep, whole=step)
 
 
 def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
