@@ -124,20 +124,21 @@ def located(words: str | Path | StorePath) -> Location:
 
 def key_of(path: StorePath) -> str:
     """What the store's own file system calls it."""
-    return str(type(file_system(path))._strip_protocol(path.url))  # pyright: ignore[reportPrivateUsage]
+    return _opened(path)[1]
 
 
 def file_system(path: StorePath) -> Any:
-    """fsspec's file system of a URL, which fsspec keeps for the process. MissingExtra where its package is not there.
+    """fsspec's file system of a URL, kept for the process. MissingExtra where its package is not there."""
+    return _opened(path)[0]
 
-    Without the cache of listings: other processes write there.
-    """
-    import fsspec
+
+def _opened(path: StorePath) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
 
     scheme = path.url.partition("://")[0]
     package, extra = _EXTRAS.get(scheme, (f"a file system of fsspec for {scheme}://", "s3"))
     try:
-        return fsspec.filesystem(scheme, use_listings_cache=False)
+        return url_to_fs(path.url, use_listings_cache=False)  # other processes write there
     except ImportError as error:
         raise MissingExtra(package, extra, f"{scheme}://") from error
     except ValueError as error:

@@ -60,13 +60,11 @@ class StoreTarget:
         return None
 
     def begin(self, step: int) -> Location:
-        name = base = folders.folder_name(step)
-        taken = {path.name.removesuffix(_ASIDE) for path in self._root.iterdir()}
-        number = 0
-        while name in taken:
-            number += 1
-            name = f"{base}.again{number if number > 1 else ''}"
-        return self._root / name
+        names = (path.name.removesuffix(_ASIDE) for path in self._root.iterdir())
+        taken = [folders.step_folder(self._root / name) for name in names if folders.step_in_name(name) == step]
+        number = max((one.again for one in taken), default=-1) + 1
+        again = f".again{number if number > 1 else ''}" if number else ""
+        return self._root / f"{folders.folder_name(step)}{again}"
 
     def settle(self, step: int, place: Location) -> Location:
         return place
@@ -186,7 +184,7 @@ class _OpenObject:
             return size
         if not self._ahead_at <= offset <= offset + size <= self._ahead_at + len(self._ahead):
             end = min(offset + _READ_AHEAD, self.num_bytes)
-            self._ahead = insisted(self._path, lambda: self._system.cat_file(self._key, offset, end))
+            self._ahead = insisted(self._path, lambda: self._system.cat_file(self._key, start=offset, end=end))
             self._ahead_at = offset
         data = self._ahead[offset - self._ahead_at :][:size]
         out[: len(data)] = data
