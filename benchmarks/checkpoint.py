@@ -1,7 +1,7 @@
 """Checkpoints beside torch's distributed ones (DCP): the same weights and Adam states, fully sharded, interleaved.
 
     python benchmarks/checkpoint.py                                  60 M parameters on 2 ranks
-    python benchmarks/checkpoint.py --size 500 --ranks 4 --rounds 3 --apart    500 M on 4, about 16 GB of memory and 6 of disk
+    python benchmarks/checkpoint.py --size 500 --ranks 4 --rounds 3 --apart    500 M on 4
 
 --apart: one rival after the other, each in processes of its own; else all four hold their model and states at once.
 
