@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.parity.cases import LLAMA, HuggingFaceCase
 from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase
+from weft.checkpoint import load_checkpoint
 from weft.comm import Ledger
 from weft.errors import CheckpointError, ModelError, WeftError
 from weft.mesh import build_mesh
@@ -423,3 +424,39 @@ def test_schedulers_go_on_where_they_were(make, tmp_path):
     run.load(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
     assert rates(optimizer, scheduler, 4) == want
     assert isinstance(optimizer.param_groups[0]["betas"], tuple)
+
+
+def save_behind(plan_text: str, folder: str) -> dict:
+    """Save in the background, train on, save again, and then fail to."""
+    script = Script(plan_text)
+    script.train(0, HALF)
+    before = script.run.full_state_dict(script.model)
+    path = script.run.save(folder, step=HALF, background=True, keep=1, extra={"best": 0.5}, **script.state())
+    script.train(HALF, STEPS)
+    assert script.run.wait_saved() == path
+    assert script.run.wait_saved() is None
+    script.run.save("/proc/nowhere", step=3, background=True, **script.state())
+    with pytest.raises(CheckpointError, match=r"the checkpoint of step 3 could not be written"):
+        script.run.save(folder, step=4, **script.state())
+    script.run.save(folder, step=4, background=True, keep=1, **script.state())
+    loaded = script.run.load(folder, **script.state())  # waits
+    return {"before": before, "step": loaded.step, "names": sorted(one.name for one in Path(folder).glob("step*"))}
+
+
+def test_a_save_behind_a_script_has_its_step_and_errors_come_at_the_next_call(tmp_path, ranks2):
+    got = ranks2.run(save_behind, TWO[2], str(tmp_path))
+    assert [one["step"] for one in got] == [4, 4]
+    assert got[0]["names"] == ["step_00000004"]
+    saved = tmp_path / "once"
+    (told,) = {str(one) for one in ranks2.run(saved_behind, TWO[2], str(saved))}
+    weights = load_checkpoint(Path(told)).tensors("model")
+    assert all(torch.equal(weights[name], one) for name, one in got[0]["before"].items() if name in weights)
+
+
+def saved_behind(plan_text: str, folder: str) -> str:
+    script = Script(plan_text)
+    script.train(0, HALF)
+    path = script.run.save(folder, step=HALF, background=True, **script.state())
+    script.train(HALF, STEPS)
+    script.run.wait_saved()
+    return str(path)

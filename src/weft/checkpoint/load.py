@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, strict_json
@@ -36,6 +34,7 @@ from weft.checkpoint.manifest import (
 from weft.checkpoint.parts import Part
 from weft.checkpoint.read import StretchReader, TensorGroup, whole
 from weft.checkpoint.slices import rank_of, shard_name
+from weft.checkpoint.targets import Location, located, target_at
 from weft.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ _MOST_TOLD = 8
 class PassedOver:
     """A newer checkpoint that was not taken, and why."""
 
-    path: Path
+    path: Location
     reason: str
 
     def __str__(self) -> str:
@@ -63,7 +62,7 @@ class PassedOver:
 class Found:
     """The newest whole checkpoint, and the newer ones that were passed over (newest first)."""
 
-    path: Path
+    path: Location
     step: int
     passed_over: tuple[PassedOver, ...] = ()
 
@@ -72,7 +71,7 @@ class Found:
 class Checkpoint:
     """A checkpoint that was opened. `state` is what was saved; `written_by` has the versions of weft and torch."""
 
-    path: Path
+    path: Location
     step: int
     state: dict[str, Any]
     written_by: Mapping[str, str]
@@ -163,7 +162,7 @@ class Checkpoint:
         return {name: handle.get_tensor(name) for name in [*handle.keys()]}
 
     def write_whole(
-        self, file: Path, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
+        self, file: Location, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
     ) -> None:
         """Write tensors of a group, whole, into a new safetensors file. All are in memory at once.
 
@@ -183,7 +182,7 @@ class Checkpoint:
         return self._reader.num_bytes
 
 
-def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -> Checkpoint:
+def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = False) -> Checkpoint:
     """Open a checkpoint. Bytes of tensors are read when they are asked for.
 
     COMMIT, the manifest and the state are always checked.
@@ -197,7 +196,7 @@ def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -
     Raises:
         CheckpointError: says what is damaged.
     """
-    path = Path(path)
+    path = located(path)
     try:
         manifest = _read_manifest(path)
         problems = [] if lazily else _file_problems(path, manifest, digests=verify)
@@ -210,7 +209,7 @@ def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -
 
 
 def verify_checkpoint(
-    path: Path, *, digests: bool = True, together: Together = ALONE, report: Callable[[int], None] = unheard
+    path: Location, *, digests: bool = True, together: Together = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
     """Return all problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
 
@@ -220,7 +219,7 @@ def verify_checkpoint(
         together: ranks that divide the files among them, and all learn what each found.
         report: called by several threads with the number of bytes that were digested since the last call.
     """
-    found = json.dumps(_problems(Path(path), digests, together, report)[:_MOST_TOLD])
+    found = json.dumps(_problems(located(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
 
     def joined() -> list[str]:
@@ -229,7 +228,7 @@ def verify_checkpoint(
     return together.on_first(joined)
 
 
-def _problems(path: Path, digests: bool, together: Together, report: Callable[[int], None]) -> list[str]:
+def _problems(path: Location, digests: bool, together: Together, report: Callable[[int], None]) -> list[str]:
     """What this rank finds in its share of the files."""
     try:
         manifest = _read_manifest(path)
@@ -241,21 +240,20 @@ def _problems(path: Path, digests: bool, together: Together, report: Callable[[i
     return problems
 
 
-def list_checkpoints(root: Path) -> list[Path]:
+def list_checkpoints(root: Location) -> list[Location]:
     """Return the committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
-    by_step: dict[int, Path] = {}
-    for folder in folders.step_folders(Path(root)):
+    by_step: dict[int, Location] = {}
+    for folder in target_at(located(root)).step_folders():
         # A second save of a step stands beside the first only after a crash: it counts when it is whole.
         if folder.committed and not (folder.step in by_step and verify_checkpoint(folder.path)):
             by_step[folder.step] = folder.path
     return list(by_step.values())
 
 
-def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = ALONE) -> Found | None:
+def newest_checkpoint(root: Location, *, verify: bool = True, together: Together = ALONE) -> Found | None:
     """Return the newest whole checkpoint of a run, or None when none was ever finished.
 
-    The result lists each newer one that was passed over and why; a folder without COMMIT never counted and is only
-    listed.
+    The result lists each newer one that was passed over, and why; a folder without COMMIT is only listed.
 
     Args:
         root: the folder of the steps' folders.
@@ -263,14 +261,13 @@ def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = A
         together: ranks that look at it together, each at its share of the files; all find the same.
 
     Raises:
-        CheckpointError: when there are finished checkpoints and all are damaged: starting over silently would lose the
-            run.
+        CheckpointError: when all finished checkpoints are damaged: starting over silently would lose the run.
     """
     passed_over: list[PassedOver] = []
-    damaged = False
-    seen = together.on_first(lambda: [(one.path.name, one.committed) for one in folders.step_folders(Path(root))])
+    damaged, target = False, target_at(located(root))
+    seen = together.on_first(lambda: [(one.path.name, one.committed) for one in target.step_folders()])
     for name, committed in reversed(seen):
-        folder = folders.step_folder(Path(root) / name)
+        folder = folders.step_folder(located(root) / name)
         if not committed:
             passed_over.append(PassedOver(folder.path, f"it has no {COMMIT_NAME}, so saving it never finished"))
             continue
@@ -282,13 +279,13 @@ def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = A
     if damaged:
         lines = "\n".join(f"  {one}" for one in passed_over)
         raise CheckpointError(
-            f"run.dir={root}: every checkpoint is damaged, so there is nothing to resume from.\n{lines}\n"
+            f"{target.setting}: every checkpoint is damaged, so there is nothing to resume from.\n{lines}\n"
             "Restore a copy, or give the run another run.name to start over."
         )
     return None
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Location) -> Manifest:
     try:
         commit = _read_small(path / COMMIT_NAME, 1024)
     except FileNotFoundError:
@@ -307,7 +304,7 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
     try:
         text = _read_small(path / STATE_NAME, manifest.files[STATE_NAME].num_bytes)
     except FileNotFoundError:
@@ -320,24 +317,26 @@ def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def _read_small(path: Path, max_bytes: int) -> bytes:
+def _read_small(path: Location, max_bytes: int) -> bytes:
     """A whole file, when it is a plain one and not larger than expected. FileNotFoundError when it is missing"""
     try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path.name} is not a plain file")
-        with path.open("rb") as file:
-            text = file.read(max_bytes + 1)
+        target = target_at(path.parent)
+        size = target.size(path)
+        if size > max_bytes:
+            raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes")
+        with contextlib.closing(target.open(path)) as file:
+            text, read = memoryview(bytearray(size)), 0
+            while read < size and (number := file.into(text[read:], read)):
+                read += number
     except FileNotFoundError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
-    if len(text) > max_bytes:
-        raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes")
-    return text
+    return bytes(text[:read])
 
 
 def _file_problems(
-    path: Path,
+    path: Location,
     manifest: Manifest,
     *,
     digests: bool,
@@ -375,25 +374,26 @@ def _file_problems(
         return [problem for problems in threads.map(check, share) for problem in problems]
 
 
-def _slices_in(path: Path, manifest: Manifest) -> list[str]:
+def _slices_in(path: Location, manifest: Manifest) -> list[str]:
     """Where a rank's file lacks what the manifest says of it."""
     wanted = runs_in(path.name, manifest)
     return missing_slices(path, wanted) if wanted else []
 
 
 def _one_file(
-    path: Path,
+    path: Location,
     manifest: Manifest,
     digest: bool,
     tensors: Mapping[str, TensorEntry] | None,
     report: Callable[[int], None],
 ) -> list[str]:
     expected = manifest.files[path.name]
-    status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode):
-        return [f"{path.name} is not a plain file"]
-    if status.st_size != expected.num_bytes:
-        return [f"{path.name} has {status.st_size} bytes instead of {expected.num_bytes}"]
+    try:
+        size = target_at(path.parent).size(path)
+    except CheckpointError as error:
+        return [str(error)]
+    if size != expected.num_bytes:
+        return [f"{path.name} has {size} bytes instead of {expected.num_bytes}"]
     if digest and sha256_of(path, report) != expected.sha256:
         return [f"{path.name} does not match its digest: its bytes changed after it was written"]
     return header_problems(path, tensors) if tensors is not None else []

@@ -39,5 +39,9 @@ def refuse_no_run(run: Path) -> None:
         inside = sorted(str(found.parent) for found in run.glob("*/config.toml"))
         hint = f"Use one of its runs: {', '.join(inside[:5])}." if inside else "Give a run's folder."
         raise ConfigError(f"RUN={run}: this folder is not a run; it has no config.toml. {hint}")
-    if not any((run / "checkpoints").glob("step_*")):
+    from weft.checkpoint import step_in_name
+    from weft.train import RunFolder
+
+    kept = RunFolder(run).checkpoints
+    if not kept.is_dir() or not any(step_in_name(path.name) is not None for path in kept.iterdir()):
         raise ConfigError(f"RUN={run}: this run has no checkpoint yet. Train it first: weft train {run}/config.toml")

@@ -4,7 +4,7 @@ runs/<name>/
   config.toml      the resolved config        plan.txt    the resolved plan, one line
   events.jsonl     one line per step, evaluation, checkpoint
   logs/rank_N.log  output of each rank        loss.png
-  checkpoints/     step_NNNNNNNN/ (safetensors + JSON)
+  checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir names another place
   .lock            held by the command that trains here (run/folder_lock.py)
 
 and what the task keeps there. The decoder on text keeps:
@@ -18,11 +18,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.errors import CheckpointError, ConfigError
 from weft.spec import RunConfig
 from weft.spec.files import load_config, parse_config
 from weft.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from weft.checkpoint.targets import Location
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,17 @@ class RunFolder:
     texts: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the steps' folders."""
+    def checkpoints(self) -> Location:
+        """Where the run's checkpoints are: in its folder, or below `checkpoint.dir`."""
+        from weft.checkpoint.targets import located
+
+        if "config.toml" in self.texts or (self.path / "config.toml").is_file():
+            config = self.config()
+            if config.checkpoint.dir is not None:
+                return located(config.checkpoint.dir) / config.run.name
         return self.path / "checkpoints"
 
-    def checkpoint(self, step: int) -> Path:
+    def checkpoint(self, step: int) -> Location:
         """Return the checkpoint of one step.
 
         Raises:

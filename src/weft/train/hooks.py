@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from weft.checkpoint.targets import Location
 from weft.monitor import StepRecord
 from weft.train.engine import Evaluation
 
@@ -17,7 +17,7 @@ class SaveEnd:
     """
 
     step: int
-    path: Path | None = None
+    path: Location | None = None
     why: str = ""
     note: str = ""
     stall_s: float = 0.0

@@ -185,7 +185,7 @@ def _cut(hook: FaultHook) -> None:
 
 def _damage(hook: FaultHook, how: Callable[[Path], None]) -> None:
     """Damage the newest checkpoint, then die: the next start finds it."""
-    how(list_checkpoints(hook.folder.checkpoints)[-1])
+    how(Path(str(list_checkpoints(hook.folder.checkpoints)[-1])))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

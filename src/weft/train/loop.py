@@ -234,7 +234,10 @@ class Trainer:
         rule = self.config.train.early_stop
         if math.isfinite(evaluation.loss):
             self._sound_step = self.progress.step
-        self.progress.note_evaluation(self.progress.step, evaluation.loss, rule.min_delta)
+        self.progress.note_evaluation(evaluation.loss, rule.min_delta)
+        by, kind = self.config.checkpoint.best_by, self.config.checkpoint.best_is
+        value = evaluation.loss if by == "loss" else evaluation.metrics.get(by)
+        self.progress.note_best(self.progress.step, by, value, highest=kind == "highest")
         for hook in self.hooks:
             if hook.on_evaluation(self.progress.step, evaluation):
                 self.engine.wants_stop = True

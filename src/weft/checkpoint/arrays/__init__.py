@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "RangedTensors",
     "RawArray",
     "block_of",
     "dtype_name",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.checkpoint.arrays.ranged_tensors import RangedTensors
     from weft.checkpoint.arrays.raw_array import RawArray
     from weft.checkpoint.arrays.tensor_file import (
         block_of,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "RangedTensors": ".ranged_tensors",
         "RawArray": ".raw_array",
         "block_of": ".tensor_file",
         "dtype_name": ".tensor_file",

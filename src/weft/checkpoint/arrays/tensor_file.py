@@ -7,18 +7,20 @@ needs all bytes of a file in memory at once and cannot digest while it writes; r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoint.arrays.ranged_tensors import RangedTensors, StoredTensor
 from weft.checkpoint.arrays.raw_array import RawArray
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
+from weft.checkpoint.targets import Location, target_at
 from weft.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -83,11 +85,27 @@ def tensor_of(block: RawArray) -> Tensor:
     return torch.frombuffer(block.data, dtype=dtype).view(block.shape)
 
 
+class _RangedTensors(RangedTensors):
+    """Answers as the safetensors package's handle does; whole tensors are read when they are asked for."""
+
+    def keys(self) -> list[str]:
+        return [*self.tensors]
+
+    def get_slice(self, name: str) -> StoredTensor:
+        return self.tensors[name]
+
+    def get_tensor(self, name: str) -> Tensor:
+        found = self.tensors[name]
+        data = memoryview(bytearray(found.num_bytes))
+        self.into(data, found.offset)
+        return tensor_of(RawArray(found.dtype, found.shape, data))
+
+
 class DigestingFile:
     """A new file whose SHA-256 is taken while it is written; `close` makes it durable and returns its entry."""
 
-    def __init__(self, path: Path):
-        self._file = path.open("xb")
+    def __init__(self, path: Location):
+        self._file = target_at(path.parent).create(path)
         self._digest = hashlib.sha256()
         # hashlib and write both release the GIL: the digest of a chunk runs beside the write of the same chunk.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
@@ -114,8 +132,7 @@ class DigestingFile:
 
     def close(self) -> FileEntry:
         """Flush to the disk itself, then close."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.finish()
         return FileEntry(self._num_bytes, self._digest.hexdigest())
 
     def __enter__(self) -> DigestingFile:
@@ -126,7 +143,7 @@ class DigestingFile:
         self._file.close()
 
 
-def write_file(path: Path, data: bytes) -> FileEntry:
+def write_file(path: Location, data: bytes) -> FileEntry:
     """Write a small new file durably."""
     with DigestingFile(path) as file:
         file.write(data)
@@ -139,7 +156,7 @@ def file_order(names_and_entries: Iterable[tuple[str, TensorEntry]]) -> list[str
 
 
 def write_tensors(
-    path: Path,
+    path: Location,
     tensors: Mapping[str, Tensor | RawArray],
     entries: Mapping[str, TensorEntry],
     look: Callable[[RawArray], None] | None = None,
@@ -182,12 +199,14 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def open_tensors(path: Path, framework: str = "pt") -> Any:
+def open_tensors(path: Location, framework: str = "pt") -> Any:
     """Return the safetensors package's handle on a memory-mapped file.
 
     Raises:
         CheckpointError: when the file is not of the format.
     """
+    if not isinstance(path, Path):
+        return _RangedTensors(path)
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -196,7 +215,7 @@ def open_tensors(path: Path, framework: str = "pt") -> Any:
         raise CheckpointError(f"{path.name}: not a safetensors file ({error})") from error
 
 
-def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]:
+def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[str]:
     """Return where the file's own header differs from what the manifest says of it: names, dtypes, shapes."""
     try:
         handle = open_tensors(path, "numpy")  # for names and shapes alone
@@ -217,7 +236,7 @@ def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]
     return problems
 
 
-def missing_slices(path: Path, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
+def missing_slices(path: Location, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
     """Return where a file lacks slices that the manifest says it has. wanted: dtype and number of elements by name."""
     try:
         handle = open_tensors(path, "numpy")
@@ -238,11 +257,13 @@ def unheard(num_bytes: int) -> None:
     """Ignore the report of bytes digested, where nobody asks for one."""
 
 
-def sha256_of(path: Path, report: Callable[[int], None] = unheard) -> str:
+def sha256_of(path: Location, report: Callable[[int], None] = unheard) -> str:
     """Return the digest of a whole file, read in pieces; report: called with the size of each."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(piece):
+    digest, offset = hashlib.sha256(), 0
+    with contextlib.closing(target_at(path.parent).open(path)) as file:
+        piece = memoryview(bytearray(file.chunk_bytes))
+        while size := file.into(piece, offset):
             digest.update(piece[:size])
+            offset += size
             report(size)
     return digest.hexdigest()

@@ -148,7 +148,7 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     found = {f"state.{key}": value for key, value in flat(checkpoint.state).items()}
     found |= {f"written_by.{key}": value for key, value in checkpoint.written_by.items()}
     config = checkpoint.path.parent.parent / "config.toml"
-    if checkpoint.path.parent.name == "checkpoints" and config.is_file():
+    if checkpoint.path.parent.name == "checkpoints" and isinstance(config, Path) and config.is_file():
         found |= flat(config_values(config))
     return found
 

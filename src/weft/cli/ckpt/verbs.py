@@ -14,7 +14,7 @@ from weft.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, check, compare and move checkpoints.")
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help=RUN_HELP)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
 One = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=ONE_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -36,9 +36,10 @@ def verify(
 ) -> None:
     """Check every file against its digest. Exit code 0: all are whole; 1: some are damaged; 2: nothing to check."""
     from weft.checkpoint import step_in_name
+    from weft.checkpoint.targets import located
     from weft.cli.ckpt.damage import inspect
 
-    path = Path(run)
+    path = located(run)
     if step_in_name(path.name) is not None or not path.is_dir():
         paths = [path if path.is_dir() else one_of(run)]
     else:
@@ -114,12 +115,13 @@ def prune(
 ) -> None:
     """Delete old checkpoints, never the newest whole one, the best one, nor the newest that was evaluated."""
     from weft.checkpoint import prune_checkpoints
+    from weft.checkpoint.targets import target_at
     from weft.cli.ckpt.spared import spared_steps
     from weft.units import counted, format_bytes
 
     root = root_of(run)
     spared = spared_steps(root, every)
-    sizes = {path: sum(file.lstat().st_size for file in path.iterdir()) for path in settled_steps(root).values()}
+    sizes = {path: sum(target_at(root).file_sizes(path).values()) for path in settled_steps(root).values()}
     gone = prune_checkpoints(root, keep_last, spared=spared, delete=yes)
     found = f"{counted(len(gone), 'checkpoint')}, {format_bytes(sum(sizes.get(path, 0) for path in gone))}"
     _print([f"{'deleted' if yes else 'would delete'} {path}" for path in gone])

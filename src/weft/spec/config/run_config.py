@@ -23,6 +23,7 @@ from weft.spec.config.setting_types import (
     PositiveFloat,
     PositiveInt,
     ShareOrSize,
+    StoreOrFolder,
     TaskName,
     Width,
 )
@@ -273,14 +274,24 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
+    dir: StoreOrFolder | None = Field(default=None, examples=["s3://bucket/prefix"])
+    """Where checkpoints go, each run's below its name: a folder that all machines share, or a URL of an object store,
+    such as s3://bucket/prefix or gs://bucket/prefix. Absent: `checkpoints` in the run's folder."""
     every: Count = 50
     """Steps between checkpoints; 0 saves only at the end."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Whether to keep the checkpoint with the lowest evaluation loss too."""
+    """Whether to keep the checkpoint with the best evaluation too."""
+    best_by: str = "loss"
+    """What says which evaluation is the best: loss, or one of the task's metrics by name."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Which value of `best_by` is the best."""
     keep_every: Count = 0
     """Never delete checkpoints whose step is a multiple of this; 0: off."""
+    verify: Literal["auto", "start", "background"] = "auto"
+    """When digests of the checkpoint that a run goes on from are checked (sizes always are, at once): before the first
+    step, or behind training and before the first save. auto: at the start up to 256 MiB for each rank."""
     background: bool = True
     """Write checkpoints in the background: training waits only for a copy in host memory."""
     busy: Literal["wait", "skip"] = "wait"

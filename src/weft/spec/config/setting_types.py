@@ -57,6 +57,19 @@ OptionValue = Annotated[
     bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
     WithJsonSchema({"x-rule": "true, false, a number, a string or a list of numbers"}),
 ]
+_PLACE = r"^([^:?#@]|:[^/?#@])[^?#@]*$"
+StoreOrFolder = Annotated[
+    str,
+    StringConstraints(pattern=_PLACE),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _PLACE,
+            "x-rule": "a folder, or a URL of bucket and prefix alone (credentials belong in the environment)",
+        }
+    ),
+]
+
 _DURATION = "^(" + "|".join(
     "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
     for unit in "dhms"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import cast
 
@@ -16,6 +17,9 @@ from weft.spec.config import RunConfig
 from weft.spec.files.toml_lines import KeyPath, dotted
 
 Node = dict[str, object]
+
+#: The user, the password and the query of a URL: what people type there is not printed.
+_SECRETS = re.compile(r"(?<=://)[^/]*(?=@)|(?<=\?).+", re.DOTALL)
 
 #: What other frameworks call things, and the key that means it here.
 _OTHER_NAMES = {
@@ -163,6 +167,7 @@ def _plain_toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
+        value = _SECRETS.sub("***", value) if "://" in value else value
         return value if value.isprintable() and value else json.dumps(value)
     if isinstance(value, int):
         return str(value) if abs(value) < 10**40 else "(a huge number)"
@@ -290,6 +295,8 @@ def _unquoted(value: str, branches: list[Node]) -> str:
 
 
 def _example(path: KeyPath, node: Node) -> str:
+    if examples := cast(list[object], node.get("examples")):
+        return as_toml(examples[0])
     default = node.get("default")
     if default is not None:
         return shown(default)

@@ -136,7 +136,7 @@ def _commit(found: _Found, kind: str, source: Path, root: Path, step: int | None
     }
     path = save_checkpoint(root, step, {"model": weights, "optimizer": states}, state)
     left_out = [*(".".join(map(str, place)) for place in names.left_out), *found.left_out]
-    return BroughtIn(path, step, _KINDS[kind], len(weights), len(states), tuple(left_out))
+    return BroughtIn(Path(str(path)), step, _KINDS[kind], len(weights), len(states), tuple(left_out))
 
 
 def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch.Tensor]:

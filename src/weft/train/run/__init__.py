@@ -9,6 +9,7 @@ from weft.lazy import loads
 __all__ = [
     "RunResult",
     "STOP_SIGNALS",
+    "Save",
     "Start",
     "circumstances",
     "heeded_signals",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weft.train.run.left_out import leave_out, steps_left_out, stretches
     from weft.train.run.preparation import prepare_run
     from weft.train.run.rank_run import RunResult, Start, run_rank
+    from weft.train.run.save_thread import Save
     from weft.train.run.signals import STOP_SIGNALS, heeded_signals
     from weft.train.run.surroundings import circumstances
 
@@ -33,6 +35,7 @@ __getattr__ = loads(
     {
         "RunResult": ".rank_run",
         "STOP_SIGNALS": ".signals",
+        "Save": ".save_thread",
         "Start": ".rank_run",
         "circumstances": ".surroundings",
         "heeded_signals": ".signals",

@@ -55,6 +55,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
         refuse_other_run(folder, config, task)
     config = task.config = _with_own_layout(config, task, plan)
     _check_optimizer(config, task)
+    _check_best(config, task)
     task.prepare(folder, report)
     config, notes = with_steps(config, task)
     task.config = config
@@ -131,6 +132,15 @@ def _check_optimizer(config: RunConfig, task: Task) -> None:
         from weft.optim import check_optimizer
 
         check_optimizer(task.shapes(), config.optimizer)
+
+
+def _check_best(config: RunConfig, task: Task) -> None:
+    """ConfigError where the best checkpoint is to be told by a metric that the task does not have."""
+    by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
+    if by not in known:
+        raise ConfigError(
+            f"checkpoint.best_by={by}: this task's evaluations have no such metric. Use {' or '.join(known)}."
+        )
 
 
 def _write(path: Path, text: str) -> None:

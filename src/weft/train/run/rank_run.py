@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from weft import env
 from weft.checkpoint import require_space
+from weft.checkpoint.targets import located
 from weft.lazy import named_object
 from weft.monitor import tail_events
 from weft.monitor.screen import busy, make_display, tell
@@ -167,7 +168,7 @@ class _RankRun:
         Raises CheckpointError where the disk is too full to save.
         """
         limit, num_bytes = self.config.train.max_time, self.engine.checkpoint_bytes()
-        require_space(self.folder.path, num_bytes)
+        require_space(located(self.config.checkpoint.dir or self.folder.path), num_bytes)
         return TimeLimit(limit, began + parse_seconds(limit), num_bytes) if limit else None
 
     def _show(self, recorder: RunRecorder, step: int, reason: str) -> str:

@@ -171,7 +171,14 @@ class Run(ScriptState):
         return global_mean(loss_sum, num_tokens, self.mesh)
 
     def close(self) -> None:
-        """Leave the other ranks. Call it last, or use the run as a context manager."""
+        """Wait for a save in the background, and leave the other ranks.
+
+        Call it last, or use the run as a context manager.
+
+        Raises:
+            CheckpointError: where that save failed.
+        """
+        self.wait_saved()
         if self._watch is not None:
             self._watch.close()
         leave_ranks()
@@ -185,6 +192,8 @@ class Run(ScriptState):
         # After an error the others may never come to the parting barrier.
         if error is None:
             self.close()
+        elif self._behind is not None:
+            self._behind.leave()
 
 
 def init(

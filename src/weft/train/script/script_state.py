@@ -6,6 +6,8 @@ rest as JSON. Each rank writes and reads its part.
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch import nn
 from weft.checkpoint import (
     Checkpoint,
     Found,
+    SavedPiece,
     Together,
     folder_name,
     load_checkpoint,
@@ -27,12 +30,14 @@ from weft.checkpoint import (
     save_pieces,
     verify_checkpoint,
 )
+from weft.checkpoint.targets import Location, located
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.parallel import data_parallel, drops_of
 from weft.parallel.placement import is_attached, originals
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
+from weft.train.script.saves_behind import SavesBehind
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
 from weft.train.state import GroupSource, capture_model, on_each, on_first, pieces, resume, together, written
 from weft.train.step import ForwardFn, LossFn, TrainStep, call_model, mean_loss
@@ -47,7 +52,7 @@ class Loaded:
 
     step: int
     extra: Any
-    path: Path
+    path: Location
     plan: str
     passed_over: tuple[str, ...] = ()
 
@@ -66,6 +71,7 @@ class ScriptState:
     mesh: Mesh
     #: Whether what `shard` gives may hold batches that stand in for none: somebody leaves them out.
     _leaves_out: bool = False
+    _behind: SavesBehind | None = None
 
     def save(
         self,
@@ -79,11 +85,12 @@ class ScriptState:
         ema: Ema | None = None,
         extra: Any = None,
         keep: int | None = None,
-    ) -> Path:
+        background: bool = False,
+    ) -> Location:
         """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
 
         Args:
-            folder: of all checkpoints of the run, reached by every rank.
+            folder: of all checkpoints of the run, reached by every rank; or a URL such as s3://bucket/prefix.
             step: optimizer steps done.
             model: what `parallelize` returned.
             optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
@@ -92,21 +99,42 @@ class ScriptState:
             ema: what `ema` returned.
             extra: JSON values of your own.
             keep: how many of the newest checkpoints stay in the folder; None: all.
+            background: return once the values are copied, and write meanwhile; `wait_saved`, the next `save` and
+                `load`, and the end of the run wait for it.
 
         Raises:
-            CheckpointError: on all ranks, when it cannot be written.
+            CheckpointError: on all ranks, when it cannot be written, or when a save in the background failed before.
             ModelError: for a model of another run.
         """
+        self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
         state = self._state(model, optimizer, loader, scheduler, ema, extra)
         own, groups = pieces(model, torch_optimizer), ["model", "optimizer"]
         if ema is not None:
             own = chain(own, written("ema", ema.stretches(), data_parallel(model)))
             groups.append("ema")
-        path = save_pieces(Path(folder), step, own, state, together(self.mesh), groups)
-        if keep is not None:
-            on_first(self.mesh, lambda: prune_checkpoints(path.parent, keep, whole=step) and None)
-        return path
+        root = located(folder)
+
+        def write(own: Iterable[SavedPiece], ranks: Together) -> Location:
+            path = save_pieces(root, step, own, state, ranks, groups)
+            if keep is not None:
+                ranks.on_first(functools.partial(_prune, root, keep, step))
+            return path
+
+        if not background:
+            return write(own, together(self.mesh))
+        state = copy.deepcopy(state)
+        self._behind = self._behind or SavesBehind(self.mesh)
+        self._behind.begin(step, own, write)
+        return root / folder_name(step)
+
+    def wait_saved(self) -> Location | None:
+        """Wait for the save in the background, and return its path; None where none is under way. All ranks call it.
+
+        Raises:
+            CheckpointError: where it could not be written; earlier checkpoints then stand as they were.
+        """
+        return self._behind.wait() if self._behind else None
 
     def load(
         self,
@@ -133,8 +161,9 @@ class ScriptState:
             CheckpointError: where all are damaged, it is of another model, or was saved without what is given here.
             ModelError: for a model of another run.
         """
+        self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
-        found = _find(Path(folder), step, together(self.mesh))
+        found = _find(located(folder), step, together(self.mesh))
         if found is None:
             return None
         path = found.path
@@ -165,9 +194,8 @@ class ScriptState:
             restore_scheduler(scheduler, state["scheduler"])
         if (drops := drops_of(model)) is not None:
             drops.num_keys = int(state.get("dropout_keys", 0))
-        return Loaded(
-            checkpoint.step, state.get("extra"), path, state.get("plan", ""), tuple(map(str, found.passed_over))
-        )
+        passed_over = tuple(map(str, found.passed_over))
+        return Loaded(checkpoint.step, state.get("extra"), path, state.get("plan", ""), passed_over)
 
     def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """Return the whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
@@ -276,7 +304,11 @@ def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.opti
     return found
 
 
-def _find(folder: Path, step: int | None, ranks: Together) -> Found | None:
+def _prune(root: Location, keep: int, step: int) -> None:
+    prune_checkpoints(root, keep, whole=step)
+
+
+def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
     """The checkpoint to load, of which each rank verified its share, and the newer ones that were passed over."""
     if step is None:
         return newest_checkpoint(folder, together=ranks)

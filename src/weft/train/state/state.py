@@ -86,11 +86,13 @@ def pieces(
             step.
     """
     found = _pieces(model, optimizer)
-    if copies is None:
-        return found
-    found = list(found)
+    return found if copies is None else iter(copied(list(found), copies))
+
+
+def copied(found: Sequence[SavedPiece], copies: HostCopies) -> list[SavedPiece]:
+    """Copy the tensors of pieces as they are now. CheckpointError where the host has no room for it."""
     taken = copies.take([cast(torch.Tensor, one.data) for one in found])
-    return (replace(one, data=copy) for one, copy in zip(found, taken, strict=True))
+    return [replace(one, data=copy) for one, copy in zip(found, taken, strict=True)]
 
 
 def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint import load_checkpoint, newest_checkpoint
+from weft.checkpoint.targets import Location
 from weft.data import Tokenizer
 from weft.errors import CheckpointError, ConfigError
 from weft.mesh import pick_device
@@ -93,7 +94,7 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
     return text
 
 
-def _find(folder: RunFolder, step: int | None) -> Path:
+def _find(folder: RunFolder, step: int | None) -> Location:
     if step is None:
         found = newest_checkpoint(folder.checkpoints)
         if found is None:

@@ -62,6 +62,8 @@ def drill(
         "launch.min_ranks=1", f"launch.timeout={timeout}s", f"launch.warn_after={max(1, timeout // 4)}s",
         "sample.prompt=",
     ]  # fmt: skip
+    if config.checkpoint.dir is not None:  # nothing is written to where the user keeps checkpoints
+        given.append(f"checkpoint.dir={place / 'kept'}")
     try:
         sound = _undisturbed(given, place, limit)
         rows = []

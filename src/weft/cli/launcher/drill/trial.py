@@ -216,7 +216,7 @@ def end_all(folder: Path) -> int:
 
 
 def _newest(folder: RunFolder) -> Path:
-    return list_checkpoints(folder.checkpoints)[-1]
+    return Path(str(list_checkpoints(folder.checkpoints)[-1]))
 
 
 def _is_done(folder: RunFolder) -> bool:
