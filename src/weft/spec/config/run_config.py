@@ -193,9 +193,10 @@ class OptimizerSection(Section):
     """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """AdamW: added to the denominator of the update."""
-    states: Literal["fp32", "bf16"] = "fp32"
-    """AdamW: format of its two running means. bf16 takes half the memory and more time; each is rounded at random, by
-    seed, step and place in the parameter, so every plan rounds alike."""
+    states: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """AdamW: format of its two running means. bf16 takes half the memory, fp8 (floats of one byte, without scales) a
+    quarter, and both more time; each mean is rounded at random, by seed, step and place in the parameter, so every plan
+    rounds alike."""
     weight_decay: NonNegative = 0.1
     """Weight decay of matrices. Norms and biases are not decayed."""
     momentum: Fraction | None = None
