@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
-import functools
 import random
 from pathlib import Path
 from typing import Any
