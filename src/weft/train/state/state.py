@@ -59,7 +59,7 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
 
 
 def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> float:
-    """Values of the masters' size that an optimizer keeps for each of a group's parameters; a foreign class as AdamW."""
+    """Values of the masters' size that an optimizer keeps for each of a group's weights, a foreign class as AdamW."""
     if optimizer.name == "sgd":
         return int(group["momentum"] > 0)
     return 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
