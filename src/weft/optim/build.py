@@ -43,8 +43,9 @@ def build_optimizer(
             momentum = 0.9 if section.momentum is None else section.momentum
             # torch refuses Nesterov's step without momentum; the config's rule has said so before.
             return torch.optim.SGD(groups, lr=section.lr, momentum=momentum, nesterov=section.nesterov, fused=True)
-        case "adamw" if section.states == "bf16":
-            return RoundedAdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, seed=seed)
+        case "adamw" if section.states != "fp32":
+            numbers: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+            return RoundedAdamW(groups, **numbers, seed=seed, states=section.states)
         case "adamw":
             return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
         case "muon":

@@ -173,10 +173,10 @@ def test_a_family_that_is_not_known_is_sent_to_tracing(tmp_path):
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_moments_in_bf16_take_half_the_memory(on_host, tmp_path):
-    """Of masters and moments, 12 bytes: 8 are left."""
+def test_rounded_moments_take_less_memory(on_host, tmp_path):
+    """Of masters and moments, 12 bytes: 8 are left with bf16, 6 with one byte each."""
     found = []
-    for states in ("fp32", "bf16"):
+    for states in ("fp32", "bf16", "fp8"):
         path = tmp_path / f"{states}.toml"
         path.write_text(f'[model]\nname = "tiny"\n[optimizer]\nstates = "{states}"\n')
         asked = Question.of(str(path), "8xh100")
@@ -186,4 +186,4 @@ def test_moments_in_bf16_take_half_the_memory(on_host, tmp_path):
             host_memory(asked.job, columns) if on_host else estimate(asked.job, asked.cluster, columns, tables).memory
         )
         found.append(float(memory["optimizer"][0]))
-    assert found[1] == pytest.approx(found[0] * 8 / 12)
+    assert found[1:] == pytest.approx([found[0] * 8 / 12, found[0] * 6 / 12])

@@ -157,8 +157,8 @@ class Question:
 
 def _stack(planned: PlannedModel) -> Stack:
     """Weft's software, with the states that the config asks for."""
-    rounds = planned.config is not None and planned.config.optimizer.states == "bf16"
-    return Stack(main_bytes=8.0) if rounds else Stack()
+    states = "fp32" if planned.config is None else planned.config.optimizer.states
+    return Stack() if states == "fp32" else Stack(main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
 
 
 @functools.lru_cache(maxsize=8)

@@ -196,9 +196,10 @@ class OptimizerSection(Section):
     """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """AdamW: added to the denominator of the update."""
-    states: Literal["fp32", "bf16"] = "fp32"
-    """AdamW: number format of its two running means. bf16 takes half the memory and more time. Rounding is stochastic,
-    by seed, step and position in the parameter, so every plan rounds the same way."""
+    states: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """AdamW: number format of its two running means. bf16 takes half the memory, fp8 (one-byte floats without scales) a
+    quarter; both take more time. Rounding is stochastic, by seed, step and position in the parameter, so every plan
+    rounds the same way."""
     weight_decay: NonNegative = 0.1
     """Weight decay of matrices. Norms and biases are not decayed."""
     momentum: Fraction | None = None

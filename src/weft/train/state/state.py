@@ -19,7 +19,7 @@ from weft.checkpoint import Checkpoint, SavedPiece
 from weft.checkpoint.parts import Part
 from weft.errors import CheckpointError
 from weft.memory import HostCopies
-from weft.optim import build_optimizer, freeze
+from weft.optim import build_optimizer, exact_moment, freeze
 from weft.parallel import DataParallel, data_parallel
 from weft.parallel.local_tensors import SavedTensor, Stretch
 from weft.parallel.placement import pieces_allowed
@@ -52,17 +52,17 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
         master: the format in which weights and states are kept.
     """
     freeze(model, optimizer)
-    num_values = sum(tensor.numel() for tensor in model_tensors(model).values())
+    num_values: float = sum(tensor.numel() for tensor in model_tensors(model).values())
     for group in build_optimizer(model.named_parameters(), optimizer).param_groups:
         num_values += _states_each(group, optimizer) * sum(param.numel() for param in group["params"])
-    return num_values * master.itemsize
+    return round(num_values * master.itemsize)
 
 
-def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> int:
-    """Values that an optimizer keeps for each of a group's parameters; of a foreign class as many as AdamW."""
+def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> float:
+    """Values of the masters' size that an optimizer keeps for each of a group's weights, a foreign class as AdamW."""
     if optimizer.name == "sgd":
         return int(group["momentum"] > 0)
-    return 1 if group.get("matrices") or optimizer.states == "bf16" else 2
+    return 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
 
 
 def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
@@ -173,8 +173,8 @@ def _match_formats(optimizer: torch.optim.Optimizer) -> None:
         return
     for param, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == torch.bfloat16:
-                state[key] = value.to(param.dtype)
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype != param.dtype:
+                state[key] = exact_moment(value).to(param.dtype)
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
