@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 
 import psutil
@@ -231,3 +232,25 @@ def test_a_group_is_never_split_from_that_of_all_ranks(monkeypatch):
         assert dist.group.WORLD.bound_device_id == device
     finally:
         dist.destroy_process_group()
+
+
+def limits_of_groups() -> tuple[float, float, float]:
+    """Seconds that collectives wait over all ranks, as a new group is told, and over one made while that is 77."""
+    from unittest.mock import patch
+
+    from weft.comm.private_torch import backend_of, timeout_s
+    from weft.mesh import mesh as module
+    from weft.private_torch import default_timeout
+
+    mesh, cpu = build_mesh(Plan.parse("tp=2 dp_shard=2")), torch.device("cpu")
+    told = default_timeout()
+    with patch.object(module, "default_timeout", lambda: datetime.timedelta(seconds=77)):
+        group = module.join_group(mesh.ranks_over(("tp",)), "limit")
+    return timeout_s(backend_of(mesh.world.group, cpu)), told.total_seconds(), timeout_s(backend_of(group, cpu))
+
+
+def test_groups_of_some_ranks_wait_as_long_as_that_of_all(ranks4):
+    """torch gives a new group 30 minutes, whatever the ranks joined with: a hang would outlast launch.timeout."""
+    for everyone, told, some in ranks4.run(limits_of_groups):
+        assert everyone == told
+        assert some == 77.0

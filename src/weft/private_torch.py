@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ __all__ = [
     "TorchDispatchMode",
     "current_mode",
     "default_device_types",
+    "default_timeout",
     "graph_task",
     "foreach_lerp_",
     "foreach_mul_",
@@ -169,6 +171,17 @@ def naming_group(description: str) -> Generator[None]:
     finally:
         names._hash_ranks_to_str = by_count
         default.bound_device_id = device
+
+
+def default_timeout() -> timedelta | None:
+    """How long collectives of the default group wait; None where its backend has no such limit.
+
+    `new_group` does not ask it: groups made without a timeout wait for 30 minutes.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    backends = (world._get_backend(kind) for kind in world._device_types)
+    limits = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends)
+    return next((limit for limit in limits if limit is not None), None)
 
 
 def default_device_types() -> set[str]:

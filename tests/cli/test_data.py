@@ -59,7 +59,7 @@ def test_preview_of_evaluation_data_and_of_a_later_sample(toml: str) -> None:
 def test_preview_without_evaluation_data(toml: str) -> None:
     with pytest.raises(DataError, match="this run has no evaluation data"):
         run("preview", toml, "--split", "eval", "data.holdout=0")
-    with pytest.raises(DataError, match="there are two splits"):
+    with pytest.raises(DataError, match=r"split=test: not a split\. Use --split train or --split eval"):
         run("preview", toml, "--split", "test")
 
 

@@ -54,7 +54,7 @@ def test_who_lets_the_others_wait_is_told_with_its_line_and_stacks(ranks2, trans
     assert silent == []
     assert [text.partition(" since ")[0].partition(" after ")[0] for text in told] == [
         "waiting for rank 1",
-        "rank 1 goes on",
+        "rank 1 continues",
     ] * 2
     assert "rank 0 is in all_reduce over dp_replicate." in told[0]
     assert f"Rank 1 calls no collective, at {Path(__file__).name}:" in told[0]

@@ -145,7 +145,7 @@ def test_a_perceptron_a_network_and_a_vision_transformer_have_plans():
             assert one.plan.cp == 1
             assert not one.plan.sp
         refused = {each.name: each.message for each in answer.refused}
-        assert "reads no sequence" in refused["model-allows-cp"]
+        assert "has no sequence dimension" in refused["model-allows-cp"]
         assert {one.plan.zero for one in answer.ranked} >= {0, 1, 3}
 
 
@@ -171,7 +171,7 @@ def test_what_the_runtime_cannot_divide_is_said_with_the_reason():
     assert "its attention cannot be replaced" in limits["cp"]
     limits = {name: limit.reason for name, limit in trace(f"{HERE}perceptron").limits}
     assert "it has no list of blocks" in limits["pp"]
-    assert "reads no sequence" in limits["sp"]
+    assert "has no sequence dimension" in limits["sp"]
 
 
 def test_a_saved_description_is_planned_without_torch(tmp_path):

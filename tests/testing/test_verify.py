@@ -207,11 +207,17 @@ def test_a_function_is_not_reduced_in_silence():
         (["--plan", "dp_shrad=2"], "unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?"),
         (["--plan", "zero=1"], "zero=1: ZeRO shards over dp_shard"),
         (["--plan", "dp_shard=2 zero=1", "--dtype", "int8"], "dtype=int8: not one of float64"),
-        (["--plan", "dp_shard=2 zero=1", "--all", "2"], "all=2: every legal plan of 1 to 64 ranks is listed"),
-        (["--all", "2", "--part", "3/2"], "part=3/2: a part is written NUMBER/COUNT. Use e.g. 2/10"),
-        (["--plan", "dp_shard=2 zero=1", "--part", "1/2"], "part=: it selects among all plans."),
-        (["--all", "0"], "all=0: every legal plan of 1 to 64 ranks"),
-        ([], "plan=: no plan is given. Give --plan"),
+        (
+            ["--plan", "dp_shard=2 zero=1", "--all", "2"],
+            "all=2: the rules can list the legal plans of 1 to 64",
+        ),
+        (["--all", "2", "--part", "3/2"], "part=3/2: a part has the form NUMBER/COUNT. Use e.g. 2/10"),
+        (
+            ["--plan", "dp_shard=2 zero=1", "--part", "1/2"],
+            "part=: it selects among the plans of --all.",
+        ),
+        (["--all", "0"], "all=0: the rules can list the legal plans of 1 to 64 ranks. Use 2, 4 or 8."),
+        ([], "plan=: give --plan, or --all with a number of ranks."),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(args, text, capsys):

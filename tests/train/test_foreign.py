@@ -241,7 +241,9 @@ def test_the_confined_process_imports_too(tmp_path, dcp_folder, capsys):
     assert run(["ckpt", "import", str(dcp_folder), str(tmp_path / "run")]) == 0
     told = capsys.readouterr().err
     path = tmp_path / "run" / "checkpoints" / "step_00000005"
-    assert told == f"weft: torch.distributed.checkpoint: 1 weights and 0 states of step 5, in {path}.\n"
+    assert told == (
+        f"weft: imported 1 weight and 0 optimizer states of torch.distributed.checkpoint, step 5, into {path}.\n"
+    )
     assert torch.equal(load_checkpoint(path).tensors("model")["w"], torch.arange(12.0).reshape(3, 4))
 
 

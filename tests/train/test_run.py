@@ -216,7 +216,7 @@ def test_epochs_become_steps(text, tmp_path):
     assert told is not None
     assert folder.config().train.steps == int(told[2]) == math.ceil(int(told[1]) / 8)
     assert folder.config().train.epochs is None
-    with pytest.raises(ConfigError, match=r"schedule.warmup_steps=2: the run has only train.steps=1"):
+    with pytest.raises(ConfigError, match=r"schedule.warmup_steps=2: warm-up must end before train.steps=1"):
         prepare_run(load_config(None, [*settings, "train.epochs=0.001", "run.name=short"]).config, world_size=1)
 
 

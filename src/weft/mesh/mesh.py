@@ -23,7 +23,15 @@ from weft import env
 from weft.errors import CommError, PlanError
 from weft.mesh.places import ENDS, EXPERT_AXES, joined, members_of, strides
 from weft.mesh.pulse import Pulse
-from weft.private_torch import PrefixStore, Store, TCPStore, default_device_types, groups_made, naming_group
+from weft.private_torch import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    default_device_types,
+    default_timeout,
+    groups_made,
+    naming_group,
+)
 from weft.spec.plan import AXES, Plan
 
 #: How long (s) a collective waits for a rank where nobody says otherwise.
@@ -186,7 +194,7 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     with naming_group(description):
         # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
         made: dist.ProcessGroup = _untyped.new_group(
-            list(ranks), use_local_synchronization=True, group_desc=description
+            list(ranks), timeout=default_timeout(), use_local_synchronization=True, group_desc=description
         )
     return made
 
@@ -231,7 +239,7 @@ def join_ranks(
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
-        _checkjoined(place, device, backend)
+        _check_joined(place, device, backend)
         return
     timeout = datetime.timedelta(seconds=timeout_s)
     store = store or open_store(place, timeout_s)
@@ -280,7 +288,7 @@ def _cannot_meet(place: env.RankEnv, error: Exception) -> CommError:
     )
 
 
-def _checkjoined(place: env.RankEnv, device: torch.device, backend: str) -> None:
+def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:
     """Refuse a process group that somebody else made and that the plan cannot use."""
     found = dist.get_rank(), dist.get_world_size()
     if found != (place.rank, place.world_size):
