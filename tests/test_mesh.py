@@ -220,7 +220,7 @@ def test_joining_twice_uses_the_same_group_and_joining_after_parting_makes_a_new
 def test_a_group_is_never_split_from_that_of_all_ranks(monkeypatch):
     """With a bound device torch would have NCCL split it, for which all ranks must come; only the members do."""
     asked = []
-    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda *given: asked.append(given))
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         device = torch.device("cuda", 0)

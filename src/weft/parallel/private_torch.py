@@ -91,7 +91,8 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
     """Forget what backward has left in a unit's gathered parameters. `zero_grad` sees the shards alone."""
     for group in _groups(module):
         for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
+            if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
+                param.unsharded_accumulated_grad = None  # since 2.15 the parameter's own `grad` holds it
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
