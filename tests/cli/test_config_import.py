@@ -125,12 +125,12 @@ def test_a_table_on_a_terminal(file, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"bf16": {"enabled": true},}', "a comma stands before the closing bracket. Take it out."),
+        ('{"bf16": {"enabled": true},}', "there is a comma before the closing bracket. Remove it."),
         (
             '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}',
             "train_batch_size=3: it must be a multiple of 2",
         ),
-        ("[]", "a DeepSpeed config is a JSON object, and this is a list."),
+        ("[]", "a DeepSpeed config is a JSON object, but this is a list."),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(file, capsys, text, message):

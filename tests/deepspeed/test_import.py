@@ -172,7 +172,7 @@ def test_the_format_in_which_gradients_travel(dtype, word):
     assert line({key: dtype}, key) == f"became plan reduce={word}"
     assert line({key: "auto"}, key) == "follows from plan.reduce (fp32 unless you set it)"
     assert line({key: "fp16"}, key) == (
-        "not built yet: gradients travel in fp32 or bf16, which have the same range; fp16 overflows"
+        "not built yet: Weft sends gradients in fp32 or bf16, which have the same range; fp16 overflows"
     )
 
 

@@ -40,7 +40,7 @@ def test_a_broken_profile_is_refused_with_what_to_type(tmp_path: Path) -> None:
         ({"weft_profile": 7}, "weft_profile=7: this Weft reads version 1"),
         ({"extra": 1}, "unknown key 'extra'"),
         ({"machine": good["machine"] | {"cores": 64}}, "does not match its machine"),
-        ({"samples": [good["samples"][0] | {"seconds": -1.0}]}, "is no time"),
+        ({"samples": [good["samples"][0] | {"seconds": -1.0}]}, "is not a time"),
         ({"samples": [good["samples"][0] | {"colour": 1}]}, "unknown key 'colour'"),
         ({"samples": [good["samples"][0] | {"seconds": "1"}]}, "seconds"),
     ]

@@ -69,7 +69,7 @@ def test_the_best_plan_is_called_so(question):
     found = answer(question)
     verdict = why_not(str(found.best.plan), question, found)
     assert verdict.kind == "best"
-    assert verdict.lines()[1] == "why not no other plan that was tried is faster; this is the best plan."
+    assert verdict.lines()[1] == "why not this is the best plan: no other plan that was tried is faster."
 
 
 def test_changes_that_fit_do_fit_and_keep_the_rules():

@@ -108,8 +108,8 @@ class _Drawn:
         first = self._draw(0)
         if first != self._draw(0):
             raise DataError(
-                f"{self._name}: with equal seeds it gave other indices the second time, so ranks could not agree on a "
-                f"batch, nor a resumed run go on. Let it draw from torch's, numpy's or Python's global generator, or "
+                f"{self._name}: with equal seeds it gave other indices the second time, so ranks would disagree on a "
+                f"batch, and a resumed run could not continue. Let it draw from torch's, numpy's or Python's global generator, or "
                 f"from one that set_epoch(epoch) seeds."
             )
         self._epoch, self._drawn = 0, first

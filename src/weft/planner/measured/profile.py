@@ -199,7 +199,7 @@ def _read(read: Any, path: str) -> Profile:
         )
     samples = tuple(_row(Measurement, each) for each in table["samples"])
     if bad := next((each for each in samples if not 0 < each.seconds < 1e6), None):
-        raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is no time")
+        raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is not a time")
     return Profile(
         machine=machine,
         samples=samples,

@@ -79,7 +79,7 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
         return PlannedModel(name="decoder", shape=source, spec=_as_decoder(source, 2**20))
     if isinstance(source, ModelSpec):
         if source.shape is None:
-            rule = "its shape is not known, only its parameters. Give a size, a DecoderSpec or a config folder."
+            rule = "Weft knows its parameters, but not its shape. Give a size, a DecoderSpec or a config folder."
             raise ModelError(f"model={source.name}: {rule}")
         return of_decoder(source.name, source.shape)
     return _read_text(source)
@@ -134,7 +134,7 @@ def _read_hugging_face(path: Path) -> PlannedModel:
     except ValueError as error:
         raise ModelError(f"model={path}: {file} is not JSON ({error}). Give the config.json of a model.") from None
     if not isinstance(read, dict):
-        raise ModelError(f"model={path}: {file} holds no table. Give the config.json of a model.")
+        raise ModelError(f"model={path}: {file} is not a JSON object. Give the config.json of a model.")
     table = cast(dict[str, Any], read)
     if table.get("format") == FORMAT:
         return read_model(TracedModel.from_table(str(path), table))

@@ -79,7 +79,7 @@ class Question:
             if value is None and (name == "global_batch" or planned.reads_sequence)
         ]  # fmt: skip
         if seq_len not in (None, 1) and not planned.reads_sequence:
-            raise _error("seq-len", f"seq-len={seq_len}: {planned.name} reads no sequence. Leave it out.")
+            raise _error("seq-len", f"seq-len={seq_len}: {planned.name} has no sequence dimension. Leave it out.")
         seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
         if global_batch is None:
             global_batch = default_batch(planned, seq_len, machines.num_devices)

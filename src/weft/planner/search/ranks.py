@@ -148,7 +148,7 @@ def drawn_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedul
         PlanError: where there is no pipeline.
     """
     if one.plan.pp == 1:
-        rule = "there is no pipeline to draw. Ask with --fix pp=4, or leave --draw out."
+        rule = "the plan has no pipeline to draw. Add --fix pp=4, or leave --draw out."
         raise PlanError([Problem("pp", f"pp=1: {rule}")])
     parts = passes(one)
     return schedule_of(one, most_microbatches), durations(one, stage_layers(one), parts)

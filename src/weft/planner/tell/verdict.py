@@ -82,7 +82,7 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
     if candidate.fits < question.fits:
         return _too_large(candidate, question, best)
     if best is None or candidate.step_s <= best.step_s * 1.0005:
-        sentence = "no other plan that was tried is faster; this is the best plan."
+        sentence = "this is the best plan: no other plan that was tried is faster."
         return WhyNot(kind="best", sentence=sentence, plan=candidate.plan, candidate=candidate, best=best)
     slower = candidate.step_s / best.step_s - 1
     sentence = (

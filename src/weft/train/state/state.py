@@ -167,13 +167,17 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
     return load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
 
 
+#: Formats of moments that only the rounded AdamW takes.
+_ROUNDED = (torch.bfloat16, torch.int8, torch.uint8)
+
+
 def _match_formats(optimizer: torch.optim.Optimizer) -> None:
     """torch's AdamW and Adam want moments of the parameters' format: a run with rounded ones may have saved them."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         return
     for param, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype != param.dtype:
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype in _ROUNDED:
                 state[key] = exact_moment(value).to(param.dtype)
 
 
