@@ -109,8 +109,8 @@ class _Drawn:
         if first != self._draw(0):
             raise DataError(
                 f"{self._name}: with equal seeds it gave other indices the second time, so ranks would disagree on a "
-                f"batch, and a resumed run could not continue. Let it draw from torch's, numpy's or Python's global generator, or "
-                f"from one that set_epoch(epoch) seeds."
+                f"batch, and a resumed run could not continue. Let it draw from torch's, numpy's or Python's global "
+                f"generator, or from one that set_epoch(epoch) seeds."
             )
         self._epoch, self._drawn = 0, first
 
