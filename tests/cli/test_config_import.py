@@ -38,7 +38,7 @@ def test_standard_output_is_a_config_with_the_report_in_comments(file, tmp_path,
     out, err = capsys.readouterr()
     assert err == ""
     assert "# bf16.enabled = true: became plan precision=bf16\n" in out
-    assert "# zero_optimization.overlap_comm = true: means nothing here: communication always overlaps" in out
+    assert "# zero_optimization.overlap_comm = true: has no effect in Weft: communication always overlaps" in out
     assert "# Left to you; Weft's defaults apply:\n#   optimizer.weight_decay\n" in out
     assert "Refused" not in out
     assert "\x1b" not in out

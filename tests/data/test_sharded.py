@@ -96,7 +96,7 @@ def test_a_last_batch_that_is_short_is_shared_out():
         (
             loader_of(8, None),
             2,
-            r"batch_size=None: the loader makes no batches .*Give batch_size, .*or a batch_",
+            r"batch_size=None: the loader makes no batches.* Give batch_size, .*or a batch_",
         ),
         (
             loader_of(8, 4, sampler=DistributedSampler(range(8), 2, 0)),

@@ -46,7 +46,7 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
         )
     if loader.batch_sampler is None:
         raise DataError(
-            "batch_size=None: the loader makes no batches that Weft could divide among ranks. Give batch_size, the "
+            "batch_size=None: the loader makes no batches, which Weft divides among ranks. Give batch_size, the "
             "samples of the global batch, or a batch_sampler that lists their indices."
         )
     if loader.batch_size is None:

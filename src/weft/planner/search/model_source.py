@@ -147,7 +147,7 @@ def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:
         known = ", ".join(_FAMILIES)
         raise ModelError(
             f"model={name}: model_type={family} is not a family that the planner reads. "
-            f"Known: {known}. Let it be traced: weft plan package.module:function, a function that "
+            f"Known: {known}. Trace it: weft plan package.module:function, a function that "
             f"returns the model."
         )
     found = read_numbers(name, table)

@@ -129,7 +129,9 @@ def change(question: Question, text: str) -> Question:
             raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))
     if question.job.seq_len > 1 and not question.model.reads_sequence:
-        raise _error("seq", f"seq={question.job.seq_len}: {question.model.name} reads no sequence. Leave it out.")
+        raise _error(
+            "seq", f"seq={question.job.seq_len}: {question.model.name} has no sequence dimension. Leave it out."
+        )
     if question.job.seq_len > question.model.spec.max_seq_len:
         rule = f"{question.model.name} reads at most {question.model.spec.max_seq_len} tokens"
         raise _error("seq", f"seq={question.job.seq_len}: {rule}. Use less.")
