@@ -142,7 +142,7 @@ def test_a_clear_no_with_the_nearest_yes(capsys):
         (["tiny", "2xh100", "--tier", "guess"], "tier=guess: not one of datasheet, tables."),
         (["tiny", "2xh100", "--out", "plan.yaml"], "out=plan.yaml: a config is a TOML file. Use plan.toml."),
         (["tiny", "2xh100", "--pareto", "p.gif"], "p.gif: pictures are .svg or .png files. Use p.svg."),
-        (["tiny", "2xh100", "--fix", "dp_replicate=2", "--draw", "s.svg"], "pp=1: there is no pipeline to draw."),
+        (["tiny", "2xh100", "--fix", "dp_replicate=2", "--draw", "s.svg"], "pp=1: the plan has no pipeline to draw."),
         (["tiny", "2xh100", "--waterfall", "no/such/folder.svg"], "it cannot be written (No such file or directory)."),
         (["tiny", "2xh100", "--tops", "3"], "unknown option '--tops'. Did you mean '--top'?"),
     ],
