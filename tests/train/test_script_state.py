@@ -116,6 +116,26 @@ def test_what_one_plan_saved_another_goes_on_with(tmp_path, ranks2):
             assert_same(got, want, (source, target))
 
 
+def step_inside(plan_text: str) -> tuple[str, bool]:
+    """What a step inside of `swapped` ends in, and whether the averages are out of the model again."""
+    script = Script(plan_text)
+    script.train(0, 1)
+    try:
+        with script.ema.swapped():
+            script.step(local_microbatches(CASE.batch(1), script.run.plan, script.run.mesh.data.rank))
+    except ModelError as error:
+        script.ema.update()
+        return str(error), True
+    return "", False
+
+
+@pytest.mark.parametrize("plan", TWO)
+def test_a_step_that_trains_the_averages_is_told(plan, ranks2):
+    for said, is_out in ranks2.run(step_inside, plan):
+        assert "a step trained the averages" in said
+        assert is_out
+
+
 def full(plan_text: str) -> tuple[dict, dict, dict]:
     script = Script(plan_text)
     script.train(0, 1)

@@ -59,20 +59,27 @@ class Ema:
     def swapped(self) -> Iterator[None]:
         """Give the model the averages while inside, in place, and the averages the weights. All ranks call it.
 
-        For evaluation and export; a step inside would train the averages. Under zero=1 and 2 it gathers the weights.
+        For evaluation and export. Under zero=1 and 2 it gathers the weights.
 
         Raises:
-            ModelError: inside of another `swapped`.
+            ModelError: inside of another `swapped`; on leaving, where a step inside trained the averages.
         """
         if self._is_swapped:
             raise ModelError("ema.swapped(): the averages are in the model already. Leave the block around it first.")
         self._swap()
         self._is_swapped = True
+        before = self._sums()
         try:
             yield
+            trained = self._sums() != before
         finally:
             self._is_swapped = False
             self._swap()
+        if trained:
+            raise ModelError(
+                "ema.swapped(): the model changed inside of the block, so a step trained the averages and not the "
+                "weights. Load the last checkpoint, and call the step outside of ema.swapped()."
+            )
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield what this rank holds of the averages, for checkpoints; no collective.
@@ -93,6 +100,10 @@ class Ema:
         for one in self.stretches():
             one.fill(source)
         self.num_updates = num_updates
+
+    def _sums(self) -> list[str]:
+        """The sum of each weight that this rank holds, in words: NaN equals itself."""
+        return [str(float(weight.sum(dtype=torch.float64))) for weight in self._engine.held_weights().values()]
 
     @torch.no_grad()
     def _swap(self) -> None:
