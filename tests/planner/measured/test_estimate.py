@@ -45,6 +45,13 @@ def test_two_cores_take_half_and_four_ranks_no_less() -> None:
     assert compute[2] == pytest.approx(compute[1], rel=0.02)
 
 
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3"])
+def test_gradients_travel_as_the_wire_says(layout: str) -> None:
+    exact, half = step(layout)["dp_exposed"], step(f"{layout} reduce=bf16")["dp_exposed"]
+    assert half != exact  # half of the bytes, and two copies more
+    assert step("reduce=bf16") == step("")
+
+
 def test_communication_is_added_never_hidden() -> None:
     whole, cut = step("dp_replicate=2"), step("tp=2")
     assert whole["tp"] == 0.0

@@ -15,8 +15,7 @@ from weft.planner.cost.machine import Tables
 from weft.planner.cost.overlap import Shares
 from weft.planner.cost.pipeline import Stages, in_flight
 from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_params, saved_bytes
-from weft.planner.cost.wire_cost import copy_bytes, state_bytes
-from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
+from weft.planner.space import PRECISIONS, Columns, Job, TracedShape, wire_columns
 from weft.spec.plan import RECOMPUTES, RESHARDS
 from weft.spec.shares import BUCKETS_UNDER_WAY
 
@@ -254,7 +253,7 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
             stack.travel_once & stays_loose(columns), np.where(full32, 4.0, stack.weight_bytes), stack.grad_bytes
         )
         gradients += count * each / np.where(_whole_gradients(job, columns), 1.0, size)
-        carried += count * state_bytes(columns)
+        carried += count * wire_columns.state_bytes(columns)
         kept = np.where((zero == 3) & ~full32, main - master, main)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
@@ -295,7 +294,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     every = shares.dense + shares.experts + shares.ends
     held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
     gathered = np.where(zero == 3, stack.gather_bytes * held, np.where(zero > 0, stack.bucket_bytes, 0.0))
-    travels = stack.reduce_bytes + copy_bytes(columns, stack.reduce_bytes)
+    travels = stack.reduce_bytes + wire_columns.copy_bytes(columns, stack.reduce_bytes)
     flat = np.where(zero == 2, travels * unit, 0.0)
     if stack.travel_once:
         leaving = np.minimum(BUCKETS_UNDER_WAY * stack.bucket_params + shares.ends, every) * travels

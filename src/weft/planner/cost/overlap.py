@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Fabric, Tables
-from weft.planner.cost.wire_cost import wire_bytes
-from weft.planner.space import Columns, Job
+from weft.planner.space import Columns, Job, wire_columns
 
 Array = NDArray[np.float64]
 
@@ -87,7 +86,7 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
         )
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
         piece = params / pieces
-        travelling = wire_bytes(columns, piece, stack.reduce_bytes)
+        travelling = wire_columns.wire_bytes(columns, piece, stack.reduce_bytes)
         ring = np.where(columns.zero == 0, 2.0, 1.0)
         reduced = pieces * fabric.ring_s("reduce_scatter", travelling, group, stride) * ring
         across = fabric.ring_s("all_reduce", travelling / np.where(columns.zero == 0, 1.0, group), replicas, apart)

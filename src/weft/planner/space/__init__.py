@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.planner.space import plan_space
+from weft.planner.space import plan_space, wire_columns
 from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job, settled
 from weft.planner.space.enumerate import PlanGrid, Refused, Tally, enumerate_space
 from weft.planner.space.plan_space import Space
@@ -26,4 +26,5 @@ __all__ = [
     "enumerate_space",
     "plan_space",
     "settled",
+    "wire_columns",
 ]

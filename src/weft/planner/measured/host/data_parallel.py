@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from weft.planner.cost import rank_shares
 from weft.planner.measured.host.crowd import Crowd
 from weft.planner.measured.host.host_layer import VALUE, CrowdedLaws
-from weft.planner.space import Columns, Job
+from weft.planner.space import Columns, Job, wire_columns
 from weft.spec.shares import bucket_bytes
 
 Array = NDArray[np.float64]
@@ -29,8 +29,10 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     m = columns.num_micro.astype(float)
     whole = params * VALUE
     pieces = np.maximum(1.0, np.ceil(params / (bucket_bytes("cpu") // 4)))
-    reduce = pieces * clock.travel("reduce_scatter", whole / pieces, group, stride)
-    reduce = reduce + pieces * clock.travel("all_reduce", whole / pieces / group, replicas, stride * group)
+    sent = wire_columns.wire_bytes(columns, params, VALUE)
+    reduce = pieces * clock.travel("reduce_scatter", sent / pieces, group, stride)
+    reduce = reduce + pieces * clock.travel("all_reduce", sent / pieces / group, replicas, stride * group)
+    reduce = reduce + _encoding(columns, clock, params, float(job.shape.hidden))
     gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)
     flat = reduce + gather
     travel = np.where(columns.zero == 3, _sharded(job, columns, clock, dense, ends, m), flat)
@@ -50,6 +52,12 @@ def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:
     return inside.dense + inside.experts, table * both
 
 
+def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float) -> Array:
+    """Gradients into what travels and back: a copy each, where a wire encodes them and somebody is there to send to."""
+    encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
+    return np.where(encodes, 2 * clock.of("copy", params / width, width), 0.0)
+
+
 def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends: Array, m: Array) -> Array:
     """ZeRO 3: units are gathered for forward and again for backward, and their gradients scattered, in every pass."""
     group = (columns.dp_shard * columns.cp).astype(float)
@@ -63,7 +71,9 @@ def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends:
         # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
         moved = clock.of("copy", params / units / h, h)
         gather = clock.travel("all_gather", each, group, stride) + moved
-        reduce = clock.travel("reduce_scatter", each, group, stride) + moved
-        reduce = reduce + clock.travel("all_reduce", each / group, columns.dp_replicate, stride * group)
+        sent = wire_columns.wire_bytes(columns, params / units, VALUE)
+        reduce = clock.travel("reduce_scatter", sent, group, stride) + moved
+        reduce = reduce + clock.travel("all_reduce", sent / group, columns.dp_replicate, stride * group)
+        reduce = reduce + _encoding(columns, clock, params / units, h)
         total = total + units * (gather * again * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
     return total

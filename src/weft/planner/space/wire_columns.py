@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.space import Columns
+from weft.planner.space.columns import Columns
 from weft.spec import WIRES, WireSpec, wire_spec
 
 Array = NDArray[np.float64]
