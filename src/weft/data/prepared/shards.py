@@ -113,6 +113,15 @@ class SplitWriter:
         if len(self._pending) >= _OFFSETS_FLUSH:
             self._flush_offsets()
 
+    def __enter__(self) -> SplitWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the files; of a split that was not brought to its end they are incomplete."""
+        for output in (self._offsets, self._tokens, self._mask):
+            if output is not None:
+                output.handle.close()
+
     def close(self) -> SplitCounts:
         """Write what is left, close the files, and return what they hold."""
         self._flush_offsets()

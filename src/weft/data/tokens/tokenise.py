@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -219,11 +220,12 @@ def tokenise_source(
         )
     title = f"tokenise {files.path}"
     progress = (lambda done: report(title, done, files.size_bytes)) if report is not None else None
-    with (folder / QUARANTINE).open("w", encoding="utf-8") as quarantine:
+    with ExitStack() as opened:
+        quarantine = opened.enter_context((folder / QUARANTINE).open("w", encoding="utf-8"))
         stream = DocumentStream(
             files, schema, limits, tokenizer.vocab_size, lambda broken: _write_broken(quarantine, broken), progress
         )
-        router = _Router(folder, schema, tokenizer, limits.holdout, shard_bytes)
+        router = _Router(folder, schema, tokenizer, limits.holdout, shard_bytes, opened)
         try:
             for batch in _batches(stream):
                 router.add(batch)
@@ -231,23 +233,31 @@ def tokenise_source(
             quarantine.flush()
             shutil.copyfile(folder / QUARANTINE, keep_quarantine)
             raise too_many_broken(files, schema, stream, limits.max_bad_fraction, keep_quarantine) from stop
+        splits = router.close()
     manifest = SourceManifest(
         FORMAT_VERSION, files.path, len(files.files), schema.to_dict(), tokenizer.digest, tokenizer.vocab_size,
         tokenizer.end_id, tokenizer.pad_id, stream.num_records, dict(stream.broken.most_common()),
-        dict(router.notes.most_common()), router.close(),
+        dict(router.notes.most_common()), splits,
     )  # fmt: skip
     manifest.write(folder)
     return manifest
 
 
 class _Router:
-    """Sends each document to its split. A text file whose pieces go to several splits is several documents."""
+    """Sends each document to its split. A text file whose pieces go to several splits is several documents.
 
-    def __init__(self, folder: Path, schema: Schema, tokenizer: Tokenizer, holdout: float, shard_bytes: int):
+    opened: closes the files of the splits, also where an error ends the work.
+    """
+
+    def __init__(
+        self, folder: Path, schema: Schema, tokenizer: Tokenizer, holdout: float, shard_bytes: int, opened: ExitStack
+    ):
         names = ("train", "eval") if holdout > 0 else ("train",)
         self._writers = {
-            name: SplitWriter(
-                folder / name, vocab_size=tokenizer.vocab_size, with_mask=schema.has_mask, shard_bytes=shard_bytes
+            name: opened.enter_context(
+                SplitWriter(
+                    folder / name, vocab_size=tokenizer.vocab_size, with_mask=schema.has_mask, shard_bytes=shard_bytes
+                )
             )
             for name in names
         }
