@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.optim import AdamRule, Lane, Rule, SgdRule, step_lane
+from weft.optim import AdamRule, Lane, Rule, SgdRule, Verdict, step_lane
 from weft.parallel.private_torch import num_step_hooks
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
@@ -57,6 +57,7 @@ class FlatStep:
         self._bound: object = None
         self._held: list[_Held] = []
         self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version that the counts are of
+        self._verdict: Verdict | None = None  # of a step that was counted, and may not have been taken
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -74,18 +75,30 @@ class FlatStep:
         return type(optimizer) is torch.optim.SGD and all(map(_is_plain_sgd, optimizer.param_groups))
 
     @torch.no_grad()
-    def take(self, factor: float) -> None:
+    def take(self, factor: float | Verdict) -> None:
         """Step all pieces. factor: what gradients are multiplied by as they are read."""
         self._bind()
         for held in self._held:
+            factor_here = factor if isinstance(factor, float) else factor.factor_for(held.bucket.master.dtype)
             for lane, rule in self._lanes(held):
-                step_lane(lane, rule, factor)
+                step_lane(lane, rule, factor_here)
             held.bucket.is_rounded = held.is_all and held.bucket.host is None
+        self._count(1)
+        self._verdict = factor if isinstance(factor, Verdict) else None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the last step out of the counts where the device did not take it. Waits for its verdict."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is not None and not verdict.was_taken:
+            self._count(-1)
+
+    def _count(self, number: int) -> None:
         for index, (counter, entries, _) in enumerate(self._counters):
-            counter.add_(1)
+            counter.add_(number)
             self._counters[index] = (counter, entries, version_of(counter))
             for entry in entries:
-                entry.count += 1
+                entry.count += number
 
     def _buckets(self) -> list[Bucket]:
         return list(dict.fromkeys(slot.bucket for slot in self._adoption.pieces if slot.bucket is not None))
