@@ -215,8 +215,8 @@ class PaperMode(TorchDispatchMode):
         work = out[-1] if isinstance(out, tuple | list) else out
         boxed = [x for x in args if isinstance(x, torch.ScriptObject)]
         group = next((ProcessGroup.unbox(x) for x in boxed if "ProcessGroup" in str(x._type())), None)
-        # torch's schemas of these two do not say that their first argument is written.
-        unsaid = func._schema.name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")
+        # torch's schemas of these do not say that their first argument is written.
+        unsaid = func._schema.name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_", "c10d::allreduce_")
         writes = list(leaves(args[0])) if unsaid else written(func, args, kwargs)
         changed = {id(x) for x in writes}
         reads = [x for x in leaves((args, kwargs)) if id(x) not in changed]
