@@ -15,6 +15,7 @@ __all__ = [
     "Segment",
     "SharedLink",
     "StagedLink",
+    "StreamWait",
     "failed",
     "finish",
     "host_mark",
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from weft.comm.links.segment import Segment, host_mark
     from weft.comm.links.shared import SharedLink
     from weft.comm.links.staged import StagedLink
+    from weft.comm.links.stream_wait import StreamWait
 
 __getattr__ = loads(
     __name__,
@@ -40,6 +42,7 @@ __getattr__ = loads(
         "Segment": ".segment",
         "SharedLink": ".shared",
         "StagedLink": ".staged",
+        "StreamWait": ".stream_wait",
         "failed": ".link",
         "finish": ".link",
         "host_mark": ".segment",

@@ -48,7 +48,8 @@ class Engine(Protocol):
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
         """One optimizer step on this rank's microbatches.
 
-        number: steps done before, from which all chance is derived. lr_factor: of each peak learning rate.
+        number: steps done before, from which all chance is derived. lr_factor: of each peak learning rate. A
+        `LateResult` may be read after the next step was called; before anything else that is asked of the engine.
         """
         ...
 

@@ -142,6 +142,11 @@ class TrainStep:
         self._read()
         return self._loss_scale
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether only the device knows the last step's numbers."""
+        return self._unread is not None
+
     def settle(self) -> None:
         """Read what the device decided of the last step. All ranks call it.
 
