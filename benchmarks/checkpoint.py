@@ -1,7 +1,9 @@
 """Checkpoints beside torch's distributed ones (DCP): the same weights and Adam states, fully sharded, interleaved.
 
     python benchmarks/checkpoint.py                                  60 M parameters on 2 ranks
-    python benchmarks/checkpoint.py --size 500 --ranks 4 --rounds 3  500 M on 4 (needs 12 GB of memory and disk)
+    python benchmarks/checkpoint.py --size 500 --ranks 4 --rounds 3 --apart    500 M on 4
+
+--apart: one rival after the other, each in processes of its own; else all four hold their model and states at once.
 
 save_s: until every rank knows that it is durable. stall_s: how long training waits; `async` of both until a copy is
 made, of the later saves, whose memory is there. step_s: a step of training alone, and busy_s while a save goes on.
@@ -17,7 +19,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
 
@@ -198,12 +200,15 @@ class DcpAsync(Dcp):
     name, waits = "dcp async", False
 
 
-def rounds(size: int, number: int, root: str) -> dict[str, list[dict[str, float]]]:
+RIVALS = (Ours, OursAsync, Dcp, DcpAsync)
+
+
+def rounds(size: int, number: int, root: str, names: Sequence[str] = ()) -> dict[str, list[dict[str, float]]]:
     """All rivals in turn, `number` times."""
-    rivals = [kind(size, Path(root)) for kind in (Ours, OursAsync, Dcp, DcpAsync)]
+    rivals = [kind(size, Path(root)) for kind in RIVALS if not names or kind.name in names]
     found: dict[str, list[dict[str, float]]] = {rival.name: [] for rival in rivals}
     for turn in range(number):
-        for rival in rivals[turn % 4 :] + rivals[: turn % 4]:
+        for rival in rivals[turn % len(rivals) :] + rivals[: turn % len(rivals)]:
             row = rival.save(turn) | rival.load(turn)
             found[rival.name].append(row if rival.waits else row | rival.beside(number + turn))
             dist.barrier()
@@ -220,9 +225,12 @@ def main() -> None:
     words.add_argument("--ranks", type=int, default=2)
     words.add_argument("--rounds", type=int, default=5)
     words.add_argument("--folder", default=None, help="where to write; a temporary folder")
+    words.add_argument("--apart", action="store_true", help="one rival after the other")
     chosen = words.parse_args()
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as root, RankPool(chosen.ranks, timeout_s=3600.0) as pool:
-        found = pool.run(rounds, chosen.size, chosen.rounds, root)[0]
+    found: dict[str, list[dict[str, float]]] = {}
+    for names in [[rival.name] for rival in RIVALS] if chosen.apart else [[]]:
+        with tempfile.TemporaryDirectory(dir=chosen.folder) as root, RankPool(chosen.ranks, timeout_s=3600.0) as pool:
+            found |= pool.run(rounds, chosen.size, chosen.rounds, root, names)[0]
     columns = ["stall_s", "save_s", "step_s", "busy_s", "load_s", "verify_s", "save_MiB", "load_MiB"]
     print(f"{'':12}" + "".join(f"{column:>12}" for column in columns))
     for name, rows in found.items():

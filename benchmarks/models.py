@@ -202,7 +202,9 @@ def _general(cell: str) -> str:
     text = cell.partition(": ")[2] or cell
     text = re.sub(r"`?\b[\w*{},]+(?:\.[\w*{},]+)+`?(?:\(.*?\))?", "…", text)
     text = re.sub(r"\b[A-Z][a-z]*\w*(?:For|Model|Attention|Layer|With|Head|LM)\w*", "…", text)
-    return re.sub(r"…(?:,? …)*", "…", text)[:240]
+    text = re.sub(r"…(?:,? …)*", "…", text)
+    # What a module failed on names its sizes: the kind of error is enough here.
+    return re.sub(r"(?:…|\b[a-z]+) \(\S+\) fails on (.*?) \((\w+): .*\)\. If", r"… fails on \1 (\2). If", text)[:240]
 
 
 def main() -> None:

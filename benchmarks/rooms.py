@@ -8,8 +8,8 @@ a group of modules that import each other, at whatever point of their text.
 
 from __future__ import annotations
 
+import argparse
 import ast
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -108,8 +108,9 @@ def _lines(paths: Iterable[Path]) -> int:
 
 def main() -> None:
     """Print one row for each room, and the sums."""
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "src" / "weft"
-    source = Source(root)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parents[1] / "src" / "weft")
+    source = Source(parser.parse_args().folder)
     arrows: dict[str, set[str]] = defaultdict(set)
     past: dict[str, int] = defaultdict(int)
     for module, found in source.imports.items():

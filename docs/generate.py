@@ -95,7 +95,7 @@ def _type(annotation: object) -> str:
         return f"{origin.__name__} of {', '.join(inner)}".replace("tuple of", "list of")
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
-    return {"str": "text", "int": "whole number", "float": "number", "bool": "true or false"}.get(
+    return {"str": "string", "int": "whole number", "float": "number", "bool": "true or false"}.get(
         getattr(annotation, "__name__", ""), str(annotation)
     )
 

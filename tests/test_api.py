@@ -15,12 +15,12 @@ def loss_fn(output, batch):
 
 
 def test_a_plan_that_is_not_built_is_refused_by_its_rule():
-    with pytest.raises(PlanError, match=r"activations on the host under a pipeline is not built yet"):
+    with pytest.raises(PlanError, match=r"activation offload is not supported under a pipeline yet"):
         weft.init("pp=2 offload=activations")
 
 
 def test_a_plan_for_more_ranks_than_were_started_is_refused():
-    with pytest.raises(PlanError, match=r"it asks for 2 ranks .* but 1 .* started|plan asks for 2 ranks"):
+    with pytest.raises(PlanError, match=r"it needs 2 ranks .* but 1 .* started|plan needs 2 ranks"):
         weft.init("dp_replicate=2")
 
 

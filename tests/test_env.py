@@ -65,12 +65,12 @@ def test_a_place_of_only_rank_and_world_size(monkeypatch):
 @pytest.mark.parametrize(
     "name, value, text",
     [
-        ("RANK", "first", "RANK=first: a whole number from 0 to 1000000000 is needed here. "),
-        ("RANK", "-1", "RANK=-1: a whole number from 0"),
-        ("RANK", "", "RANK=: a whole number from 0"),
-        ("WORLD_SIZE", "0", "WORLD_SIZE=0: a whole number from 1"),
-        ("MASTER_PORT", "70000", "MASTER_PORT=70000: a whole number from 1 to 65535"),
-        ("LOCAL_RANK", "1.5", "LOCAL_RANK=1.5: a whole number"),
+        ("RANK", "first", "RANK=first: it must be a whole number from 0 to 1000000000. "),
+        ("RANK", "-1", "RANK=-1: it must be a whole number from 0"),
+        ("RANK", "", "RANK=: it must be a whole number from 0"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE=0: it must be a whole number from 1"),
+        ("MASTER_PORT", "70000", "MASTER_PORT=70000: it must be a whole number from 1 to 65535"),
+        ("LOCAL_RANK", "1.5", "LOCAL_RANK=1.5: it must be a whole number"),
         ("RANK", "8", "RANK=8: there are 8 ranks, counted from 0. "),
         ("LOCAL_RANK", "2", "LOCAL_RANK=2: there are 2 ranks, counted from 0. "),
     ],

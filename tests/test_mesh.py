@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 
 import psutil
@@ -16,7 +17,7 @@ from weft import env
 from weft.comm import all_reduce
 from weft.errors import CommError, PlanError
 from weft.mesh import Mesh, build_mesh, join_group, join_ranks, leave_ranks, loopback_store
-from weft.mesh.mesh import _members
+from weft.mesh.places import members_of
 from weft.spec.plan import AXES, Plan
 from weft.testing import RankPool
 
@@ -34,7 +35,7 @@ def test_members_are_the_ranks_that_differ_on_those_axes_only(axis_sizes, data):
     expected = tuple(
         other for other, place in enumerate(coordinates) if all(place[i] == coordinates[rank][i] for i in fixed)
     )
-    assert _members(plan, rank, names) == expected
+    assert members_of(plan, rank, names) == expected
 
 
 @given(sizes, st.permutations(AXES), st.data())
@@ -72,8 +73,8 @@ def test_a_plan_for_more_ranks_than_started_is_refused():
     with pytest.raises(PlanError) as caught:
         build_mesh(Plan(dp_shard=4, tp=2))
     assert str(caught.value) == (
-        "plan=dp_shard=4 tp=2: it asks for 8 ranks (dp_shard=4 * tp=2), but 1 were started. "
-        "Start 8 ranks, or let one axis take what is there, such as dp_replicate=*."
+        "plan=dp_shard=4 tp=2: it needs 8 ranks (dp_shard=4 * tp=2), but 1 were started. "
+        "Start 8 ranks, or let one axis take all that are there, such as dp_replicate=*."
     )
 
 
@@ -145,7 +146,7 @@ def sum_along_experts(plan_text: str) -> list[float]:
     from weft.comm import all_reduce
 
     mesh = build_mesh(Plan.parse(plan_text))
-    axes = (mesh["ep"], mesh.beside_ep, mesh["dp_replicate", "beside_ep"], mesh.batch)
+    axes = (mesh["ep"], mesh["beside_ep"], mesh["dp_replicate", "beside_ep"], mesh.batch)
     return [float(all_reduce(torch.tensor(2.0**mesh.rank), axis)) for axis in axes]
 
 
@@ -219,7 +220,7 @@ def test_joining_twice_uses_the_same_group_and_joining_after_parting_makes_a_new
 def test_a_group_is_never_split_from_that_of_all_ranks(monkeypatch):
     """With a bound device torch would have NCCL split it, for which all ranks must come; only the members do."""
     asked = []
-    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda *given: asked.append(given))
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         device = torch.device("cuda", 0)
@@ -231,3 +232,25 @@ def test_a_group_is_never_split_from_that_of_all_ranks(monkeypatch):
         assert dist.group.WORLD.bound_device_id == device
     finally:
         dist.destroy_process_group()
+
+
+def limits_of_groups() -> tuple[float, float, float]:
+    """Seconds that collectives wait over all ranks, as a new group is told, and over one made while that is 77."""
+    from unittest.mock import patch
+
+    from weft.comm.private_torch import backend_of, timeout_s
+    from weft.mesh import mesh as module
+    from weft.private_torch import default_timeout
+
+    mesh, cpu = build_mesh(Plan.parse("tp=2 dp_shard=2")), torch.device("cpu")
+    told = default_timeout()
+    with patch.object(module, "default_timeout", lambda: datetime.timedelta(seconds=77)):
+        group = module.join_group(mesh.ranks_over(("tp",)), "limit")
+    return timeout_s(backend_of(mesh.world.group, cpu)), told.total_seconds(), timeout_s(backend_of(group, cpu))
+
+
+def test_groups_of_some_ranks_wait_as_long_as_that_of_all(ranks4):
+    """torch gives a new group 30 minutes, whatever the ranks joined with: a hang would outlast launch.timeout."""
+    for everyone, told, some in ranks4.run(limits_of_groups):
+        assert everyone == told
+        assert some == 77.0

@@ -90,6 +90,11 @@ def test_format_seconds(number, text):
     assert units.format_seconds(number) == text
 
 
+def test_counted():
+    assert [units.counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert units.counted(2, "piece of text", "pieces of text") == "2 pieces of text"
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**60))
 def test_a_printed_size_reads_back_to_three_digits(num_bytes):

@@ -10,6 +10,7 @@
 | WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
 | WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
 | WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts itself |
+| WEFT_DRILL | a fault that `weft drill` has one of its ranks suffer, as JSON |
 | OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
 """
@@ -130,7 +131,7 @@ def _number(name: str, default: int | None = None, lowest: int = 0, highest: int
         return default
     if text is None or not re.fullmatch(r"\d{1,10}", text.strip()) or not lowest <= int(text) <= highest:
         raise LaunchError(
-            f"{name}={text or ''}: a whole number from {lowest} to {highest} is needed here. "
+            f"{name}={text or ''}: it must be a whole number from {lowest} to {highest}. "
             f"Start the ranks with torchrun or srun, which set it, or unset it."
         )
     return int(text)

@@ -138,3 +138,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' Did you mean 'x'?' for the nearest known name, or '' when none is near."""
     near = nearest_name(name, known)
     return f" Did you mean '{near}'?" if near else ""
+
+
+def shown(value: object) -> str:
+    """The value in an error: on one line, and short."""
+    if isinstance(value, int) and abs(value) > 10**18:
+        return "(a huge number)"  # str() of an int refuses thousands of digits
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

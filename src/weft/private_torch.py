@@ -5,11 +5,15 @@ A floor that needs a private name alone keeps it in its own file of this name; n
 2.13, where not said otherwise.
 """
 
+# This file is where private names are used.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -37,7 +41,11 @@ __all__ = [
     "TorchDispatchMode",
     "current_mode",
     "default_device_types",
+    "default_timeout",
     "graph_task",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
     "groups_made",
     "named_modules",
     "naming_group",
@@ -49,6 +57,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "uncompiled",
     "version_of",
     "without_modes",
 ]
@@ -81,6 +90,19 @@ _untyped: Any = torch
 #: `torch.split`, which has no types. sizes: of each part, or of all but the last.
 split: _Split = _untyped.split
 
+
+class _Wrapper(Protocol):
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+#: `torch.compiler.disable`, whose types lose those of the function.
+uncompiled: _Wrapper = _untyped.compiler.disable
+
+#: Many tensors in one call. torch's documentation lists these functions, under names that type checkers call private.
+foreach_lerp_: Callable[[list[torch.Tensor], list[torch.Tensor], float], None] = _untyped._foreach_lerp_
+foreach_mul_: Callable[[list[torch.Tensor], float | list[float]], None] = _untyped._foreach_mul_
+foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
+
 #: The innermost mode that sees operations; None where there is none.
 current_mode = _get_current_dispatch_mode
 
@@ -94,7 +116,7 @@ def without_modes() -> Generator[None]:
 
     A mode that stands for a device stays, as torch's FakeTensorMode: tensors without values cannot do without it.
     """
-    disabled: Any = _disable_current_modes()
+    disabled: Any = _disable_current_modes()  # pyright: ignore[reportUnknownVariableType] - torch leaves it untyped
     with disabled as modes, ExitStack() as stays:
         for mode in reversed(modes):
             if _stands_for_device(mode):
@@ -149,6 +171,17 @@ def naming_group(description: str) -> Generator[None]:
     finally:
         names._hash_ranks_to_str = by_count
         default.bound_device_id = device
+
+
+def default_timeout() -> timedelta | None:
+    """How long collectives of the default group wait; None where its backend has no such limit.
+
+    `new_group` does not ask it: groups made without a timeout wait for 30 minutes.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    backends = (world._get_backend(kind) for kind in world._device_types)
+    limits = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends)
+    return next((limit for limit in limits if limit is not None), None)
 
 
 def default_device_types() -> set[str]:

@@ -90,6 +90,11 @@ def format_count(count: float) -> str:
     return f"{_three_digits(size / 1000)} T"
 
 
+def counted(number: int, one: str, more: str = "") -> str:
+    """A number with its noun: (1, "file") -> '1 file'; (2, "file") -> '2 files'. more: the plural."""
+    return f"{number} {one if number == 1 else more or one + 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """0.0123 -> '12.3 ms'; 75 -> '1:15'; 7322 -> '2:02:02'; '?' where there is no estimate."""
     if not math.isfinite(seconds):

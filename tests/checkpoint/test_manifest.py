@@ -85,9 +85,9 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         "tensor 'ghost' is in the manifest but not in the file",
     ),
     "tensor too few": (lambda raw: raw["tensors"]["model"].pop("b"), "tensor 'b' is in the file but not in"),
-    "tied to nothing": (put(*W, "same_as", value="ghost"), "shares memory with a tensor that is not there"),
-    "tied to itself": (put(*W, "same_as", value="w"), "shares memory with a tensor that is not there"),
-    "tied unlike": (put(*W, "same_as", value="b"), "shares memory with a tensor that is not there"),
+    "tied to nothing": (put(*W, "same_as", value="ghost"), "shares memory with a tensor that is missing or differs"),
+    "tied to itself": (put(*W, "same_as", value="w"), "shares memory with a tensor that is missing or differs"),
+    "tied unlike": (put(*W, "same_as", value="b"), "shares memory with a tensor that is missing or differs"),
     "tied to a number": (put(*W, "same_as", value=3), "tensors.model.w.same_as is not a name"),
     "two owners": (
         put("tensors", "third", value={"w": {"file": "model.safetensors", "dtype": "F32", "shape": [1000]}}),

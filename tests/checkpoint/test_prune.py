@@ -77,6 +77,10 @@ def test_folders_that_were_never_finished_go_when_a_newer_one_was(tmp_path):
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_at_least_one_stays(tmp_path, keep):
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"^checkpoint\.keep=.*: at least 1 checkpoint stays\. Use 1 or more\.$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^checkpoint\.keep=.*: at least 1 checkpoint must be kept\. Use 1 or "
+        r"more\.$",
+    ):
         prune_checkpoints(tmp_path, keep)
     assert steps(tmp_path) == [1]

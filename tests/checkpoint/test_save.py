@@ -261,3 +261,10 @@ def test_everything_is_on_the_disk_before_the_next_thing_leans_on_it(tmp_path, m
     assert done[:9] == [one.replace("step_00000001", "step_00000001.again") for one in saved]
     assert done[9].startswith("rename step_00000001-")  # The first copy goes only when the second is committed.
     assert done[10:] == ["sync root", "rename step_00000001", "sync root"]
+
+
+def test_a_link_to_nowhere_in_the_place_of_a_step_is_no_obstacle(tmp_path):
+    (tmp_path / "step_00000003").symlink_to(tmp_path / "gone")
+    path = save_checkpoint(tmp_path, 3, {"model": {"w": torch.ones(2)}}, {})
+    assert not path.is_symlink()
+    assert verify_checkpoint(path) == []

@@ -52,8 +52,8 @@ def test_tuples_come_back_as_lists():
     [
         ({"a": [1, {"b": {1, 2}}]}, "state.a[1].b: a set cannot be written as JSON."),
         ({"a": np.float64(1)}, "state.a: a float64 cannot be written as JSON."),
-        ({"a": {1: 2}}, "state.a: the key 1 is not text, and JSON has no other keys. Use str(1)."),
-        ({"$float": 1}, "state: the key '$float' is taken by the format. Rename it."),
+        ({"a": {1: 2}}, "state.a: the key 1 is not text, and JSON allows only text keys. Use str(1)."),
+        ({"$float": 1}, "state: the key '$float' is reserved by the format. Rename it."),
         ({"a": b"x"}, "state.a: a bytes cannot be written as JSON."),
     ],
 )

@@ -72,7 +72,7 @@ def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys)
         "step_00000030  damaged",
         "  model.safetensors does not match its digest: its bytes changed after it was written",
         "    holds model/w, model/b",
-        "step_00000040  unfinished: it has no COMMIT and never counted",
+        "step_00000040  unfinished: it has no COMMIT file, so its save never completed",
         f"newest whole checkpoint: step 5, {root / 'step_00000005'}",
     ]
     assert run(["ckpt", "verify", str(three), "--json"]) == 1
@@ -87,7 +87,7 @@ def test_verify_names_the_tensors_beyond_a_cut(three, capsys):
     assert run(["ckpt", "verify", str(three / "checkpoints" / "step_00000030")]) == 1
     told = capsys.readouterr().out
     assert "    holds model/b\n" in told  # the narrower elements lie last
-    assert told.endswith("no checkpoint is whole\n")
+    assert told.endswith("no whole checkpoint\n")
 
 
 def test_a_flip_passes_unseen_where_no_digests_are_asked_for(three, capsys):
@@ -130,9 +130,24 @@ def test_diff_says_what_is_missing_misshapen_and_different(tmp_path, capsys):
         "num_equal": 0,
     }
     assert run(["ckpt", "diff", str(left), str(right)]) == 1
-    assert "  model/w              0.5  11" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "different numbers (2):\n  tensor" in told
+    assert "  model/w              0.045     0.5            11\n" in told
     assert run(["ckpt", "diff", str(left), str(left)]) == 0
-    assert capsys.readouterr().out == "4 tensors are equal in every number\n"
+    assert capsys.readouterr().out == "identical: 4 tensors\n"
+
+
+def test_diff_lists_weights_first_and_the_largest_relative_difference_first(tmp_path, capsys):
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        tensors = {
+            "optimizer": {"w/step": torch.tensor(10.0 * factor)},
+            "model": {"large": torch.tensor([1000.0, factor]), "small": torch.tensor([0.1 * factor])},
+        }
+        save_checkpoint(tmp_path / name / "checkpoints", 1, tensors, {})
+    assert run(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["model/small", "model/large", "optimizer/w/step"]
+    assert lines[-1] == "identical: 0 tensors"
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16"])
@@ -144,7 +159,7 @@ def test_export_writes_whole_tensors_that_the_public_reader_reads(three, capsys,
     assert torch.equal(found["w"], whole.tensors("model")["w"].to(wanted))
     assert json.loads((out / "shared_names.json").read_text()) == {"head": "w"}
     assert run(["ckpt", "export", str(three), str(out)]) == 2
-    assert "it exists, and nothing is overwritten" in capsys.readouterr().err
+    assert "the folder exists, and Weft does not overwrite it" in capsys.readouterr().err
 
 
 def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
@@ -203,7 +218,7 @@ def test_prune_is_a_dry_run_until_yes(three, capsys):
         "delete",
         str(root / "step_00000030"),
     ]
-    assert "Repeat the command with --yes to delete 2 checkpoints" in told.err
+    assert "dry run: add --yes to delete 2 checkpoints, " in told.err
     assert sorted(os.listdir(root)) == before
     assert run(["ckpt", "prune", str(three), "--keep-last", "1", "--every", "15", "--yes"]) == 0
     assert sorted(path.name for path in root.glob("step_*")) == [
@@ -223,9 +238,10 @@ def test_prune_never_takes_the_last_whole_one(three, capsys):
     ("words", "text"),
     [
         (["ls", "{}/nowhere"], "RUN={}/nowhere: there is no such folder. Give a run's folder"),
-        (["ls", "{}/empty"], "RUN={}/empty: there are no checkpoints in it. "),
-        (["show", "{}@7"], "RUN={}@7: there is no finished checkpoint of step '7'. Use one of: 10, 20, 30."),
-        (["export", "{}", "{}/out", "--dtype", "int4"], "--dtype int4: weights are written in one of three formats."),
+        (["ls", "{}/empty"], "RUN={}/empty: it has no checkpoints. "),
+        (["show", "{}@7"], "RUN={}@7: it has no finished checkpoint of step '7'. Use one of: 10, 20, 30."),
+        (["export", "{}", "{}/out", "--dtype", "int4"],
+            "--dtype int4: not a format for weights. Use fp32, bf16, fp16."),
         (["export", "{}", "{}/out", "--group", "modle"], "has no tensors named 'modle'"),
         (["export", "{}", "{}/out", "--like", "{}/empty"], "it has no config.json. Give the folder of the"),
     ],

@@ -38,8 +38,8 @@ def test_standard_output_is_a_config_with_the_report_in_comments(file, tmp_path,
     out, err = capsys.readouterr()
     assert err == ""
     assert "# bf16.enabled = true: became plan precision=bf16\n" in out
-    assert "# zero_optimization.overlap_comm = true: means nothing here: communication always overlaps" in out
-    assert "# Left to you, Weft's own values stand:\n#   optimizer.weight_decay\n" in out
+    assert "# zero_optimization.overlap_comm = true: has no effect in Weft: communication always overlaps" in out
+    assert "# Left to you; Weft's defaults apply:\n#   optimizer.weight_decay\n" in out
     assert "Refused" not in out
     assert "\x1b" not in out
     saved = tmp_path / "weft.toml"
@@ -62,7 +62,7 @@ def test_out_writes_what_would_be_printed(file, tmp_path, capsys):
     assert main.run(["config", "show", str(out)]) == 0
     capsys.readouterr()
     assert main.run(["config", "import", str(file), "--out", str(out)]) == 2
-    assert f"--out {out}: the file is there already. Name another, or remove it." in capsys.readouterr().err
+    assert f"--out {out}: the file exists. Give another name, or delete it." in capsys.readouterr().err
     assert main.run(["config", "import", str(file), "--out", str(tmp_path / "no" / "x.toml")]) == 2
     assert "it cannot be written (No such file or directory)" in capsys.readouterr().err
 
@@ -93,7 +93,7 @@ def test_what_a_rule_refuses_is_told(tmp_path, capsys):
     assert main.run(["config", "import", str(path), "--world-size", "2"]) == 0
     out = capsys.readouterr().out
     assert "# Refused today:\n" in out
-    assert "#   schedule.warmup_steps=900: the run has only train.steps=300." in out
+    assert "#   schedule.warmup_steps=900: warm-up must end before train.steps=300." in out
 
 
 def test_typos_are_a_warning_and_an_error_when_strict(file, capsys):
@@ -101,7 +101,7 @@ def test_typos_are_a_warning_and_an_error_when_strict(file, capsys):
     for words, code in (([], 0), (["--strict"], 2)):
         assert main.run(["config", "import", str(file), *words]) == code
         out, err = capsys.readouterr()
-        assert "weft: warning: 2 keys are not DeepSpeed's, and left out: gradient_cliping, xyzzy." in err
+        assert "weft: warning: 2 keys are unknown to DeepSpeed and ignored: gradient_cliping, xyzzy." in err
         assert (
             "# Warning: typos:\n#   gradient_cliping: No such key in DeepSpeed. Did you mean 'gradient_clipping'?"
             in out
@@ -125,12 +125,12 @@ def test_a_table_on_a_terminal(file, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"bf16": {"enabled": true},}', "a comma stands before the closing bracket. Take it out."),
+        ('{"bf16": {"enabled": true},}', "there is a comma before the closing bracket. Remove it."),
         (
             '{"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}',
             "train_batch_size=3: it must be a multiple of 2",
         ),
-        ("[]", "a DeepSpeed config is a JSON object, and this is a list."),
+        ("[]", "a DeepSpeed config is a JSON object, but this is a list."),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(file, capsys, text, message):

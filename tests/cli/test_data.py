@@ -59,7 +59,7 @@ def test_preview_of_evaluation_data_and_of_a_later_sample(toml: str) -> None:
 def test_preview_without_evaluation_data(toml: str) -> None:
     with pytest.raises(DataError, match="this run has no evaluation data"):
         run("preview", toml, "--split", "eval", "data.holdout=0")
-    with pytest.raises(DataError, match="there are two splits"):
+    with pytest.raises(DataError, match=r"split=test: not a split\. Use --split train or --split eval"):
         run("preview", toml, "--split", "test")
 
 
@@ -72,7 +72,7 @@ def test_prepare_then_verify(toml: str, tmp_path: Path) -> None:
     shard.write_bytes(bytes(shard.stat().st_size))
     again = run("verify", toml).stdout.splitlines()
     assert again[-2].endswith(
-        "its stored tokens were damaged (tokens-00000.bin does not match its digest), and were made again"
+        "its stored tokens were damaged (tokens-00000.bin does not match its digest), and Weft has written them again"
     )
     assert again[-1].startswith("ok: 2 splits, ")
 

@@ -28,7 +28,8 @@ def runs(tmp_path, monkeypatch) -> Path:
         ("nowhere", "RUN=nowhere: there is no such folder. Give a run's folder, such as runs/quickstart."),
         (
             "runs",
-            "RUN=runs: this folder is no run, it has no config.toml. Use one of its runs: runs/empty, runs/quickstart.",
+            "RUN=runs: this folder is not a run; it has no config.toml. Use one of its runs: runs/empty, "
+            "runs/quickstart.",
         ),
         (
             "runs/empty",
@@ -75,5 +76,6 @@ def test_a_run_of_another_task_writes_no_text(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "config.toml").write_text('[task]\nname = "images.py:ImageTask"\n')
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     assert main.run(["generate", str(tmp_path)]) == 2
-    rule = "task.name=images.py:ImageTask trains no decoder on text. Give a run of one."
+    rule = "task.name=images.py:ImageTask does not train a text decoder, so it cannot generate. "
+    rule += "Give a run that trains one."
     assert capsys.readouterr().err == f"error: RUN={tmp_path}: {rule}\n"

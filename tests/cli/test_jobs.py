@@ -188,11 +188,11 @@ def test_jobs_without_gpus_ask_for_none(text):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["slrm", "big.toml"], "KIND=slrm: Weft knows no such launcher. Did you mean 'slurm'?"),
-        (["slurm", "train.steps=5"], "CONFIG: a job trains from a file."),
+        (["slrm", "big.toml"], "KIND=slrm: not a launcher that Weft knows. Did you mean 'slurm'?"),
+        (["slurm", "train.steps=5"], "CONFIG: a job needs a config file."),
         (["kubernetes", "big.toml"], "--container: a pod needs an image. Use --container IMAGE"),
-        (["slurm", "big.toml", "plan=dp_replicate=2"], "plan=dp_replicate=2: it is made for 2 ranks, and 1 nodes"),
-        (["slurm", "big.toml", "--time", "1min"], "--time 60s: the run saves and stops 300 s before the end."),
+        (["slurm", "big.toml", "plan=dp_replicate=2"], "plan=dp_replicate=2: it needs 2 ranks, and --nodes=1 with"),
+        (["slurm", "big.toml", "--time", "1min"], "--time 60s: the run stops --warn=300 s before the limit"),
         (["slurm", "big.toml", "--time", "soon"], "--time soon: "),
     ],
 )  # fmt: skip

@@ -228,7 +228,7 @@ def test_sys_exit_keeps_its_code(launch, code):
     launched = launch(f"sys.exit({code})")
     seen, _, err = launched.end()
     assert seen == code
-    assert f"left with exit code {code}" in err
+    assert f"exited with code {code}" in err
 
 
 def test_a_killed_rank_is_named_with_its_signal(launch):
@@ -331,7 +331,7 @@ def test_a_signal_lets_ranks_save_and_that_is_a_success(launch, signum):
     first, last = err.splitlines()
     assert first.startswith("weft: stopping after this step")
     name = signal.Signals(signum).name
-    assert last == f"weft: stopped by {name}, and everything is saved. Run the same command to go on."
+    assert last == f"weft: stopped by {name}; everything is saved. Run the same command to resume."
     assert all("saved" in launched.log(rank) for rank in (0, 1))
 
 
@@ -343,7 +343,9 @@ def test_a_signal_before_training_keeps_its_number(launch, signum, code):
     seen, _, err = launched.end()
     name = signal.Signals(signum).name
     assert seen == code
-    assert err.splitlines()[1:] == [f"weft: stopped by {name} before training began. Run the same command to go on."]
+    assert err.splitlines()[1:] == [
+        f"weft: stopped by {name} before training began. Run the same command to start again."
+    ]
 
 
 def test_a_signal_while_the_ranks_end_is_a_success(launch):

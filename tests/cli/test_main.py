@@ -78,10 +78,10 @@ def test_python_dash_m():
         (["xyzzy"], f"error: unknown command 'xyzzy'. Known: {', '.join(main.VERBS)}."),
         (["generate", "--promt", "x", "runs/a"], "error: unknown option '--promt'. Did you mean '--prompt'?"),
         (["generate"], "error: Missing argument 'RUN'."),
-        (["train", "--lr", "3"], "error: unknown option '--lr'. Settings are written without dashes: optimizer.lr=..."),
+        (["train", "--lr", "3"], "error: unknown option '--lr'. Write settings without dashes: optimizer.lr=..."),
         (
             ["train", "--train.steps", "3"],
-            "error: unknown option '--train.steps'. Settings are written without dashes: train.steps=...",
+            "error: unknown option '--train.steps'. Write settings without dashes: train.steps=...",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_unknown_words_are_one_sentence_and_exit_code_2(capsys, words, line):
     assert captured.out == ""
     assert captured.err.splitlines()[0] == line
     assert "Traceback" not in captured.err
-    assert "--help` lists what there is." in captured.err
+    assert "--help` for usage." in captured.err
 
 
 def fail_with(monkeypatch, error: BaseException) -> None:

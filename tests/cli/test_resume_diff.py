@@ -65,7 +65,9 @@ def test_a_run_of_an_older_version_has_its_versions_compared(started, capsys):
     (started / "events.jsonl").write_text(json.dumps(event) + "\n")
     assert run(["resume-diff", str(started)]) == 1
     told = capsys.readouterr().out.splitlines()
-    assert told[0].endswith("by a version that noted neither config nor machine; versions and plan:")
+    assert told[0].endswith(
+        "by a version of Weft that did not record config and machine; comparing versions and plan only:"
+    )
     assert [line.split()[0] for line in told[2:]] == ["weft"]
 
 
@@ -73,4 +75,4 @@ def test_mistakes_are_sentences(tmp_path, capsys):
     assert run(["resume-diff", str(tmp_path / "no")]) == 2
     assert "there is no such folder." in capsys.readouterr().err
     assert run(["resume-diff", str(tmp_path)]) == 2
-    assert "no run was started in it." in capsys.readouterr().err
+    assert "no run has started in this folder." in capsys.readouterr().err

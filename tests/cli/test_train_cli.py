@@ -97,7 +97,7 @@ def test_number_of_ranks(plan, launch, gpus, cores, ranks):
         ("dp_replicate=8", {"device": "cuda"}, 2, "plan=dp_replicate=8: 8 ranks need 8 GPUs, and torch sees 2 here. "),
         ("dp_replicate=8", {}, 2, "plan=dp_replicate=8: 8 ranks need 8 GPUs, and torch sees 2 here. "),
         ("dp_replicate=*", {"ranks": 4}, 2, "launch.ranks=4: 4 ranks need 4 GPUs, and torch sees 2 here. "),
-        ("dp_replicate=2", {"ranks": 4}, 0, "launch.ranks=4: the plan 'dp_replicate=2' is made for 2 ranks. "),
+        ("dp_replicate=2", {"ranks": 4}, 0, "launch.ranks=4: the plan 'dp_replicate=2' needs 2 ranks. "),
     ],
 )
 def test_a_machine_that_lacks_what_was_asked_for(plan, launch, gpus, text):
@@ -180,7 +180,7 @@ def test_a_crash_of_a_rank_of_torchrun_shows_its_traceback():
 def test_a_rank_that_only_lost_its_peer_is_brief():
     done = as_torchrun_rank("RuntimeError('Connection closed by peer')", rank=1)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[0] == "rank 1 lost the other ranks; one of them says why."
+    assert done.stderr.splitlines()[0] == "rank 1 lost its connection to another rank; see that rank's error."
     assert "Traceback" not in done.stderr
 
 

@@ -92,7 +92,7 @@ def test_a_second_command_is_refused_at_any_moment_and_the_first_trains_with_its
     live.send_signal(signal.SIGUSR1)
     code, text = ended(live)
     assert code == 0, text
-    assert "stopped by SIGUSR1, and everything is saved. Run the same command to go on." in text
+    assert "stopped by SIGUSR1; everything is saved. Run the same command to resume." in text
     start = next(event for event in read_events(folder.events) if event["event"] == "start")
     assert start["plan"] == "dp_replicate=2"
     assert "of 100000 steps" in text
@@ -102,7 +102,7 @@ def test_a_run_saves_and_stops_before_its_time_is_over(train, tmp_path):
     begin = time.monotonic()
     code, text = ended(train("run.name=timed", "train.steps=1000000", "train.max_time=1m"))
     assert (code, time.monotonic() - begin < 60) == (0, True), text
-    assert "steps: train.max_time=1m is nearly over" in text
+    assert "steps: train.max_time=1m is nearly used up" in text
     assert RunFolder(tmp_path / "timed").checkpoint(read_events(tmp_path / "timed" / "events.jsonl")[-1]["step"])
 
 

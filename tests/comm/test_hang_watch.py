@@ -7,13 +7,15 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from weft.comm import all_reduce, barrier
 from weft.comm.meet import TRANSPORTS, join
-from weft.comm.watch import Watch
+from weft.comm.watch import Watch, hang_watch
 from weft.mesh import Mesh, build_mesh
 from weft.spec.plan import Plan
 
@@ -52,13 +54,13 @@ def test_who_lets_the_others_wait_is_told_with_its_line_and_stacks(ranks2, trans
     assert silent == []
     assert [text.partition(" since ")[0].partition(" after ")[0] for text in told] == [
         "waiting for rank 1",
-        "rank 1 goes on",
+        "rank 1 continues",
     ] * 2
-    assert "rank 0 is in all_reduce over dp_replicate*dp_shard." in told[0]
+    assert "rank 0 is in all_reduce over dp_replicate." in told[0]
     assert f"Rank 1 calls no collective, at {Path(__file__).name}:" in told[0]
     assert "in in_users_code." in told[0]
     assert "The wait ends at " in told[0]
-    assert stacks.count("rank 0 waits in all_reduce over dp_replicate*dp_shard since") == 2
+    assert stacks.count("rank 0 waits in all_reduce over dp_replicate since") == 2
     assert theirs.count("rank 1 calls no collective since") == 2
     assert "in in_users_code" in theirs
 
@@ -85,9 +87,7 @@ def test_long_work_is_one_calm_line(ranks2):
     assert silent == []
     assert len(told) == 2
     for text in told:
-        assert text.startswith(
-            "rank 0 saves a checkpoint: rank 1 waits for it in all_reduce over dp_replicate*dp_shard"
-        )
+        assert text.startswith("rank 0 saves a checkpoint: rank 1 waits for it in all_reduce over dp_replicate since")
 
 
 def works_alone() -> list[str]:
@@ -127,3 +127,36 @@ def interpreter_is_stuck() -> str:
 
 def test_a_rank_whose_interpreter_is_stuck_leaves_its_stacks_too(ranks2):
     assert "in interpreter_is_stuck" in ranks2.run(interpreter_is_stuck)[1]
+
+
+class Store(dict[str, str]):
+    """What a rank asks of the group's store."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key].encode()
+
+    def compare_set(self, key: str, expected: str, new: str) -> bytes:
+        return self.setdefault(key, new).encode()
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+def test_a_wait_is_reported_after_warn_after_and_not_later(monkeypatch):
+    mesh, told, clock, store = build_mesh(Plan()), list[str](), [0.0], Store()
+    watch = Watch(mesh, told.append, warn_after_s=5.0, limit_s=60)
+    waiting: Any = SimpleNamespace(where=lambda: ("all_reduce over tp", (0, 1)), late=lambda: (1,))
+    mesh.pulse.waiting = waiting
+    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]}))
+    monkeypatch.setattr(watch, "_open", lambda: store)
+    watch._looked = 0.0
+    seconds = []
+    for tick in range(9):
+        clock[0] = float(tick)
+        watch._look()
+        seconds += [tick] * (len(told) - len(seconds))
+    assert seconds == [5]
+    assert told[0].startswith("waiting for rank 1 since ")

@@ -56,7 +56,7 @@ OBSTACLES = {
     "windows": (("gloo exchange", "this system has no memfd_create (Linux only)"),) * 2,
     "other user": (("gloo exchange", "its ranks are on 2 hosts, namespaces or users that share no memory"),) * 2,
     "no memory": (
-        ("gloo exchange", "8392704 bytes of shared memory cannot be had (Cannot allocate memory)"),
+        ("gloo exchange", "8392704 bytes of shared memory cannot be allocated (Cannot allocate memory)"),
         ("gloo exchange", "another rank of the axis could not map the shared memory"),
     ),
     "no access": (

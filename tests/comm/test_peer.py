@@ -106,12 +106,11 @@ def refusals(size: int) -> list[str]:
 
 def test_what_does_not_fit_is_refused(ranks2):
     assert ranks2.run(refusals, 2)[0] == [
-        "all_to_all over dp_replicate*dp_shard: 3 rows are not a multiple of its 2 ranks. "
-        "Give send= and receive=, or pad.",
-        "all_to_all over dp_replicate*dp_shard: send=[1, 1] and receive=[1, 1] for 3 rows. Give both, one count for "
+        "all_to_all over dp_replicate: 3 rows are not a multiple of its 2 ranks. Give send= and receive=, or pad.",
+        "all_to_all over dp_replicate: send=[1, 1] and receive=[1, 1] for 3 rows. Give both, one count for "
         "each of the 2 ranks, with send adding up to the rows.",
-        "send over dp_replicate*dp_shard: rank 0 is no other rank of it. Use 0 to 1.",
-        "axis dp_replicate*dp_shard: dim 0 of shape (3,) is no multiple of its 2 ranks. Pad it to 4.",
+        "send over dp_replicate: rank 0 is not another rank of it. Use 0 to 1.",
+        "axis dp_replicate: dim 0 of shape (3,) is not a multiple of its 2 ranks. Pad it to 4.",
     ]
 
 

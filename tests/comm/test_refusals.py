@@ -59,7 +59,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
         "all_reduce over dp_shard: op='mean' is not known. Use one of sum, max, min.": (
             lambda: all_reduce(flat, axis, "mean")
         ),
-        "broadcast over dp_shard: source=2 is no rank of it. Use 0 to 1.": lambda: broadcast(flat, axis, 2),
+        "broadcast over dp_shard: source=2 is not one of its ranks. Use 0 to 1.": lambda: broadcast(flat, axis, 2),
         "all_reduce over dp_shard: bool has no sum on cpu. Use float32, float64, bfloat16, float16, int64, int32, "
         "int8, uint8, int16, complex64, complex128.": lambda: all_reduce(torch.zeros(1).bool(), axis),
     }
@@ -89,8 +89,8 @@ def test_ranks_that_call_different_operations_are_told_so(ranks2):
         "training loop."
     )
     assert ranks2.run(disagree) == [
-        f"all_reduce over dp_replicate*dp_shard: {what}",
-        f"reduce_scatter over dp_replicate*dp_shard: {what}",
+        f"all_reduce over dp_replicate: {what}",
+        f"reduce_scatter over dp_replicate: {what}",
     ]
 
 
@@ -128,7 +128,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout():
                 assert text.startswith("reduce_scatter over dp_shard: ")
                 assert 1.0 < waited < 3.8
                 if transport == SHARED:
-                    assert "no word from rank 2 in 1.5 s, the limit of the group" in text
+                    assert "no word from rank 2 in 1.5 s, the timeout of the group" in text
                     # Waiting is sleeping: others need the core.
                     assert used < 0.25 * waited
 

@@ -91,13 +91,13 @@ def _wait_for_state(pid: int, said: str) -> None:
 
 
 def test_the_state_of_a_process():
-    assert process_state(3, None) == "Rank 3 gives no sign; it is on another machine."
+    assert process_state(3, None) == "Rank 3 does not respond; it is on another machine."
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
         # While it is being started it waits for the disk now and then.
-        _wait_for_state(sleeper.pid, f"Process {sleeper.pid} of rank 3 runs, and has not come there yet.")
+        _wait_for_state(sleeper.pid, f"Process {sleeper.pid} of rank 3 is running, and has not reached it yet.")
         os.kill(sleeper.pid, signal.SIGSTOP)
-        stopped = f"Process {sleeper.pid} of rank 3 is stopped; `kill -CONT {sleeper.pid}` lets it go on."
+        stopped = f"Process {sleeper.pid} of rank 3 is stopped; `kill -CONT {sleeper.pid}` resumes it."
         _wait_for_state(sleeper.pid, stopped)
     finally:
         sleeper.kill()

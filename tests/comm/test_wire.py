@@ -100,7 +100,7 @@ def others() -> list[object]:
     summed = start_all_reduce(torch.empty(256), axis, parts=parts, wire=Coder(wire)).wait()
     untouched = all_reduce(mine.clone(), alone, wire=Coder(wire))
     scattered = start_reduce_scatter(mine.clone(), axis, wire=Coder(wire)).wait()
-    with pytest.raises(CommError, match=r"op='max' of what travels as block8. Use sum, or leave wire= out."):
+    with pytest.raises(CommError, match=r"op='max' does not work on wire block8. Use sum, or leave wire= out."):
         all_reduce(mine, axis, op="max", wire=Coder(wire))
     return [gathered, summed, torch.equal(untouched, mine), scattered]
 

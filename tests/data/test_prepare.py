@@ -117,7 +117,8 @@ def test_damaged_shards_are_made_again(tmp_path: Path, text: str) -> None:
         shard.write_bytes(damaged)
         again = prepare_data(config(tmp_path, text))
         assert again.digest == prepared.digest
-        assert again.summary[-1] == f"{text}: its stored tokens were damaged ({reason}), and were made again"
+        told = f"{text}: its stored tokens were damaged ({reason}), and Weft has written them again"
+        assert again.summary[-1] == told
         assert shard.read_bytes() == content
     shard.write_bytes(content[:-2] + b"\1\1")
     assert verify_data(prepared) == [f"{shard.parent}: tokens-00000.bin does not match its digest"]
@@ -140,12 +141,12 @@ def test_a_check_of_the_digests_is_believed_for_a_while(tmp_path: Path, text: st
     assert len(prepare_data(settings).summary) == 2
     later = time.time() + 25 * 3600
     monkeypatch.setattr(time, "time", lambda: later)
-    assert "were damaged (read again), and were made again" in prepare_data(settings).summary[2]
+    assert "were damaged (read again), and Weft has written them again" in prepare_data(settings).summary[2]
 
 
 def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
-    with pytest.raises(DataError, match=r"^data.holdout=0.9999: it keeps every document of "):
+    with pytest.raises(DataError, match=r"^data.holdout=0.9999: it holds out every document of "):
         prepare_data(config(tmp_path, str(tmp_path / "b.jsonl"), holdout=0.9999))
 
 
@@ -160,9 +161,9 @@ def test_a_share_that_keeps_everything_is_said(tmp_path: Path) -> None:
             [*(["copy"] * 12), "a", "b"], 0,
             "none; 12 of the 14 documents of {} are the same (data.eval=FILE gives others)",
         ),
-        (["the same"] * 200, 0, "none; the 200 documents of {} are all the same, and to keep one aside is no test"),
-        (["x", "y"], 0, "none; {} is 2 documents, too few to keep one aside (data.eval=FILE gives others)"),
-        (["only"], 0, "none; {} is 1 document, too few to keep one aside (data.eval=FILE gives others)"),
+        (["the same"] * 200, 0, "none; the 200 documents of {} are all the same, so none can be held out as a test"),
+        (["x", "y"], 0, "none; {} is 2 documents, too few to hold one out (data.eval=FILE gives others)"),
+        (["only"], 0, "none; {} is 1 document, too few to hold one out (data.eval=FILE gives others)"),
     ],
 )  # fmt: skip
 def test_few_documents_just_work(tmp_path: Path, texts: list[str], kept: int, told: str) -> None:
@@ -188,7 +189,7 @@ def test_early_stopping_needs_something_to_evaluate_on(tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("short")
     settings = config(tmp_path, str(tmp_path / "my.txt"))
     early = settings.train.model_copy(update={"early_stop": EarlyStopSection(patience=3)})
-    with pytest.raises(DataError, match=r"^train.early_stop.patience=3: there is nothing to evaluate on \("):
+    with pytest.raises(DataError, match=r"^train.early_stop.patience=3: the run has no evaluation data \("):
         prepare_data(settings.model_copy(update={"train": early}))
 
 
@@ -203,10 +204,9 @@ def test_answers_are_kept_with_their_questions_and_odd_ones_told(tmp_path: Path)
     assert prepared.train[0].packing == "fit"
     assert prepared.summary[1].endswith("; packing fit")
     assert prepared.summary[2:5] == [
-        f"{path}: 1 document with role 'bot' read as assistant: trained all the same",
-        f"{path}: 1 document with an empty answer: trained all the same",
-        f"{path}: 1 of 4 documents are longer than train.seq_len=32 and are cut into pieces, "
-        "which read on without what stood before",
+        f"{path}: 1 document with role 'bot' read as assistant, kept for training",
+        f"{path}: 1 document with an empty answer, kept for training",
+        f"{path}: train.seq_len=32 cuts 1 of 4 documents into pieces; a piece does not see the text before it",
     ]
     assert prepare_data(config(tmp_path, str(path), holdout=0.0, packing="concat")).train[0].packing == "concat"
 

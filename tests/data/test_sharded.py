@@ -96,7 +96,7 @@ def test_a_last_batch_that_is_short_is_shared_out():
         (
             loader_of(8, None),
             2,
-            r"batch_size=None: the loader makes no batches .*Give batch_size, .*or a batch_",
+            r"batch_size=None: the loader makes no batches.* Give batch_size, .*or a batch_",
         ),
         (
             loader_of(8, 4, sampler=DistributedSampler(range(8), 2, 0)),
@@ -168,6 +168,23 @@ def test_a_sampler_of_the_users_gives_its_indices_alike_on_all_ranks(name):
     assert [list(chain(*both)) for both in zip(parts[0][0], parts[1][0], strict=True)] == whole[0]
     assert [list(chain(*both)) for both in zip(parts[0][1], parts[1][1], strict=True)] == whole[1][1:]
     assert whole[0] != whole[1]
+
+
+class Lookup:
+    """A dataset that torch takes with a sampler: it knows no length."""
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def test_the_sampler_says_how_many_samples_there_are():
+    for sampler in (SequentialSampler(range(6)), SubsetRandomSampler(range(6)), RandomSampler(range(6))):
+        parts = []
+        for dataset in (Lookup(), torch.arange(10)):
+            sharded = ShardedLoader(DataLoader(dataset, batch_size=2, sampler=sampler), 0, 1)
+            parts.append([index for batch in sharded for index in batch.tolist()])
+        assert parts[0] == parts[1]
+        assert sorted(parts[0]) == list(range(6))
 
 
 def test_weights_of_a_sampler_are_kept():

@@ -60,7 +60,7 @@ def test_the_standard_library_is_there_without_its_tests() -> None:
         ("{0}/*.parquet", "data.train.0.path={0}/*.parquet: no file matches. Use a file"),
         ("{0}/a.docx", "data.train.0.path={0}/a.docx: .docx is not a known format. Use one of .jsonl,"),
         ("{0}/only", "data.train.0.path={0}/only: no file of a known format (.png found)."),
-        ("{0}", "data.train.0.path={0}: a source has files of one format, and these are 1 jsonl, 1 text."),
+        ("{0}", "data.train.0.path={0}: all files of a source have one format, but these are 1 jsonl, 1 text."),
         ("hf://x/y", "data.train.0.path=hf://x/y: Weft reads local files only."),
         (
             "builtin:python-stdlb",

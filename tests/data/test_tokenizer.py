@@ -130,6 +130,21 @@ def test_control_tokens_that_are_not_marked_special_are_not_matched_either(tmp_p
     assert found.token_bytes[[found.end_id, found.vocabulary.turn_start_id, found.vocabulary.turn_end_id]].sum() == 0
 
 
+@pytest.mark.parametrize("end", ["[UNK]", ["<stop>"], {"content": None}])
+def test_names_of_tokens_that_are_empty_or_no_text(tmp_path: Path, end: object) -> None:
+    source = word_tokenizer(tmp_path / "s", AddedToken("<|endoftext|>", special=True))
+    text = (source / "tokenizer.json").read_text()
+    (source / "tokenizer.json").write_text(text.replace('"world"', '""'))
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "pad_token": ""}))
+    found = import_tokenizer(tmp_path / "t", str(source))
+    assert (found.end_id, found.pad_id) == (0 if end == "[UNK]" else 3, 2)
+    if end == "[UNK]":  # what it does not know becomes the end token, which no document may hold
+        with pytest.raises(DataError, match=r"^tokenizer: it turns plain text into special tokens\."):
+            found.encode("other")
+    else:
+        assert found.encode("hello") == [1]
+
+
 @pytest.mark.parametrize("content", [None, "{}", "not json"])
 def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:

@@ -149,7 +149,9 @@ def test_adam_without_decoupled_decay():
     config = {"optimizer.type": "Adam", "optimizer.params.adam_w_mode": False}
     key = "optimizer.params.adam_w_mode"
     assert line(config, key) == "follows from optimizer.name=adamw: without weight decay the two are the same"
-    assert line({**config, "optimizer.params.weight_decay": 0.1}, key).startswith("not built yet: weight decay inside")
+    assert line({**config, "optimizer.params.weight_decay": 0.1}, key).startswith(
+        "not supported yet: weight decay inside"
+    )
     assert line({**config, "optimizer.type": "AdamW"}, key).startswith("follows from optimizer.name=adamw")
 
 
@@ -172,14 +174,14 @@ def test_the_format_in_which_gradients_travel(dtype, word):
     assert line({key: dtype}, key) == f"became plan reduce={word}"
     assert line({key: "auto"}, key) == "follows from plan.reduce (fp32 unless you set it)"
     assert line({key: "fp16"}, key) == (
-        "not built yet: gradients travel in fp32 or bf16, which have the same range; fp16 overflows"
+        "not supported yet: Weft sends gradients in fp32 or bf16, which have the same range; fp16 overflows"
     )
 
 
 def test_offload_of_parameters_needs_stage_3():
     key = "zero_optimization.offload_param.device"
     assert line({key: "cpu", "zero_optimization.stage": 2}, key).startswith(
-        "means nothing here: DeepSpeed reads it from"
+        "has no effect in Weft: DeepSpeed reads it from"
     )
     assert line({key: "cpu", "zero_optimization.stage": 3}, key) == "became plan offload=params"
 

@@ -22,12 +22,12 @@ HOME = "private_torch.py"
 ALLOWED = frozenset(
     {
         *("_exit", "_current_frames"),  # os, sys
+        "ReadableBuffer",  # of _typeshed, which type checkers alone have
         *("_replace", "_fields"),  # named tuples
         *("_live_render", "_shape"),  # rich
         "_attn_implementation_internal",  # transformers
         *("Store", "PrefixStore", "TCPStore"),  # public in torch.distributed, which exports them to no type checker
         "_getitem",  # a method of a class of Weft that another one extends
-        *("_foreach_mul_", "_foreach_norm", "_foreach_lerp_"),  # torch's documentation lists them under these names
     }
 )
 #: Made of private names through and through: what stands in for a GPU, and what asks dynamo what it did.
@@ -45,6 +45,9 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch._C._ForceDispatchKeyGuard": None,
     "torch._C._dispatch_tls_local_exclude_set": None,
     "torch._C._dispatch_tls_local_include_set": None,
+    "torch._foreach_lerp_": None,
+    "torch._foreach_mul_": None,
+    "torch._foreach_norm": None,
     "torch._C._current_graph_task_id": None,
     "torch._C._distributed_c10d.Backend.Options._timeout": None,
     "torch._C._TorchDispatchModeKey.FAKE": None,
@@ -63,6 +66,13 @@ NAMES: dict[str, tuple[str, ...] | None] = {
         *("self", "worker_group"),
     ),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": ("self",),
+    "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather": (),
+    "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather.__call__": (
+        *("self", "output_tensor", "input_tensor", "group", "async_op"),
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter.__call__": (
+        *("self", "output_tensor", "input_tensor", "group", "op", "async_op"),
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState.IDLE": None,
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward": ("self",),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": ("self",),

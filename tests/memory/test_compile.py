@@ -41,6 +41,10 @@ def test_traced_blocks_give_the_same_numbers_in_whole_graphs(name, setting):
 
 
 @pytest.mark.full
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="torch 2.11's own code for recomputed attention in float64 on CPU takes its log-sum-exp for float32",
+)
 def test_generated_code_recomputes_under_a_plan_that_compiles():
     torch._dynamo.reset()
     model, call = MODELS["llama"]()

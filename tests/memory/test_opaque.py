@@ -135,3 +135,17 @@ def test_code_that_gives_another_shape_is_an_error():
     handle = opaque.handle(lambda owner, inputs, numbers: inputs[0].sum(), block)
     with pytest.raises(RuntimeError, match=r"gave \(\) of torch.float32, not \(2,\) of torch.float32"):
         handle([2], torch.float32, [torch.ones(2)])
+
+
+def test_a_model_does_not_get_the_operators_of_one_that_is_gone():
+    """Torch keeps something of a name space whose library is gone, and an address in memory comes back."""
+
+    def space() -> str:
+        opaque = Opaque()
+        return str(opaque.forward)
+
+    seen = []
+    for _ in range(20):
+        seen.append(space())
+        gc.collect()
+    assert len(set(seen)) == 20

@@ -80,14 +80,14 @@ def test_no_gradients_are_kept_and_no_tokens_are_no_tokens(model):
     ([], {}, "prompt: it has no tokens, and the model needs one to start from. Give at least one."),
     ([1, 61], {}, "prompt id 61: the model's vocabulary has 61 entries. Use ids from 0 to 60."),
     ([-1], {}, "prompt id -1: the model's vocabulary has 61 entries. Use ids from 0 to 60."),
-    ([1], {"max_tokens": -1}, "max_tokens=-1: a number of tokens is not negative. Use e.g. 100."),
+    ([1], {"max_tokens": -1}, "max_tokens=-1: it must be 0 or more. Use e.g. 100."),
     ([1] * 30, {"max_tokens": 11}, "max_tokens=11: with a prompt of 30 tokens this is longer than max_seq_len=40. "
      "Use max_tokens=10 or less."),
     ([1] * 41, {}, "max_tokens=1: with a prompt of 41 tokens this is longer than max_seq_len=40. "
      "Use a prompt of fewer than 40 tokens."),
-    ([1], {"temperature": -0.5}, "temperature=-0.5: a finite number of at least 0 is needed. Use e.g. 0.8."),
-    ([1], {"temperature": float("nan")}, "temperature=nan: a finite number of at least 0 is needed. Use e.g. 0.8."),
-    ([1], {"top_k": 0}, "top_k=0: at least one token must be left to choose from. Use e.g. 50."),
+    ([1], {"temperature": -0.5}, "temperature=-0.5: it must be finite and at least 0. Use e.g. 0.8."),
+    ([1], {"temperature": float("nan")}, "temperature=nan: it must be finite and at least 0. Use e.g. 0.8."),
+    ([1], {"top_k": 0}, "top_k=0: it must be at least 1. Use e.g. 50."),
 ])  # fmt: skip
 def test_the_sentence_of_each_mistake(model, prompt, options, text):
     with pytest.raises(ModelError) as caught:

@@ -124,5 +124,8 @@ def test_a_vector_without_a_rule_is_refused():
             super().__init__()
             self.gain = nn.Parameter(torch.ones(3))
 
-    with pytest.raises(ModelError, match=r"^parameter gain: no rule says how a vector of Scale starts. Fill it"):
+    with pytest.raises(
+        ModelError,
+        match=r"^parameter gain: Weft has no rule for the initial values of a vector of Scale. Fill it",
+    ):
         initialise(Scale(), 0)

@@ -42,7 +42,7 @@ def test_exactly_the_limit_is_allowed_and_one_good_step_starts_anew():
 
 def test_a_limit_of_zero_halts_at_once_and_says_what_to_try():
     with pytest.raises(
-        TrainingHalted, match=r"the loss was not finite at step 1; .*from the first step: look at the data"
+        TrainingHalted, match=r"the loss was not finite at step 1; .*No step was finite: check the data"
     ):
         NonFiniteGuard(0).observe(1, math.nan, 0.0)
     with pytest.raises(

@@ -87,7 +87,7 @@ def test_the_line_under_the_title_says_what_was_trained():
 
 
 def test_nothing_to_draw_and_nowhere_to_write(tmp_path):
-    with pytest.raises(DataError, match=r"there is no step to draw\. Train for at least one step first\."):
+    with pytest.raises(DataError, match=r"no step has been recorded, so there is nothing to draw\."):
         plot_loss([{"event": "note"}], tmp_path / "loss.png")
     with pytest.raises(DataError, match="the plot cannot be written"):
         plot_loss([step(1, 2.0)], tmp_path / "missing" / "loss.png")

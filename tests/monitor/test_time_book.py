@@ -65,8 +65,8 @@ def test_the_report_in_words():
         "time    5 steps in 100.0 s on 2 ranks: compute 70%, bubble (waiting for other stages) 12%, "
         "communication over dp_shard 10%, optimizer 4%, host 2%, data 1%",
         "        slowest: rank 1, 14% more compute than the mean",
-        "        bubble (waiting for other stages): more microbatches shorten it; so does a zero-bubble schedule "
-        "(zb_h1, zb_v), where there is none yet",
+        "        bubble (waiting for other stages): use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) "
+        "if the plan has none yet",
     ]
     assert time_lines(RANKS[:1], 5)[0].startswith("time    5 steps in 10.0 s: compute 60%")
 

@@ -119,10 +119,10 @@ def test_a_class_by_name_gets_the_settings_that_it_takes():
     ("settings", "message"),
     [
         ({"groups": (OptimizerGroup(match="blok.*"),)},
-         "optimizer.groups.0.match=blok.*: no parameter of the model has such a name. Names are such as "
+         "optimizer.groups.0.match=blok.*: no parameter has such a name. Names are such as "
          "embed.weight, block.weight, block.bias, head.weight."),
         ({"groups": (OptimizerGroup(match="*"), OptimizerGroup(match="head.*"))},
-         "optimizer.groups.1.match=head.*: earlier groups take all that it fits. Names are such as "
+         "optimizer.groups.1.match=head.*: earlier groups take every parameter that it matches. Names are such as "
          "embed.weight, block.weight, block.bias, head.weight."),
         ({"groups": (OptimizerGroup(match="*", lr=0.0),)},
          "optimizer.groups: every parameter has lr=0, so nothing is trained. Leave some out of the groups."),
@@ -130,14 +130,14 @@ def test_a_class_by_name_gets_the_settings_that_it_takes():
          "optimizer.name=nowhere.at_all:Lion: it cannot be imported (No module named 'nowhere'). "
          "Name a class importable from this folder."),
         ({"name": "torch.nn:Linear"},
-         "optimizer.name=torch.nn:Linear: it is no subclass of torch.optim.Optimizer. Name one that is."),
+         "optimizer.name=torch.nn:Linear: it is not a subclass of torch.optim.Optimizer. Name one that is."),
         ({"name": f"{__name__}:WithoutRate"},
          f"optimizer.name={__name__}:WithoutRate: it takes no lr, which the schedule sets. "
          "Wrap it in a class that does."),
         ({"name": f"{__name__}:Plain", "options": {"factr": 2}},
          f"optimizer.options.factr: {__name__}:Plain has no such argument. It takes factor."),
         ({"name": f"{__name__}:Plain", "options": {"lr": 2}},
-         "optimizer.options.lr: the section has this setting itself. Use optimizer.lr=."),
+         "optimizer.options.lr: this is a setting of the section itself. Use optimizer.lr=."),
         ({"name": "torch.optim:Adafactor", "options": {"beta2_decay": 3.0}},
          "optimizer.options: torch.optim:Adafactor refuses them: ValueError: beta2_decay should be <= 0 but is: 3.0. "
          "Change or leave them out."),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.whole_state import capture, restore
 from weft.comm import Ledger
 from weft.comm.autograd import copy_to, gather_from, gather_slice, scatter_sum, slice_to, sum_over
 from weft.mesh import Axis, Mesh, build_mesh
@@ -19,7 +20,6 @@ from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
-from weft.train.state.state import capture, restore
 from weft.train.step import TrainStep
 from weft.train.step.microbatches import Microbatches
 

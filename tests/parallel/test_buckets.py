@@ -56,7 +56,11 @@ def test_matrices_dealt_out_to_too_many_ranks_are_refused():
     names = frozenset(slot.name for slot in slots)
     shard = Axis("dp_shard", 8192, 0, tuple(range(8192)))
     assert lay_out(slots, formats, torch.float32, shard)  # cut anywhere, there is room for all of them
-    with pytest.raises(ModelError, match=r"dp_shard=8192: .* 508 GiB empty beside 4.00 GiB .* Use at most 64 there"):
+    with pytest.raises(
+        ModelError,
+        match=r"dp_shard=8192: .* pads 4.00 GiB of weights with 508 GiB. Use dp_shard=64 "
+        "or less",
+    ):
         lay_out(slots, formats, torch.float32, shard, whole=names)
 
 

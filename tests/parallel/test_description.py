@@ -145,7 +145,7 @@ def test_a_perceptron_a_network_and_a_vision_transformer_have_plans():
             assert one.plan.cp == 1
             assert not one.plan.sp
         refused = {each.name: each.message for each in answer.refused}
-        assert "reads no sequence" in refused["model-allows-cp"]
+        assert "has no sequence dimension" in refused["model-allows-cp"]
         assert {one.plan.zero for one in answer.ranked} >= {0, 1, 3}
 
 
@@ -171,7 +171,7 @@ def test_what_the_runtime_cannot_divide_is_said_with_the_reason():
     assert "its attention cannot be replaced" in limits["cp"]
     limits = {name: limit.reason for name, limit in trace(f"{HERE}perceptron").limits}
     assert "it has no list of blocks" in limits["pp"]
-    assert "reads no sequence" in limits["sp"]
+    assert "has no sequence dimension" in limits["sp"]
 
 
 def test_a_saved_description_is_planned_without_torch(tmp_path):
@@ -213,4 +213,4 @@ def test_what_cannot_be_described_is_refused_in_one_sentence(name, words, capsys
 def test_a_script_leaves_the_choice_to_the_planner(capsys):
     with weft.init("auto", model=f"{HERE}perceptron", seq_len=1, global_batch=8, device="cpu") as started:
         assert started.plan.world_size == 1
-    assert "plan auto chose" in capsys.readouterr().out
+    assert "plan=auto chose" in capsys.readouterr().out

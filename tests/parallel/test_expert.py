@@ -232,7 +232,7 @@ def test_any_module_of_stacked_experts_is_spread_by_layout(plan, num_tokens, ran
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4))
 def test_rows_that_arrive_by_rank_are_put_in_order_of_their_expert(by_source):
-    index, inverse, ends = _by_expert(torch.tensor(by_source), torch.device("cpu"))
+    index, inverse, ends = _by_expert(torch.tensor(by_source), sum(map(sum, by_source)))
     arrived = [(expert, source, row) for source, counts in enumerate(by_source)
                for expert, count in enumerate(counts) for row in range(count)]  # fmt: skip
     ordered = [arrived[place] for place in index.tolist()]
@@ -258,11 +258,11 @@ def spread(plan_text: str, model: nn.Module, layout: str | None = None, times: i
      "experts in a layout, such as blocks.*.mlp.experts=expert."),
     (UsersModel(3), "experts=expert", 1, "ep=2: 'experts' has 3 experts, and 3 is not a multiple of 2. "
      "Use ep=1 or 3."),
-    (Unstacked(), "experts=expert", 1, "module 'experts': experts are divided where each parameter holds all of them "
-     "in dim 0, and its parameters are weight (6, 4), bias (6,). Stack the experts, or leave the module out of the "
+    (Unstacked(), "experts=expert", 1, "module 'experts': experts can be divided only if every parameter stacks them "
+    "in dim 0, and its parameters are weight (6, 4), bias (6,). Stack the experts, or leave the module out of the "
      "layout."),
-    (UsersModel(4), "experts=expert", 2, "module of type UsersExperts: its experts were spread before. "
-     "Build a new model."),
+    (UsersModel(4), "experts=expert", 2, "module of type UsersExperts: its experts are already divided over ep. "
+    "Build a new model."),
 ])  # fmt: skip
 def test_what_cannot_be_spread_is_refused_in_a_sentence(model, layout, times, text, ranks2):
     with pytest.raises(CommError) as caught:

@@ -88,7 +88,7 @@ def test_a_models_own_mean_in_an_own_loop_is_warned_of_once_on_the_first_rank(ra
     assert second == []
     assert first == [
         "loss: the model's own loss is a mean over this rank's tokens, and gradients are means over 2 ranks: the "
-        "result is not that of one device unless all ranks have equally many labels. Before backward() write\n"
+        "result equals one device's only if all ranks have the same number of labels. Before backward() write\n"
         '    num_tokens = (batch["labels"][:, 1:] != -100).sum()\n'
         "    loss = run.global_mean(output.loss * num_tokens, num_tokens)"
     ]
@@ -206,8 +206,8 @@ def test_a_loader_that_nobody_sharded_is_warned_of_once_on_the_first_rank(plan, 
     assert ranks2.run(same_batch, plan, False) == [[], []]
     assert ranks2.run(same_batch, plan, True) == [
         [
-            "batch: all 2 data-parallel ranks were given the same samples at the first step, so together they compute "
-            "what one would alone. Cut the loader for the ranks: loader = run.shard(loader)."
+            "batch: all 2 data-parallel ranks were given the same samples at the first step, so together they do "
+            "only the work of one. Cut the loader for the ranks: loader = run.shard(loader)."
         ],
         [],
     ]

@@ -54,5 +54,5 @@ def test_without_a_seed_or_with_buffers_they_are_refused():
     with pytest.raises(ModelError) as caught:
         parallelize(normed, build_mesh(Plan()), seed=1)
     assert str(caught.value) == (
-        "buffer 'running_mean': it is on the meta device, and no rule says what it holds. Give it values first."
+        "buffer 'running_mean': it is on the meta device, and Weft has no rule for its values. Give it values first."
     )

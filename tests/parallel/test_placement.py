@@ -66,7 +66,7 @@ def test_rows_that_do_not_come_out_even_are_refused():
     with pytest.raises(ModelError) as caught:
         Placement(cut=("tp",)).local(torch.zeros(7, 2), 0, 4)
     assert str(caught.value) == (
-        "placement: 7 rows of dim 0 are no multiple of the 4 ranks of tp. "
+        "placement: 7 rows of dim 0 are not a multiple of the 4 ranks of tp. "
         "Give pad=1, or the rows of each rank by index=."
     )
     with pytest.raises(ModelError, match="index= needs the shape of the whole"):
@@ -86,8 +86,8 @@ def test_experts_are_cut_over_ep_alone():
     with pytest.raises(ModelError) as caught:
         axes.of("w", (2, 3))
     assert str(caught.value) == (
-        "placement of 'w': cut=ep partial=tp: experts are cut over ep alone, and their gradients add up over all ranks "
-        "beside it. Use cut=('ep',) without partial."
+        "placement of 'w': cut=ep partial=tp: experts are cut over ep alone, and their gradients add up over all "
+        "ranks beside it. Use cut=('ep',) without partial."
     )
 
 

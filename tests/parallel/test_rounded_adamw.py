@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows, weights
+from tests.whole_state import capture
 from weft.checkpoint.parts import Part
 from weft.optim import build_optimizer
+from weft.optim.byte_floats import HALF, decode_bytes, encode_bytes
 from weft.optim.rounded_adamw import RoundedAdamW, noise_at, rounded
-from weft.parallel import data_parallel
 from weft.parallel.local_tensors import PlacedPart
 from weft.spec.config import OptimizerSection
 from weft.train.step import TrainStep
 
-SECTION = OptimizerSection(states="bf16", lr=0.01)
+FORMATS = {"bf16": {torch.bfloat16}, "fp8": {torch.int8, torch.uint8}}
 
 
 def test_rounding_is_right_on_average_and_never_far():
@@ -62,20 +63,21 @@ def square(output: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int
     return output.square().sum(), len(batch)
 
 
-def trained(plan: str, num_steps: int = 4) -> tuple[dict, dict]:
+def trained(plan: str, states: str = "bf16", num_steps: int = 4) -> tuple[dict, dict]:
     model, mesh = laid_out(plan, mlp())
-    step = TrainStep(model, build_optimizer(model.named_parameters(), SECTION, seed=3), square, mesh, max_grad_norm=1.0)
+    section = OptimizerSection.model_validate({"states": states, "lr": 0.01})
+    step = TrainStep(model, build_optimizer(model.named_parameters(), section, seed=3), square, mesh, max_grad_norm=1.0)
     for index in range(num_steps):
         step(torch.cat([rows(index, rank) for rank in (0, 1)]) if mesh.world_size == 1 else rows(index, mesh.rank))
-    states = {name: state.clone() for name, state in data_parallel(model).states(step.optimizer)}
-    return weights(model), states
+    return weights(model), capture(model, step.optimizer)["optimizer"]
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3"])
-def test_every_plan_rounds_as_one_process(plan, ranks2):
-    expected, states = trained("precision=fp64")
-    assert {state.dtype for name, state in states.items() if "exp_avg" in name} == {torch.bfloat16}
-    for got, theirs in ranks2.run(trained, plan + " precision=fp64"):
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_plan_rounds_as_one_process(plan, form, ranks2):
+    expected, states = trained("precision=fp64", form)
+    assert {state.dtype for name, state in states.items() if "exp_avg" in name} == FORMATS[form]
+    for got, theirs in ranks2.run(trained, plan + " precision=fp64", form):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(theirs, states, rtol=0, atol=0)
 
@@ -95,10 +97,11 @@ def test_it_follows_adamw():
     assert abs(float(off.mean())) < 0.002 * moved
 
 
-def test_a_resumed_run_rounds_on():
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_resumed_run_rounds_on(form):
     def run(num_steps: int, start: tuple | None = None) -> tuple:
         param = nn.Parameter(torch.ones(100) if start is None else start[0].detach().clone())
-        optimizer = RoundedAdamW([param], seed=5)
+        optimizer = RoundedAdamW([param], seed=5, states=form)
         if start is not None:
             optimizer.load_state_dict(copy.deepcopy(start[1].state_dict()))
         for _ in range(num_steps):
@@ -108,4 +111,61 @@ def test_a_resumed_run_rounds_on():
 
     straight, (resumed, optimizer) = run(4)[0], run(2, run(2))
     assert torch.equal(resumed, straight)
-    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+    (state,) = optimizer.state.values()
+    assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == FORMATS[form]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_bytes_round_right_on_average_and_keep_every_code(dtype):
+    limits = torch.iinfo(dtype)
+    codes = torch.arange(max(limits.min, -127), limits.max + 1).to(dtype)
+    numbers = decode_bytes(codes)
+    assert (numbers.diff() > 0).all()
+    assert torch.equal(numbers.bfloat16().float(), numbers)
+    assert torch.equal(encode_bytes(numbers, 0xFFFF, dtype), codes)
+    assert torch.equal(encode_bytes(numbers, HALF, dtype), codes)
+    x = torch.rand(50, generator=torch.Generator().manual_seed(0)).add(1e-3)[:, None].expand(-1, 20_000).contiguous()
+    noise = noise_at(torch.arange(x.numel()).view(x.shape), (1, 2)) & 0xFFFF
+    got = decode_bytes(encode_bytes(x, noise, dtype))
+    assert len(got[0].unique()) == 2
+    torch.testing.assert_close(got.mean(1), x[:, 0], rtol=0.5 / 20_000**0.5 * 4, atol=0)
+    assert float(decode_bytes(encode_bytes(torch.tensor([1e30]), 0, dtype))) == float(numbers.max())
+
+
+def fitted(states: str, beta2: float) -> float:
+    """Mean loss of the last 20 of 200 steps: a network learns another one's answers, with noise in them."""
+    torch.manual_seed(0)
+    model, teacher = (nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2))
+    section = OptimizerSection.model_validate({"states": states, "lr": 0.01, "betas": (0.9, beta2)})
+    optimizer, losses = build_optimizer(model.named_parameters(), section), []
+    for _ in range(200):
+        x = torch.randn(128, 16)
+        target = teacher(x).detach() + 0.3 * torch.randn(128, 8)
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return sum(losses[-20:]) / 20
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("form", FORMATS)
+def test_training_ends_where_it_does_with_fp32_means(form, beta2):
+    assert fitted(form, beta2) == pytest.approx(fitted("fp32", beta2), rel=0.02)
+
+
+def test_states_of_one_byte_load_into_other_formats():
+    """What is stored in one byte becomes bf16 and fp32 exactly, and comes back."""
+    param = nn.Parameter(torch.ones(50))
+    ours = RoundedAdamW([param], states="fp8")
+    param.grad = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    ours.step()
+    exact = torch.optim.AdamW([param])
+    exact.load_state_dict(ours.state_dict())
+    codes = ours.state[param]["exp_avg"].clone()
+    assert exact.state[param]["exp_avg"].dtype == torch.float32
+    assert torch.equal(exact.state[param]["exp_avg"], decode_bytes(codes))
+    back = RoundedAdamW([param], states="fp8")
+    back.load_state_dict(exact.state_dict())
+    assert torch.equal(encode_bytes(back.state[param]["exp_avg"], HALF, torch.int8), codes)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.whole_state import capture, restore
 from weft.comm.autograd import copy_to, sum_over
 from weft.mesh import ENDS, Axis, build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
-from weft.train.state.state import capture, restore
 from weft.train.step import TrainStep
 from weft.train.step.microbatches import Microbatches
 

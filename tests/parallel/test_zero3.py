@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from tests.whole_state import capture, restore
 from weft.errors import CommError, ModelError, PlanError
 from weft.mesh import Mesh, build_mesh
 from weft.models import build_decoder
@@ -17,7 +18,6 @@ from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero.sharded.fsdp_units import find_units
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
-from weft.train.state.state import capture, restore
 
 SPEC = DecoderSpec(vocab_size=64, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=32)
 PLAN = "dp_shard=2 zero=3 precision=fp64"

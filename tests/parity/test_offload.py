@@ -12,6 +12,7 @@ from tests.choice import product
 from tests.memory.links import LateLink
 from tests.parity.cases import ImageCase, TreeCase, cases
 from tests.parity.plans import train_quietly
+from tests.whole_state import capture, restore
 from weft.memory import offload
 from weft.memory.pool import HostPool
 from weft.mesh import build_mesh
@@ -19,7 +20,6 @@ from weft.parallel import parallelize
 from weft.spec.plan import Plan
 from weft.testing import Case, train_cases
 from weft.testing.parity import local_microbatches
-from weft.train.state.state import capture, restore
 from weft.train.step import TrainStep
 
 RTOL = 1e-10

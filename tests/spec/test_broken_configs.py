@@ -110,7 +110,7 @@ def test_any_overrides_are_a_config_or_a_config_error(overrides):
 FILES = {
     b"[optimizer]\nlerning_rate = 1\n": ":2: unknown key 'optimizer.lerning_rate'. Did you mean 'optimizer.lr'?",
     b"seed = 1\nseed = 2\n": ":2: this is not TOML: cannot overwrite a value in 'seed = 2'. Keep one",
-    b"seed = 1\n# \xff\n": ":2: byte 0xff is not UTF-8 text, and a config file is. Save the file as UTF-8.",
+    b"seed = 1\n# \xff\n": ":2: byte 0xff is not valid UTF-8. Save the file as UTF-8.",
     b"plan = 'sp=on'\n": ":1: plan.sp=on: sequence parallelism needs tp of at least 2",
     b"": "command line: unknown key 'nonsense'.",
 }

@@ -54,7 +54,7 @@ def test_a_config_is_frozen():
 def test_the_schema_describes_keys_and_short_forms():
     schema = config_schema()
     train = schema["$defs"]["TrainSection"]["properties"]
-    assert train["steps"]["description"] == "Optimizer steps of the whole run, those before a resume included."
+    assert train["steps"]["description"] == "Optimizer steps of the whole run, including those before a resume."
     assert schema["$defs"]["TrainSection"]["additionalProperties"] is False
     kinds = [option["type"] for option in schema["properties"]["plan"]["anyOf"]]
     assert kinds == ["string", "object"]

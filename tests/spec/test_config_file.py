@@ -33,7 +33,7 @@ holdout = nan
 """.replace(b"[data]\nholdout", b"[eval]\nevery")
 MANY_LINES = """\
 FILE:1: unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?
-FILE:1: plan.zero=9: ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3.
+FILE:1: plan.zero=9: ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.
 FILE:2: unknown key 'sed'. Did you mean 'seed'?
 FILE:3: unknown key 'learning_rate'. Did you mean 'optimizer.lr'?
 FILE:5: optimizer.lr="0.1": a number above 0 is needed. Write it without quotes: lr = 0.1.
@@ -105,7 +105,7 @@ def test_a_plan_table_becomes_text(write):
     assert loaded.config.plan == "dp_replicate=* accumulation=2 compile=on"
     assert loaded.origins["plan"] == f"{path}:1"
     assert problems_of(write("[plan]\ntp = 2\n\nzero = 9\n")) == (
-        "FILE:4: plan.zero=9: ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3."
+        "FILE:4: plan.zero=9: ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3."
     )
     assert problems_of(write("[plan]\ndp_replicate = 2\n\nsp = true\n")) == (
         "FILE:4: plan.sp=on: sequence parallelism needs tp of at least 2, and tp is 1. Use sp=off, or tp=2 or more."
@@ -127,8 +127,8 @@ def test_lines_count_right_under_windows_line_ends(write):
         (b"[optimizer]\nlr = = 3\n", "FILE:2: this is not TOML: invalid value in 'lr = = 3'. "),
         (b"seed = 1\n\nseed = 2\n", "FILE:3: this is not TOML: cannot overwrite a value in 'seed = 2'. Keep one of"),
         (b"seed = 1\nname = 'x\nlog = 3\n", "FILE:2: this is not TOML: expected \"'\" in"),
-        (b"a = 1\n\xc3(", "FILE:2: byte 0xc3 is not UTF-8 text, and a config file is. Save the file as UTF-8."),
-        (b"x = " + b"[" * 9000, "FILE:1: arrays or tables are nested too deep. Flatten them."),
+        (b"a = 1\n\xc3(", "FILE:2: byte 0xc3 is not valid UTF-8. Save the file as UTF-8."),
+        (b"x = " + b"[" * 9000, "FILE:1: arrays or tables are nested too deeply. Flatten them."),
         (b"a = 1\nx = " + b"7" * 9000, "FILE:2: this is not TOML: a number has too many digits in"),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from weft.spec.rules.config_rules import CONFIG_RULES, config_problems
 
 CASES = [
     ("warmup-fits", ["train.steps=10", "schedule.warmup_steps=20"],
-     "schedule.warmup_steps=20: the run has only train.steps=10. Use schedule.warmup_steps=1, or more steps."),
+     "schedule.warmup_steps=20: warm-up must end before train.steps=10. Use schedule.warmup_steps=1, or more steps."),
     ("decay-fits", ["schedule.kind=wsd", "schedule.decay_steps=290"],
      "schedule.decay_steps=290: with schedule.warmup_steps=15 that is more than train.steps=300. "
      "Use at most 285, a shorter warm-up, or more steps."),
@@ -21,11 +21,11 @@ CASES = [
      "schedule.decay_steps=60: with schedule.warmup_steps=280 that is more than train.steps=300. "
      "Use at most 20, a shorter warm-up, or more steps."),
     ("decay-belongs-to-wsd", ["schedule.decay_steps=10"],
-     "schedule.decay_steps=10: schedule.kind=cosine has no decay of its own length. "
+     "schedule.decay_steps=10: only schedule.kind=wsd has a decay of its own length, and schedule.kind is cosine. "
      "Leave it out, or use schedule.kind=wsd."),
     ("tokenizer-path-given", ["tokenizer.kind=file"],
-     'tokenizer.path="": tokenizer.kind=file reads a saved tokenizer. '
-     "Use tokenizer.path= with a tokenizer.json or its folder."),
+     'tokenizer.path="": tokenizer.kind=file needs a saved tokenizer. '
+     "Set tokenizer.path to a tokenizer.json or its folder."),
     ("tokenizer-path-used", ["tokenizer.path=x"],
      "tokenizer.path='x': tokenizer.kind=bpe does not read a file. Use tokenizer.kind=file, or leave the path out."),
     ("layout-reads", ["layout=none.layout"],
@@ -38,13 +38,13 @@ CASES = [
      "optimizer.nesterov=true: it is a variant of SGD with momentum, and here optimizer.name=sgd with "
      "optimizer.momentum=0. Use false, or optimizer.name=sgd with momentum=0.9."),
     ("options-are-of-a-class", ["optimizer.options={rho = 0.9}"],
-     "optimizer.options={rho = 0.9}: they belong to an optimizer named as package.module:Class, and here "
-     "optimizer.name=adamw. Set betas, eps, momentum beside it, or name a class."),
+     "optimizer.options={rho = 0.9}: only an optimizer given as package.module:Class takes options, and "
+     "optimizer.name is adamw. Set optimizer.betas, eps or momentum instead, or give a class."),
     ("task-options-are-of-a-class", ["task.options={side = 16}"],
-     "task.options={side = 16}: they belong to a task named as package.module:Class, and none is named. "
-     "Use task.name=package.module:Class, or leave them out."),
+     "task.options={side = 16}: only a task given as package.module:Class takes options. Set "
+     "task.name=package.module:Class, or leave them out."),
     ("bf16-states-are-of-adamw", ["optimizer.states=bf16", "optimizer.name=muon"],
-     "optimizer.states=bf16: only AdamW rounds its running means, and here optimizer.name=muon. "
+     "optimizer.states=bf16: Weft stores only AdamW's states in bf16, and optimizer.name is muon. "
      "Use fp32, or optimizer.name=adamw."),
     ("patience-needs-evaluations", ["train.early_stop.patience=3", "eval.every=0"],
      "train.early_stop.patience=3: eval.every=0 evaluates only at the end. Use eval.every=50."),
@@ -54,16 +54,16 @@ CASES = [
 ]  # fmt: skip
 OTHERS = [
     (["train.global_batch=10", "plan=dp_replicate=4"],
-     "train.global_batch=10: 4 data-parallel ranks with 1 passes each take a multiple of 4 sequences, "
-     "and 10 is not one. Use train.global_batch=8 or 12."),
+     "train.global_batch=10: 4 data-parallel ranks x 1 microbatch "
+     "need a multiple of 4 sequences. Use train.global_batch=8 or 12."),
     (["train.global_batch=10", "plan=dp_replicate=* accumulation=4"],
-     "train.global_batch=10: 1 data-parallel ranks with 4 passes each take a multiple of 4 sequences, "
-     "and 10 is not one. Use train.global_batch=8 or 12."),
+     "train.global_batch=10: 1 data-parallel rank x 4 microbatches "
+     "need a multiple of 4 sequences. Use train.global_batch=8 or 12."),
     (["train.seq_len=4096"],
      "train.seq_len=4096: the model reads at most 1024 tokens (model.max_seq_len). Use train.seq_len=1024 or less."),
     (["model.name=tinny"], "model.name=tinny: no size has this name. Did you mean 'tiny'?"),
     (["model.num_heads=7", "model.num_kv_heads=7"],
-     "model.num_heads=7: the heads share dim=256 evenly, and 256 is not a multiple of 7. Use 4 or 8."),
+     "model.num_heads=7: it must divide model.dim=256. Use 4 or 8."),
     (["plan.sp=on"],
      "plan.sp=on: sequence parallelism needs tp of at least 2, and tp is 1. Use sp=off, or tp=2 or more."),
 ]  # fmt: skip
@@ -122,5 +122,5 @@ def test_the_rules_are_asked_again_with_the_ranks():
     assert str(caught.value).startswith("command line: train.global_batch=6: 4 data-parallel ranks")
     with pytest.raises(ConfigError, match="has no bf16 arithmetic"):
         load_config(None, ["plan.precision=bf16"]).check(world_size=1, device=device("v100"))
-    with pytest.raises(ConfigError, match="world_size=4: the plan asks for 2 ranks"):
+    with pytest.raises(ConfigError, match="world_size=4: the plan needs 2 ranks"):
         load_config(None, ["plan=dp_replicate=2"]).check(world_size=4)

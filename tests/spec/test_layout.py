@@ -54,7 +54,7 @@ _pairs = st.dictionaries(st.lists(_parts, min_size=1, max_size=4).map(".".join),
 @given(_pairs.map(lambda pairs: Layout(tuple(pairs.items()))))
 def test_text_and_table_are_inverses(layout):
     assert Layout.parse(layout.format()) == layout
-    assert Layout.from_mapping(layout.to_mapping()) == layout
+    assert Layout.from_mapping(dict(layout.pairs)) == layout
     assert hash(Layout.parse(str(layout))) == hash(layout)
 
 
@@ -65,9 +65,10 @@ def test_a_toml_table_is_read():
 
 GOLDEN = {
     "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert. Did you mean 'vocab'?",
-    "embed": "layout word 'embed': a layout is made of pattern=style words. Use e.g. embed=vocab.",
+    "embed": "layout word 'embed': a layout consists of pattern=style words. Use e.g. embed=vocab.",
     "a..b=vocab": (
-        "layout pattern 'a..b': a module path with '*' or {a,b} for a part is needed. Use e.g. 'blocks.*.attn.q'."
+        "layout pattern 'a..b': a module path is needed, and '*' or {a,b} may replace its parts. Use e.g. "
+        "'blocks.*.attn.q'."
     ),
     "a=vocab a=expert": "layout pattern 'a' is given twice. Keep one.",
 }

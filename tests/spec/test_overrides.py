@@ -73,10 +73,10 @@ GOLDEN = {
     "seed.x=3": "seed.x=3: seed is a single value with no keys inside. Use seed=...",
     "optimizer.lr.x=3": "optimizer.lr.x=3: optimizer.lr is a single value with no keys inside. Use optimizer.lr=...",
     "data.train.3.path=x": (
-        "data.train.3.path=x: the length of data.train is 1. Use an index up to 1, which adds an element."
+        "data.train.3.path=x: data.train has 1 elements. Use an index up to 1; 1 itself adds an element."
     ),
     "data.train.path=x": (
-        "data.train.path=x: data.train is a list, and its elements have numbers. Use e.g. data.train.0."
+        "data.train.path=x: data.train is a list; address its elements by number. Use e.g. data.train.0."
     ),
     "optimizer.lerning_rate=3": "unknown key 'optimizer.lerning_rate'. Did you mean 'optimizer.lr'?",
     "optimzer.lr=3": "unknown key 'optimzer'. Did you mean 'optimizer'?",

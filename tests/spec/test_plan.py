@@ -94,17 +94,17 @@ GOLDEN = {
     "dp_shrad=4": "unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?",
     "tp=0": "tp=0: a whole number from 1 to 999999999 is needed. Use tp=1 to leave it out.",
     "tp=two": "tp=two: a whole number from 1 to 999999999 is needed. Use tp=1 to leave it out.",
-    "zero=4": "zero=4: ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3.",
+    "zero=4": "zero=4: ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.",
     "tp=2 tp=4": "plan field 'tp' is given twice in 'tp=2 tp=4'. Keep one.",
-    "tp": "plan word 'tp': a plan is made of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'.",
-    "auto": "plan=auto: the planner chooses for a whole run, and here a plan itself is needed. "
+    "tp": "plan word 'tp': a plan consists of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'.",
+    "auto": "plan=auto: auto works only for a whole run, and an explicit plan is needed here. "
     "Use e.g. 'dp_replicate=*'.",
     "dp_shard=* tp=*": (
-        "dp_shard and tp have '*': '*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate."
+        "dp_shard and tp have '*': only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate."
     ),
-    "zero=*": "zero=*: '*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate.",
+    "zero=*": "zero=*: only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate.",
     "dp_replicate=* tp=3": (
-        "dp_replicate=*: the other axes ask for 3 ranks, and 8 is not a multiple of 3. "
+        "dp_replicate=*: the other axes need 3 ranks, and 8 is not a multiple of 3. "
         "Change them, or start a multiple of 3 ranks."
     ),
     "precision=bf61": "precision=bf61: not one of fp32, bf16, fp16, fp64. Did you mean 'bf16'?",
@@ -121,7 +121,7 @@ GOLDEN = {
         "offload=params:101%: a share is a number above 0 and at most 1. Use e.g. offload=params:0.5."
     ),
     "offload=params:-1": "offload=params:-1: a share is a number above 0 and at most 1. Use e.g. offload=params:0.5.",
-    "offload=params:0.5+params": "offload=params: params has another share already. Keep one.",
+    "offload=params:0.5+params": "offload=params: params already has another share. Keep one.",
     "recompute=0%": (
         "recompute=0%: not one of none, full, attention, selective, nor a budget. "
         "Use one of them, or e.g. recompute=full:8, recompute=12GiB or recompute=50%."

@@ -37,24 +37,24 @@ CASES = [
     *((f"model-allows-{name}", f"{name}=2", PICTURES,
        f"{name}=2: the model reads no sequence that could be cut. Use {name}=1.", "") for name in ("cp", "ep", "pp")),
     ("pp-recompute-budget-not-built", "pp=2 recompute=12GiB", Facts(),
-     "recompute=12GiB: a budget for a pipeline, whose microbatches in flight share it, is not built yet. "
+     "recompute=12GiB: a memory budget is not supported under a pipeline yet. "
      "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank.",
      "pp=2 recompute=selective"),
     ("pp-offload-activations-not-built", "pp=2 offload=optimizer+activations:0.5", Facts(),
-     "offload=optimizer+activations:0.5: activations on the host under a pipeline is not built yet. "
+     "offload=optimizer+activations:0.5: activation offload is not supported under a pipeline yet. "
      "Leave activations out, or use recompute=full.", "pp=2 offload=optimizer"),
     ("pp-keeps-gathered", "pp=2 microbatches=8 dp_shard=2 zero=3", Facts(),
      "reshard=after_forward: zero=3 would gather parameters twice for each microbatch of the pipeline. "
      "Use reshard=after_step, which gathers them once in a step, or zero=2.",
      "pp=2 microbatches=8 dp_shard=2 zero=3 reshard=after_step"),
     ("schedule-virtual-stages", "pp=2 schedule=zb_v virtual_stages=3", Facts(),
-     "schedule=zb_v: it has 2 stages on each rank, and virtual_stages is 3. "
+     "schedule=zb_v: it needs 2 stages on each rank, and virtual_stages is 3. "
      "Use virtual_stages=2, or schedule=1f1b with virtual_stages=1.", "pp=2 schedule=zb_v virtual_stages=2"),
     ("schedule-virtual-stages", "pp=2 schedule=interleaved", Facts(),
-     "schedule=interleaved: it has 2 or more stages on each rank, and virtual_stages is 1. "
+     "schedule=interleaved: it needs 2 or more stages on each rank, and virtual_stages is 1. "
      "Use virtual_stages=2, or schedule=1f1b with virtual_stages=1.", "pp=2 schedule=interleaved virtual_stages=2"),
     ("microbatches-in-groups", "pp=4 schedule=interleaved virtual_stages=2 microbatches=6", Facts(),
-     "microbatches=6: schedule=interleaved takes them in groups of pp=4. Use microbatches=4 or 8.",
+     "microbatches=6: schedule=interleaved takes microbatches in groups of pp=4. Use microbatches=4 or 8.",
      "pp=4 schedule=interleaved virtual_stages=2 microbatches=8"),
     ("microbatches-fill-dualpipe", "pp=4 schedule=dualpipe_v virtual_stages=2 microbatches=6", Facts(),
      "microbatches=6: schedule=dualpipe_v needs at least 8 with pp=4. "
@@ -63,27 +63,28 @@ CASES = [
      "order=tp+pp: the axes in use are dp_shard, tp. Name each of them once, outermost first, or leave order out.",
      "tp=2 dp_shard=4 zero=1"),
     ("order-is-another", "tp=2 dp_shard=4 zero=1 order=dp_shard+tp", Facts(),
-     "order=dp_shard+tp: these axes stand in this order anyway. Leave order out.", "tp=2 dp_shard=4 zero=1"),
+     "order=dp_shard+tp: this is the default order of these axes. Leave order out.", "tp=2 dp_shard=4 zero=1"),
     ("order-without-ep", "tp=2 dp_shard=4 zero=1 ep=2 order=tp+dp_shard", Facts(),
      "order=tp+dp_shard: ep=2 is a view over dp_shard, cp and tp in their usual order. "
      "Leave order out, or use ep=1.", "tp=2 dp_shard=4 zero=1 ep=2"),
     ("split-needs-pp", "split=2+4", Facts(),
-     "split=2+4: stages belong to a pipeline, and pp is 1. Leave split out, or use pp=2 or more.", ""),
+     "split=2+4: it divides the blocks of a pipeline, and pp is 1. Leave split out, or use pp=2 or more.", ""),
     ("split-fits-model", "pp=2 split=2+5", FACTS,
      "split=2+5: there are 2 stages and 6 layers. Use 2 numbers that add up to 6, or leave split out.", "pp=2"),
     ("offload-params-needs-zero-3", "offload=params:0.25", Facts(),
-     "offload=params:0.25: zero=0 needs whole parameters on the device in every pass; zero=3 brings them piece by "
-     "piece. Use zero=3 with dp_shard=2 or more, or offload=optimizer.", "offload=optimizer:0.25"),
+     "offload=params:0.25: zero=0 needs all parameters on the device in every pass; zero=3 loads them block by "
+     "block. Use zero=3 with dp_shard=2 or more, or offload=optimizer.", "offload=optimizer:0.25"),
     ("world-size", "dp_replicate=2 tp=2", FACTS,
-     "world_size=8: the plan asks for 4 ranks (dp_replicate=2 * tp=2), but 8 were started. "
+     "world_size=8: the plan needs 4 ranks (dp_replicate=2 * tp=2), but 8 were started. "
      "Start 4 ranks, or put dp_replicate=* in the plan.", "dp_replicate=4 tp=2"),
     ("global-batch", "dp_replicate=4 accumulation=3", FACTS,
-     "train.global_batch=16: 4 data-parallel ranks with 3 passes each take a multiple of 12 sequences, "
-     "and 16 is not one. Use train.global_batch=12 or 24.", "dp_replicate=4 accumulation=2"),
+     "train.global_batch=16: 4 data-parallel ranks x 3 microbatches "
+     "need a multiple of 12 sequences. Use train.global_batch=12 or 24.", "dp_replicate=4 accumulation=2"),
     ("zero-needs-shard", "zero=2", Facts(),
      "zero=2: ZeRO shards over dp_shard and cp, and both are 1. Use zero=0, or dp_shard=2 or more.", ""),
     ("shard-needs-zero", "dp_shard=4", Facts(),
-     "dp_shard=4: zero=0 shards nothing over these ranks. Use zero=1, 2 or 3, or dp_replicate=4 for replicas.",
+     "dp_shard=4: zero=0 shards nothing, so these ranks would be replicas. Use zero=1, 2 or 3, or dp_replicate=4 for "
+     "replicas.",
      "dp_shard=4 zero=1"),
     ("reshard-needs-zero-3", "dp_shard=2 zero=2 reshard=after_step", Facts(),
      "reshard=after_step: zero=2 keeps parameters whole. Leave reshard out, or use zero=3.", "dp_shard=2 zero=2"),
@@ -109,12 +110,12 @@ CASES = [
      "pp=4: 4 x 2 stages are more than the model's 6 layers. Use pp * virtual_stages of at most 6.",
      "pp=4"),
     ("microbatches-need-pp", "microbatches=4 accumulation=2", Facts(),
-     "microbatches=4: microbatches belong to a pipeline, and pp is 1. Use accumulation=8.", "accumulation=8"),
+     "microbatches=4: it applies to a pipeline, and pp is 1. Use accumulation=8.", "accumulation=8"),
     ("accumulation-without-pp", "pp=2 microbatches=4 accumulation=2", Facts(),
-     "accumulation=2: under a pipeline the passes of a step are its microbatches. Use microbatches=8.",
+     "accumulation=2: under a pipeline, microbatches takes its place. Use microbatches=8.",
      "pp=2 microbatches=8"),
     ("schedule-needs-pp", "schedule=gpipe", Facts(),
-     "schedule=gpipe: a schedule orders a pipeline, and pp is 1. Leave schedule out, or use pp=2 or more.", ""),
+     "schedule=gpipe: it applies to a pipeline, and pp is 1. Leave schedule out, or use pp=2 or more.", ""),
     ("virtual-stages-need-interleaving", "pp=2 virtual_stages=2", Facts(),
      "virtual_stages=2: pp=2 with schedule=1f1b has one stage on each rank. "
      "Use virtual_stages=1, or pp=2 or more with schedule=interleaved.", "pp=2"),
@@ -139,10 +140,10 @@ CASES = [
      "cp=8: a sequence has 20 tokens, and that is not a multiple of its 8 chunks. Use cp=1, 2, 4, 5, 10 or 20.",
      "cp=10 cp_mode=ulysses"),
     ("ulysses-heads", "cp=4 tp=16 cp_mode=ulysses", FACTS,
-     "cp_mode=ulysses: 32 heads and 8 key-value heads do not come out even over cp=4 and tp=16. "
+     "cp_mode=ulysses: 32 heads and 8 key-value heads cannot be divided evenly over cp=4 and tp=16. "
      "Use cp_mode=ring or cp_mode=gather, which take any number of heads.", "cp=4 tp=16"),
     ("cp-mode-needs-cp", "cp_mode=ring", Facts(),
-     "cp_mode=ring: it says how a sequence that is cut over cp attends, and cp is 1. "
+     "cp_mode=ring: it applies to context parallelism, and cp is 1. "
      "Leave cp_mode out, or use cp=2 or more.", ""),
     ("seq-len-fits-model", "", Facts(model=MODEL, seq_len=4096),
      "train.seq_len=4096: the model reads at most 1024 tokens (model.max_seq_len). "

@@ -102,7 +102,7 @@ def test_a_later_kind_of_block_is_seen():
 
 
 def test_a_model_that_cannot_be_followed_is_told():
-    with pytest.warns(UserWarning, match="Net cannot be traced without numbers: .*, so it is not known whether"):
+    with pytest.warns(UserWarning, match="Net cannot be traced on the meta device: .*, so Weft cannot tell whether"):
         check(Net(lambda block, x: x * x.sum().item()))
 
 

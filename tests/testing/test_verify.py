@@ -101,7 +101,7 @@ MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mix
 def test_what_the_loss_does_not_reach_is_said(shared_ranks):
     with Verifier(find_subject(f"{HERE}:leaves_out", Settings(num_steps=1)), 2) as verifier:
         assert verifier.verify(Plan.parse("dp_shard=2 zero=2")).passed
-    assert "2 of 8 parameters have no gradient in the last step, unused.weight the first of them" in verifier.notes
+    assert "2 of 8 parameters have no gradient in the last step; the first is unused.weight" in verifier.notes
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -165,11 +165,11 @@ def test_the_model_is_reduced_as_asked():
 @pytest.mark.parametrize(
     "source, text",
     [
-        ("tinny", "model=tinny: no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
+        ("tinny", "model=tinny: it names no file, folder or function, and no size has this name. Did you mean 'tiny'?"),
         (f"{HERE}:no_model", "it returned int, not an nn.Module. Return a model, or it and an example or a batch_fn."),
         (
             f"{HERE}:without_data",
-            "nothing says what its inputs are. Return (model, loader) with a DataLoader, or (model, batch_fn)",
+            "Weft cannot tell what its inputs are. Return (model, loader) with a DataLoader, or (model, batch_fn)",
         ),
         (
             f"{HERE}:raises",
@@ -191,12 +191,12 @@ def test_models_that_cannot_be_had(source, text):
 
 
 def test_what_pytorch_alone_cannot_train_is_said_in_a_sentence():
-    with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Mend"):
+    with pytest.raises(WeftError, match=r"with_a_wrong_loss: PyTorch alone cannot train it: TypeError \(.*\)\. Fix"):
         Verifier(find_subject(f"{HERE}:with_a_wrong_loss", Settings(num_steps=1)), 2)
 
 
 def test_a_function_is_not_reduced_in_silence():
-    with pytest.raises(WeftError, match=r"layers=2: the function .* makes its model as it likes"):
+    with pytest.raises(WeftError, match=r"layers=2: the function .* builds the model itself"):
         find_subject(f"{HERE}:net", SMALL)
 
 
@@ -207,11 +207,17 @@ def test_a_function_is_not_reduced_in_silence():
         (["--plan", "dp_shrad=2"], "unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?"),
         (["--plan", "zero=1"], "zero=1: ZeRO shards over dp_shard"),
         (["--plan", "dp_shard=2 zero=1", "--dtype", "int8"], "dtype=int8: not one of float64"),
-        (["--plan", "dp_shard=2 zero=1", "--all", "2"], "all=2: every legal plan of 1 to 64 ranks is listed"),
-        (["--all", "2", "--part", "3/2"], "part=3/2: a part is written NUMBER/COUNT. Use e.g. 2/10"),
-        (["--plan", "dp_shard=2 zero=1", "--part", "1/2"], "part=: it selects among all plans."),
-        (["--all", "0"], "all=0: every legal plan of 1 to 64 ranks"),
-        ([], "plan=: no plan is given. Give --plan"),
+        (
+            ["--plan", "dp_shard=2 zero=1", "--all", "2"],
+            "all=2: the rules can list the legal plans of 1 to 64",
+        ),
+        (["--all", "2", "--part", "3/2"], "part=3/2: a part has the form NUMBER/COUNT. Use e.g. 2/10"),
+        (
+            ["--plan", "dp_shard=2 zero=1", "--part", "1/2"],
+            "part=: it selects among the plans of --all.",
+        ),
+        (["--all", "0"], "all=0: the rules can list the legal plans of 1 to 64 ranks. Use 2, 4 or 8."),
+        ([], "plan=: give --plan, or --all with a number of ranks."),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(args, text, capsys):
@@ -250,7 +256,7 @@ def test_a_run_that_proves_nothing_says_so(shared_ranks, capsys, monkeypatch):
     monkeypatch.setattr(Verifier, "verify", lambda self, plan: Verdict(plan.format(), "float64", refused="no place"))
     assert run(["verify", "--model", f"{HERE}:net", "--all", "2", "--steps", "1"]) == 3
     told = capsys.readouterr().out
-    assert told.splitlines()[-1] == "nothing was proven: the model refused every plan that was tried"
+    assert told.splitlines()[-1] == "nothing was verified: the model refused every plan that was tried"
     assert "refused  tp: no place" in told
 
 
@@ -268,7 +274,7 @@ def test_a_folder_does_not_hide_the_size_of_its_name(tmp_path, monkeypatch, caps
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(CONFIG))
     assert find_subject("tiny", SMALL).kind == "decoder"
     assert find_subject("./tiny", SMALL).kind == "hf"
-    assert size_hides("tiny") == "model=tiny: the size of that name is used. Write ./tiny for the folder."
+    assert size_hides("tiny") == "model=tiny: Weft uses the size of that name. Write ./tiny for the folder."
     assert not size_hides("./tiny")
     assert not size_hides("gpt2")
     assert run(["layout", "tiny"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -14,11 +15,12 @@ import torch
 from torch import nn
 
 from tests.parity.cases import LLAMA
+from tests.whole_state import capture
 from weft.checkpoint import load_checkpoint, newest_checkpoint, save_pieces, verify_checkpoint
 from weft.checkpoint.manifest import commit_text
 from weft.errors import CheckpointError
 from weft.mesh import build_mesh
-from weft.optim import build_optimizer
+from weft.optim import build_optimizer, exact_moment
 from weft.parallel import parallelize
 from weft.spec.config import OptimizerSection
 from weft.spec.plan import Plan
@@ -26,7 +28,6 @@ from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches, several_buckets
 from weft.train import TrainStep
 from weft.train.state import pieces, resume, together
-from weft.train.state.state import capture
 
 CASE = DecoderCase(LLAMA, num_steps=4)
 HALF, STEPS = 2, 4
@@ -44,13 +45,13 @@ PLANS = {
 }  # fmt: skip
 
 
-def rounded(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with moments in bf16."""
-    return build_optimizer(model.named_parameters(), OptimizerSection(states="bf16", lr=3e-3), seed=3)
+def rounded(model: nn.Module, states: str = "bf16") -> torch.optim.Optimizer:
+    """AdamW with moments that are rounded at random."""
+    return build_optimizer(model.named_parameters(), OptimizerSection.model_validate({"states": states, "lr": 3e-3}), 3)
 
 
-def train_rounded(plan_text: str, last: int, **options: Any) -> dict | None:
-    return train(plan_text, last, optimizer_of=rounded, **options)
+def train_rounded(plan_text: str, last: int, states: str = "bf16", **options: Any) -> dict | None:
+    return train(plan_text, last, optimizer_of=functools.partial(rounded, states=states), **options)
 
 
 def train(
@@ -126,12 +127,13 @@ def test_every_kind_of_plan_goes_on_under_another(tmp_path, ranks2, ranks4):
     check_pairs(list(zip(every, targets, strict=True)), run, tmp_path, goes_on=True)
 
 
-def test_states_that_were_rounded_at_random_go_on_under_another_plan(tmp_path, ranks2):
+@pytest.mark.parametrize("states", ["bf16", "fp8"])
+def test_states_that_were_rounded_at_random_go_on_under_another_plan(states, tmp_path, ranks2):
     """They are stored as they are, and what is drawn depends on places in the whole."""
 
     def run(number, plan, *args, **options):
         return (train_rounded if number == 1 else lambda *all, **more: ranks2.run(train_rounded, *all, **more)[0])(
-            plan, *args, **options
+            plan, *args, states=states, **options
         )
 
     plans = ["dp_shard=2 zero=1", "tp=2", "dp_shard=2 zero=3", "pp=2 accumulation=2"]
@@ -301,3 +303,23 @@ def test_an_edited_manifest_of_slices_is_an_error_or_reads_within_its_files(shar
                     assert tuple(tensor.shape) == checkpoint.entries(group)[name].shape
         except CheckpointError:
             continue
+
+
+def test_states_of_one_byte_go_on_in_fp32_and_back(tmp_path):
+    """What one format saved is what the other starts from, as numbers; bytes come back as they were."""
+
+    def run(states: str, last: int, **options: Any) -> dict:
+        found = train_rounded("", last, states, **options)
+        assert found is not None
+        return found
+
+    saved, path = run("fp8", HALF, save=str(tmp_path / "a")), tmp_path / f"a/step_{HALF:08d}"
+    wide = run("fp32", HALF, load=str(path), save=str(tmp_path / "b"))
+    back = run("fp8", HALF, load=str(path))
+    assert_equal(back, saved, "fp8 -> fp8")
+    for name, codes in saved["optimizer"].items():
+        if name.rpartition("/")[2] in ("exp_avg", "exp_avg_sq"):
+            assert codes.itemsize == 1
+            assert torch.equal(wide["optimizer"][name].float(), exact_moment(codes)), name
+    again = run("fp8", HALF + 1, load=str(tmp_path / f"b/step_{HALF:08d}"))
+    assert_equal(again, run("fp8", HALF + 1, load=str(path)), "fp8 -> fp32 -> fp8")

@@ -11,20 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.whole_state import capture
 from weft.checkpoint import Together, load_checkpoint, save_pieces, verify_checkpoint
 from weft.checkpoint.arrays import RawArray
 from weft.comm import StoreTalk
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, ConfigError
 from weft.memory import HostCopies
 from weft.mesh import build_mesh
 from weft.monitor import read_events
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train import TrainStep
+from weft.train import Progress, TrainStep
 from weft.train.run import keeping, save_thread
 from weft.train.run.keeping import saved_steps
 from weft.train.state import pieces
-from weft.train.state.state import capture
 
 ALL = ("checkpoint.every=3", "checkpoint.keep=9", "eval.every=0", "train.steps=9")
 
@@ -114,14 +114,14 @@ def test_a_held_run_goes_on_when_the_save_works(start, monkeypatch):
     failing(monkeypatch, 6)
     folder, result, shown = start(*ALL, "checkpoint.retries=0", "checkpoint.on_failure=hold")
     assert (result.reason, saved_steps(folder)) == ("finished", [3, 6, 9])
-    assert "the disk is full. It is tried again." in shown
+    assert "the disk is full. Weft tries again." in shown
 
 
 def test_where_the_host_has_no_room_for_a_copy_the_step_waits_and_says_so(start, monkeypatch):
     monkeypatch.setattr("weft.memory.host_copy._MOST_OF_FREE", 0.0)
     folder, _, shown = start(*ALL)
     assert saved_steps(folder) == [3, 6, 9]
-    assert shown.count("Use checkpoint.background=false. Until then each save makes training wait.") == 1
+    assert shown.count("Use checkpoint.background=false. Meanwhile training waits for each save.") == 1
 
 
 def test_every_so_many_steps_a_checkpoint_stays_for_good(start):
@@ -199,3 +199,46 @@ def test_what_befalls_one_rank_ends_the_save_of_both_and_commits_nothing(fault, 
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     # The ranks are as good as before.
     assert ranks2.run(behind_training, str(tmp_path), "")[1]["ended"] == str(tmp_path / "step_00000003")
+
+
+def test_a_run_keeps_its_checkpoints_in_an_object_store_and_resumes_from_there(start):
+    store = "checkpoint.dir=memory://bucket/runs"
+    folder, _, _ = start("train.steps=3", store, "checkpoint.every=3")
+    assert str(folder.checkpoint(3)).startswith("memory://bucket/runs/")
+    assert not (folder.path / "checkpoints").exists()
+    _, result, shown = start("train.steps=6", store, "checkpoint.every=3", "checkpoint.keep=1", "eval.every=0")
+    assert "resumed from step 3" in shown
+    assert (result.step, saved_steps(folder)[-1]) == (6, 6)
+
+
+def test_damage_found_behind_training_stops_the_run_and_the_next_start_takes_an_older_step(start):
+    quiet = ("eval.every=0", "checkpoint.verify=background")
+    folder, _, _ = start(*ALL)
+    file = folder.checkpoint(9) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step 9, which the run went on from: model.safetensors does not match"):
+        start(*ALL[:2], *quiet, "train.steps=12")
+    assert saved_steps(folder) == [3, 6]
+    _, result, shown = start(*ALL[:2], *quiet, "train.steps=12")
+    assert "resumed from step 6" in shown
+    assert result.step == 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("lowest", {9: 3.0, 6: 2.0, 3: 4.0}), ("highest", {3: 1.0, 6: 8.0, 9: 2.0})]
+)
+def test_the_best_by_any_metric(kind, steps):
+    progress = Progress()
+    for step, value in sorted(steps.items()):
+        progress.note_best(step, "accuracy", value, highest=kind == "highest")
+        progress.note_best(step, "accuracy", None)
+    assert progress.best_step == 6
+    progress.note_best(12, "loss", 99.0)  # another metric begins anew
+    assert (progress.best_step, progress.best_value) == (12, 99.0)
+
+
+def test_an_unknown_metric_is_refused_before_training(start):
+    with pytest.raises(ConfigError, match=r"checkpoint.best_by=accuracy: .* Use loss or bits_per_byte."):
+        start("checkpoint.best_by=accuracy")

@@ -169,7 +169,7 @@ def test_a_hostile_metadata_is_refused_in_one_sentence(tmp_path, dcp_folder, cap
     assert run(["ckpt", "import", str(source), str(tmp_path / "run")]) == 2
     told = capsys.readouterr().err
     name = "posix.system" if kind is Evil else "io.open"
-    assert f".metadata: it holds {name}, which is no weight, so nothing of it was run or loaded. Import" in told
+    assert f".metadata: it holds {name}, which is not a weight; Weft ran and loaded nothing from it. Import" in told
     assert told.count("\n") == 1
     assert not (tmp_path / "touched").exists()
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == []
@@ -179,7 +179,7 @@ def test_a_hostile_metadata_is_refused_in_one_sentence(tmp_path, dcp_folder, cap
 def test_hostile_weights_are_refused(tmp_path, dcp_folder, kind):
     write_zero(tmp_path / "ds", 2, 2)
     torch.save({"module": kind(tmp_path / "touched")}, tmp_path / "ds/global_step3/mp_rank_00_model_states.pt")
-    with pytest.raises(CheckpointError, match="which is no weight, so nothing of it was run or loaded"):
+    with pytest.raises(CheckpointError, match="which is not a weight; Weft ran and loaded nothing from it"):
         bring_in(tmp_path / "ds", tmp_path / "run")
     assert not (tmp_path / "touched").exists()
 
@@ -202,7 +202,7 @@ def test_the_second_wall_ends_what_gets_past_the_first(tmp_path):
             f"_stand_wall(pathlib.Path('{tmp_path}/out'))\n" + attempt
         ).format(touched=tmp_path / "touched", out=tmp_path / "out")
         ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert "PermissionError: reading a checkpoint wanted" in ended.stderr, attempt
+        assert "PermissionError: reading the checkpoint tri" in ended.stderr, attempt
         assert not (tmp_path / "touched").exists()
         assert (tmp_path / "kept").exists()
 
@@ -219,8 +219,8 @@ def link(source: Path) -> None:
 
 DAMAGES = {
     "climbs": (climb, "'../secret.dc' names a file outside of the checkpoint's folder"),
-    "link": (link, "__0_0.distcp is missing or no plain file"),
-    "missing": (lambda source: (source / "__0_0.distcp").unlink(), "__0_0.distcp is missing or no plain file"),
+    "link": (link, "__0_0.distcp is missing or is not a plain file"),
+    "missing": (lambda source: (source / "__0_0.distcp").unlink(), "__0_0.distcp is missing or is not a plain file"),
     "cut": (lambda source: os.truncate(source / "__0_0.distcp", 100), "__0_0.distcp is shorter than .metadata says"),
     "empty": (lambda source: (source / ".metadata").write_bytes(b""), ".metadata: it cannot be read as weights"),
 }
@@ -241,23 +241,29 @@ def test_the_confined_process_imports_too(tmp_path, dcp_folder, capsys):
     assert run(["ckpt", "import", str(dcp_folder), str(tmp_path / "run")]) == 0
     told = capsys.readouterr().err
     path = tmp_path / "run" / "checkpoints" / "step_00000005"
-    assert told == f"weft: torch.distributed.checkpoint: 1 weights and 0 states of step 5, in {path}.\n"
+    assert told == (
+        f"weft: imported 1 weight and 0 optimizer states of torch.distributed.checkpoint, step 5, into {path}.\n"
+    )
     assert torch.equal(load_checkpoint(path).tensors("model")["w"], torch.arange(12.0).reshape(3, 4))
 
 
 def test_a_source_that_takes_too_long_is_given_up(tmp_path, dcp_folder):
-    with pytest.raises(CheckpointError, match=r"took longer than 0\.01 s\. Raise --limit where it is large\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"took longer than 0\.01 s\. If the checkpoint is large, raise "
+        r"--limit\.",
+    ):
         bring_in(dcp_folder, tmp_path, limit_s=0.01)
 
 
 def test_what_is_no_checkpoint(tmp_path, capsys):
     assert run(["ckpt", "import", str(tmp_path), str(tmp_path / "run")]) == 2
-    assert "this is no checkpoint that Weft imports." in capsys.readouterr().err
+    assert "not a checkpoint that Weft imports." in capsys.readouterr().err
 
 
 def test_a_step_is_not_overwritten(tmp_path, dcp_folder, here):
     assert bring_in(dcp_folder, tmp_path).step == 5
-    with pytest.raises(CheckpointError, match="it has a checkpoint of step 5 already"):
+    with pytest.raises(CheckpointError, match="already has a checkpoint of step 5"):
         bring_in(dcp_folder, tmp_path)
     assert bring_in(dcp_folder, tmp_path, step=6).step == 6
 
@@ -271,8 +277,8 @@ def test_names_are_told_apart():
     assert dict(found.weights) == {"w": places[0], "b.w": places[1]}
     assert dict(found.states) == {"w/exp_avg": places[3], "b.w/exp_avg": places[4]}
     assert found.left_out == (("rng", "cpu"),)
-    with pytest.raises(CheckpointError, match=r"Name the table with --model; there are: x, y\."):
+    with pytest.raises(CheckpointError, match=r"Name their table with --model, one of: x, y\."):
         sorted_names([("x", "w"), ("y", "w")])
     assert dict(sorted_names([("x", "w"), ("y", "w")], "y").weights) == {"w": ("y", "w")}
-    with pytest.raises(CheckpointError, match="have numbers instead of names"):
+    with pytest.raises(CheckpointError, match="are keyed by number instead of by name"):
         sorted_names([("model", "w"), ("optim", "state", 0, "exp_avg")], "model")

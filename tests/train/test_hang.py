@@ -49,8 +49,8 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_with_it(tmp_path, rank):
         kill_all(process)
     assert process.returncode == 0, shown
     assert f"waiting for rank {rank} since" in shown
-    assert f"Process {stopped.pid} of rank {rank} is stopped; `kill -CONT {stopped.pid}` lets it go on." in shown
-    assert f"rank {rank} goes on after" in shown
+    assert f"Process {stopped.pid} of rank {rank} is stopped; `kill -CONT {stopped.pid}` resumes it." in shown
+    assert f"rank {rank} continues after" in shown
     assert f"step {STEPS}/{STEPS}" in shown
     log = (RunFolder(tmp_path / "hangs").logs / f"rank_{1 - rank}.log").read_text()
     assert f"rank {1 - rank} waits in" in log
@@ -67,4 +67,4 @@ def test_a_rank_that_stays_away_ends_the_run_at_the_limit(tmp_path):
     assert process.returncode == 1
     assert "waiting for rank 1 since" in shown
     assert "(launch.timeout=10s)" in shown
-    assert "no word from rank 1 in 10 s, the limit of the group." in shown
+    assert "no word from rank 1 in 10 s, the timeout of the group." in shown

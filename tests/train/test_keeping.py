@@ -75,7 +75,7 @@ def test_weights_beyond_fp32_are_never_saved(start):
         start("train.steps=12", "train.max_bad_steps=2", *EACH, *wild)
     assert saved_steps(folder) == [3]
     warnings = [event for event in read_events(folder.events) if event["event"] == "warning"]
-    assert "step 4 is not saved: a weight is beyond 1e+18" in [event["text"] for event in warnings]
+    assert "step 4 is not saved: a weight exceeds 1e+18" in [event["text"] for event in warnings]
     _, result, shown = start("train.steps=6", *EACH)
     assert "resumed from step 3" in shown
     assert result.step == 6
@@ -85,7 +85,7 @@ def test_the_step_before_the_first_bad_one_is_set_aside_and_the_one_before_is_ke
     poison(*range(6, 20))
     with pytest.raises(TrainingHalted) as caught:
         start("train.max_bad_steps=1", *EACH)
-    assert "it resumes from step 4, the last good checkpoint (step 5 may be spoilt and was set aside" in str(
+    assert "it resumes from step 4, the last good checkpoint (step 5 may be damaged and was set aside" in str(
         caught.value
     )
     poison()
@@ -166,7 +166,7 @@ def test_more_steps_stretch_the_schedule_and_say_so(start):
     start("train.steps=6")
     _, _, shown = start("train.steps=12")
     assert "train.steps=12 (before: 6): the cosine schedule then ends at step 12: lr goes from 1.0e-04 up to " in shown
-    assert "to stay there: schedule.kind=constant optimizer.lr=0.0001" in shown
+    assert "to keep the old rate: schedule.kind=constant optimizer.lr=0.0001" in shown
     assert "time    6 steps since step 6" in shown
 
 
@@ -175,7 +175,7 @@ def test_more_steps_stretch_the_schedule_and_say_so(start):
     [
         ("model", 1.0, ""),
         ("model", float("nan"), "a weight is not finite"),
-        ("model", -2e18, "a weight is beyond 1e+18"),
+        ("model", -2e18, "a weight exceeds 1e+18"),
         ("optimizer", float("inf"), "a state of the optimizer is not finite"),
         ("optimizer", 2e30, ""),
     ],

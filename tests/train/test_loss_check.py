@@ -110,7 +110,7 @@ def test_an_error_of_the_users_own_stays_what_it_is():
 def test_a_mean_of_the_models_own_is_warned_of_once_where_it_differs():
     output = CausalLMOutputWithPast(loss=OUTPUT.mean(), logits=torch.zeros(1, 2, 3))
     loss = CheckedLoss(lambda o, b: (o.loss, 1), warns_of_means=True)
-    with pytest.warns(WeftWarning, match="output.loss, which is a mean over the tokens of one rank's microbatch"):
+    with pytest.warns(WeftWarning, match="output.loss, a mean over the tokens of one rank's microbatch"):
         loss(output, {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -106,7 +106,7 @@ def test_as_many_microbatches_as_the_plan_says(plan, field):
     assert microbatches_of(weft.Microbatches([x(), x()]), plan)[1].tolist() == list(range(8))
     with pytest.raises(ModelError) as caught:
         microbatches_of(weft.Microbatches([x()]), plan)
-    assert str(caught.value) == f"{field}=2: this step was given 1. Give as many as the plan says."
+    assert str(caught.value) == f"{field}=2: a step takes that many microbatches, and got 1. Give 2."
 
 
 def make_step(plan: str, model: nn.Module, loss_fn, **options) -> TrainStep:
@@ -157,15 +157,15 @@ def test_a_batch_whose_rows_are_no_samples_is_not_torn():
     with pytest.raises(ModelError) as caught:
         split_batch(batch, 2)
     assert str(caught.value) == (
-        "accumulation=2: batch['pixel_values'] has shape (10, 6) in a batch of 4 samples, so its rows are no samples "
-        "and a cut would tear them apart. Pass the DataLoader through run.shard, which cuts by samples before they are "
-        "collated, or give the step weft.Microbatches([...])."
+        "accumulation=2: batch['pixel_values'] has shape (10, 6) in a batch of 4 samples, so its rows are not "
+        "samples, and cutting it by rows would split samples. Pass the DataLoader through run.shard, which cuts by "
+        "samples before they are collated, or give the step weft.Microbatches([...])."
     )
     assert split_batch(batch, 1) == [batch]
 
 
 def test_numbers_of_samples_are_those_of_each_microbatch():
-    with pytest.raises(ModelError, match="samples: numbers of 1 microbatches were given for 2"):
+    with pytest.raises(ModelError, match="samples: sample numbers of 1 microbatches were given for 2"):
         weft.Microbatches([x(), x()], samples=[[0]])
     data = Axis("data", 2, 1, (0, 1))
     plain = samples_of([x()], 2, data)
@@ -204,7 +204,7 @@ def test_rows_of_a_global_batch_are_cut_without_being_even():
 
 def test_a_loop_of_ones_own_is_told_of_what_stands_in_for_no_sample():
     batch = weft.Microbatches([x(), x()], samples=[[0], []])
-    with pytest.raises(ModelError, match=r"this rank has no sample for a microbatch.*use drop_last=True"):
+    with pytest.raises(ModelError, match=r"this rank has no sample for one microbatch.*use drop_last=True"):
         list(batch)
     with pytest.raises(ModelError, match=r"batch\['x'\]: .*for microbatch in batch"):
         batch["x"]

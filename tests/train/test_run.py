@@ -129,10 +129,10 @@ def test_settings_that_make_another_run_are_refused_by_name(start):
         start("seed=7", "model.dim=64", "optimizer.lr=0.5")
     text = str(caught.value)
     assert text.splitlines() == [
-        f"seed=7: the run in '{folder.path}' was started with 0, and cannot go on with another value. "
-        "Use run.name=quickstart-2 for a new run, or seed=0 to resume.",
-        f"model.dim=64: the run in '{folder.path}' was started with 32, and cannot go on with another value. "
-        "Use run.name=quickstart-2 for a new run, or model.dim=32 to resume.",
+        f"seed=7: the run in '{folder.path}' was started with 0, and cannot continue with another value. Use "
+        "run.name=quickstart-2 for a new run, or seed=0 to resume.",
+        f"model.dim=64: the run in '{folder.path}' was started with 32, and cannot continue with another value. Use "
+        "run.name=quickstart-2 for a new run, or model.dim=32 to resume.",
     ]
     assert (folder.path / "config.toml").read_text() == before
 
@@ -216,7 +216,7 @@ def test_epochs_become_steps(text, tmp_path):
     assert told is not None
     assert folder.config().train.steps == int(told[2]) == math.ceil(int(told[1]) / 8)
     assert folder.config().train.epochs is None
-    with pytest.raises(ConfigError, match=r"schedule.warmup_steps=2: the run has only train.steps=1"):
+    with pytest.raises(ConfigError, match=r"schedule.warmup_steps=2: warm-up must end before train.steps=1"):
         prepare_run(load_config(None, [*settings, "train.epochs=0.001", "run.name=short"]).config, world_size=1)
 
 
@@ -252,7 +252,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatc
     monkeypatch.setattr(Trainer, "_train", interrupted)
     folder, result, shown = start("run.name=stopped")
     assert (result.step, result.reason) == (5, "asked to stop")
-    assert "the same command again goes on from here" in shown
+    assert "the same command continues from here" in shown
     _, result, _ = start("run.name=stopped")
     assert result.step == 12
     assert_same_bits(weights(whole, 12), weights(folder, 12))
@@ -328,15 +328,15 @@ def test_room_for_a_checkpoint_is_asked_before_the_first_step(start, monkeypatch
 def test_a_run_stops_before_its_time_is_over_and_the_same_command_goes_on(start):
     _, result, shown = start("train.steps=9", "train.max_time=10s")  # that is what ending is given
     assert result.step == 2  # the first step asks, the second one tells all ranks
-    assert "done    2 of 9 steps: train.max_time=10s is nearly over" in shown
-    assert "the same command again goes on from here" in shown
+    assert "stopped at step 2 of 9: train.max_time=10s is nearly used up" in shown
+    assert "the same command continues from here" in shown
     assert start("train.steps=9", "train.max_time=9h")[1].step == 9
 
 
 def test_a_time_that_is_over_before_the_first_step_is_a_mistake(tmp_path, text):
     settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
     run = prepare_run(load_config(None, [*settings, "train.max_time=1m30s"]).config, world_size=1)
-    with pytest.raises(ConfigError, match=r"train.max_time=1m30s: the time was over 1\d s before the first step. Use "):
+    with pytest.raises(ConfigError, match=r"train.max_time=1m30s: the time ran out 1\d s before the first step. Use "):
         run_rank(run, None, io.StringIO(), Start(began=time.monotonic() - 100))
 
 

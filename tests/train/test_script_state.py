@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.parity.cases import LLAMA, HuggingFaceCase
 from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase
+from weft.checkpoint import load_checkpoint
 from weft.comm import Ledger
 from weft.errors import CheckpointError, ModelError, WeftError
 from weft.mesh import build_mesh
@@ -284,7 +285,7 @@ def test_a_model_loaded_in_bf16_says_what_it_takes_and_is_written_as_it_was(tmp_
     assert not other
     (line,) = first
     assert line.startswith("precision: the model was loaded in bfloat16 with ")
-    assert "a float32 master beside it. There is no plan without masters. Use zero=1, 2 or 3" in line
+    assert "a float32 master beside it. Every plan keeps these masters. Use zero=1, 2 or 3" in line
 
 
 def test_a_model_of_bf16_under_fp32_is_told_of_precision():
@@ -342,7 +343,11 @@ def test_wrong_use_ends_in_one_sentence(tmp_path):
     run = start("dp_replicate=1")
     plain = nn.Linear(8, 2)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    with pytest.raises(ModelError, match=r"model of type Linear: this run did not parallelize it. Give the model that"):
+    with pytest.raises(
+        ModelError,
+        match=r"model of type Linear: this run did not parallelize it. Give the model "
+        "that",
+    ):
         run.save(tmp_path, step=1, model=plain, optimizer=sgd)
     with pytest.raises(ModelError, match=r"another run parallelized it"):
         start("dp_replicate=1").save(tmp_path, step=1, model=run.parallelize(plain), optimizer=sgd)
@@ -360,7 +365,8 @@ def test_wrong_use_ends_in_one_sentence(tmp_path):
     deeper = run.parallelize(nn.Sequential(nn.Linear(8, 2)))
     with pytest.raises(
         CheckpointError,
-        match=r"of another model: it lacks '0.bias', '0.weight' and it has 'bias', 'weight', which the model has not",
+        match=r"of another model: it lacks '0.bias', '0.weight' and it has 'bias', 'weight', which the model does "
+        "not have",
     ):
         run.load(tmp_path, model=deeper, optimizer=torch.optim.SGD(deeper.parameters(), lr=0.1))
 
@@ -418,3 +424,39 @@ def test_schedulers_go_on_where_they_were(make, tmp_path):
     run.load(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
     assert rates(optimizer, scheduler, 4) == want
     assert isinstance(optimizer.param_groups[0]["betas"], tuple)
+
+
+def save_behind(plan_text: str, folder: str) -> dict:
+    """Save in the background, train on, save again, and then fail to."""
+    script = Script(plan_text)
+    script.train(0, HALF)
+    before = script.run.full_state_dict(script.model)
+    path = script.run.save(folder, step=HALF, background=True, keep=1, extra={"best": 0.5}, **script.state())
+    script.train(HALF, STEPS)
+    assert script.run.wait_saved() == path
+    assert script.run.wait_saved() is None
+    script.run.save("/proc/nowhere", step=3, background=True, **script.state())
+    with pytest.raises(CheckpointError, match=r"the checkpoint of step 3 could not be written"):
+        script.run.save(folder, step=4, **script.state())
+    script.run.save(folder, step=4, background=True, keep=1, **script.state())
+    loaded = script.run.load(folder, **script.state())  # waits
+    return {"before": before, "step": loaded.step, "names": sorted(one.name for one in Path(folder).glob("step*"))}
+
+
+def test_a_save_behind_a_script_has_its_step_and_errors_come_at_the_next_call(tmp_path, ranks2):
+    got = ranks2.run(save_behind, TWO[2], str(tmp_path))
+    assert [one["step"] for one in got] == [4, 4]
+    assert got[0]["names"] == ["step_00000004"]
+    saved = tmp_path / "once"
+    (told,) = {str(one) for one in ranks2.run(saved_behind, TWO[2], str(saved))}
+    weights = load_checkpoint(Path(told)).tensors("model")
+    assert all(torch.equal(weights[name], one) for name, one in got[0]["before"].items() if name in weights)
+
+
+def saved_behind(plan_text: str, folder: str) -> str:
+    script = Script(plan_text)
+    script.train(0, HALF)
+    path = script.run.save(folder, step=HALF, background=True, **script.state())
+    script.train(HALF, STEPS)
+    script.run.wait_saved()
+    return str(path)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows, weights
+from tests.whole_state import capture, restore
 from weft.checkpoint import load_checkpoint, save_checkpoint
 from weft.errors import CheckpointError
 from weft.mesh import build_mesh
@@ -15,7 +16,6 @@ from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches
 from weft.train import TrainStep
-from weft.train.state.state import capture, restore
 
 from tests.parity.cases import LLAMA, ImageCase  # isort: skip
 

@@ -63,7 +63,7 @@ def test_images_are_trained_counted_and_measured(start):
     assert 0.25 <= found[-1]["accuracy"] <= 1
     assert found[-1]["loss"] < found[0]["loss"]
     assert "images/s" in shown
-    assert " accuracy" in shown
+    assert " accuracy\n        accuracy: Share of the images whose label the model names.\n" in shown
     for word in ("token", "weft generate", "sequence"):
         assert word not in shown
     assert {path.name for path in folder.path.iterdir()}.isdisjoint({"model.json", "data.json", "tokenizer"})
@@ -100,8 +100,38 @@ def test_the_planner_chooses_for_it_and_reads_its_config(tmp_path, capsys):
     file.write_text('task = "tests.train.image_task:ImageTask"\n[train]\nglobal_batch = 64\n')
     assert run(["plan", str(file), "8xh100", "--top", "1", "--out", str(out)]) == 0
     assert "ImageTask, " in (shown := capsys.readouterr().out)
-    assert "64 samples a step" in shown
+    assert "64 images a step" in shown
     find_task(load_config(out).config)  # and that config trains it
+
+
+def test_the_planner_counts_in_the_tasks_own_words(tmp_path, capsys):
+    file = tmp_path / "images.toml"
+    file.write_text('task = "tests.train.image_task:ImageTask"\n[train]\nglobal_batch = 8\n')
+    assert run(["plan", str(file), "2xh100", "--top", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "on 2xh100: 8 images a step" in shown
+    assert "images/s" in shown
+    assert "samples" not in shown
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("def build(self): raise ValueError('odd')", "build raised ValueError at own.py:3 (odd). Correct it;"),
+        ("def build(self): return __import__('torch').nn.Linear(-1)", "build raised TypeError at own.py:3 ("),
+        ("def samples(self, split): return open('images.npy')", "samples raised FileNotFoundError at own.py:3 ("),
+        ("def samples(self, split): return [0]", "it has 1 training samples, and tracing takes 2. Add some."),
+    ],
+)  # fmt: skip
+def test_a_task_that_fails_while_it_is_planned_is_told_in_a_sentence(tmp_path, capsys, body, told):
+    code = tmp_path / "own.py"
+    code.write_text(f"from tests.train.image_task import ImageTask\nclass Own(ImageTask):\n    {body}\n")
+    file = tmp_path / "own.toml"
+    file.write_text(f'task = "{code}:Own"\n')
+    assert run(["plan", str(file), "2xh100"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: task.name={code}:Own: {told}")
+    assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2 zero=3"])
@@ -121,11 +151,15 @@ def test_two_ranks_train_what_one_process_does(tmp_path, ranks2, plan):
         (["task=tests.train.image_task:Nothing"], r"task\.name=.*Nothing: it cannot be imported"),
         (
             ["task=tests.train.image_task:TensorDataset"],
-            r"task\.name=.*TensorDataset: it is no subclass of weft\.train\.Task",
+            r"task\.name=.*TensorDataset: it is not a subclass of weft\.train\.Task",
+        ),
+        (
+            ["task=tests.train.fake_engine:LineTask", "task.options.width=3"],
+            r"task\.options\.width: .*:LineTask has no such option\. It takes none\.",
         ),
         (["task=weft.train:Task"], r"task\.name=weft\.train:Task: a task needs build and samples and loss\. Define"),
         (["task=tests/train/none.py:X"], r"task\.name=.*: it cannot be imported \(FileNotFoundError"),
-        (["model.dim=64", "sample.prompt=a"], r"model\.dim: the decoder on text reads it, .*\n.*sample\.prompt: "),
+        (["model.dim=64", "sample.prompt=a"], r"model\.dim: only the text decoder reads it, .*\n.*sample\.prompt: "),
     ],
 )
 def test_what_a_config_may_not_say_of_a_task(settings, told):
@@ -134,7 +168,7 @@ def test_what_a_config_may_not_say_of_a_task(settings, told):
 
 
 def test_options_without_a_task_and_another_task_in_a_folder_are_refused(start):
-    with pytest.raises(ConfigError, match=r"task\.options=\{side = 8\}: they belong to a task named as"):
+    with pytest.raises(ConfigError, match=r"task\.options=\{side = 8\}: only a task given as package"):
         load_config(None, ["task.options.side=8"])
     start("train.steps=3")
     with pytest.raises(ConfigError, match=r"task\.options\.dim=32: the run in .* was started without it"):

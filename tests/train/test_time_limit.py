@@ -41,7 +41,7 @@ def steps_until_asked(run: Run, seconds: float) -> int:
 def test_two_steps_and_the_end_fit_when_it_asks():
     run = Run(deadline=100)
     assert steps_until_asked(run, 5.0) == 16  # at 80 s: 2 steps of 5 s and 10 s are left
-    assert run.limit.reason == "train.max_time=1h is nearly over"
+    assert run.limit.reason == "train.max_time=1h is nearly used up"
 
 
 def test_the_longest_evaluation_and_save_are_counted():
@@ -63,5 +63,5 @@ def test_a_long_first_step_does_not_count_for_those_to_come():
 
 
 def test_a_time_that_is_over_already_is_a_mistake():
-    with pytest.raises(ConfigError, match=r"train.max_time=1h: the time was over 3 s before the first step. Use a "):
+    with pytest.raises(ConfigError, match=r"train.max_time=1h: the time ran out 3 s before the first step. Use a "):
         Run(deadline=-3)

@@ -26,10 +26,10 @@ def actions_of(name: str, slower: float):
 def test_a_pipeline_that_runs_as_its_schedule():
     pipeline, lists = actions_of("1f1b", 0.0)
     line = _bubble_line(pipeline, _on_a_clock(pipeline, lists), lists)
-    assert line == "        last step: 1f1b itself leaves 33% of it empty, and 33% was"
+    assert line == "        last step: 1f1b by itself leaves 33% of it idle; measured: 33%"
 
 
 def test_what_else_was_waited_for():
     pipeline, lists = actions_of("zb_h1", 2.0)
     line = _bubble_line(pipeline, _on_a_clock(pipeline, lists), lists)
-    assert line == "        last step: zb_h1 itself leaves 14% of it empty, and 33% was"
+    assert line == "        last step: zb_h1 by itself leaves 14% of it idle; measured: 33%"

@@ -71,7 +71,8 @@ def linear_dw(place: Place, m: int, n: int, k: int) -> Call:
 def _attention(place: Place, b: int, h: int, s: int, c: int, trained: bool) -> tuple[Tensor, list[Tensor]]:
     # As the model makes them: heads lie beside each other in memory.
     inputs = [place.normal(b, s, h, c, trained=trained) for _ in range(3)]
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs), is_causal=True), inputs
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs
 
 
 def attention_f(place: Place, b: int, h: int, s: int, c: int) -> Call:

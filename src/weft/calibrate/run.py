@@ -16,6 +16,7 @@ from weft.calibrate.traffic import COLLECTIVES
 from weft.errors import ConfigError
 from weft.planner.measured import TINY, Machine, Measurement, Profile
 from weft.testing import RankPool
+from weft.units import counted
 
 #: report(what, done, total).
 Report = Callable[[str, int, int], None]
@@ -37,10 +38,17 @@ def calibrate(
 ) -> Profile:
     """Measure this machine. Nothing is written: the caller saves the whole profile or nothing.
 
-    budget_s: about how long it may take; windows become shorter where it is short, and what is worth least is left out.
-    ranks: how many work at the same time, such as (1, 2, 4); by default powers of two up to the cores, and 4.
-    device: "cpu", "cuda", or "auto". dtypes: number formats; fp32 is always among them.
-    Raises ConfigError for what cannot be measured here, CommError where ranks fail.
+    Args:
+        budget_s: about how long it may take, 1 s and more; windows become shorter where it is short, and what is worth
+            least is left out.
+        ranks: how many work at the same time, such as (1, 2, 4); by default powers of two up to the cores, and 4.
+        device: "cpu", "cuda", or "auto".
+        dtypes: number formats; fp32 is always among them.
+        report: called with what is measured, how many measurements are done, and of how many.
+
+    Raises:
+        ConfigError: for what cannot be measured here.
+        CommError: where ranks fail.
     """
     if not 1.0 <= budget_s <= MOST_BUDGET_S:
         raise ConfigError(f"budget={budget_s:g}s: from 1 s to {MOST_BUDGET_S / 60:.0f} min. Use e.g. --budget 90s.")
@@ -138,7 +146,7 @@ def _chapters(machine: Machine, counts: Sequence[int]) -> list[Chapter]:
     }  # fmt: skip
     chapters: list[Chapter] = []
     for count in counts:
-        crowd = f"{count} rank{'s' if count > 1 else ''}"
+        crowd = counted(count, "rank")
         chapters += [Chapter(name=f"{name}, {crowd}", points=points, ranks=count) for name, points in compute.items()]
         moved = tuple((op, (size,)) for op in COLLECTIVES for size in messages)
         meetings = tuple(("meeting", (count,)) for count in (() if large else sizes.MEETINGS))

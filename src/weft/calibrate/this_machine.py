@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.cuda import nccl
 
 from weft.planner.measured import Machine, here
 
@@ -15,12 +16,12 @@ def this_machine(kind: str = "auto") -> Machine:
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return host
     found = torch.cuda.get_device_properties(0)
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    release = ".".join(map(str, nccl.version()))
     return replace(
         host,
         kind="cuda",
         device=found.name,
         count=torch.cuda.device_count(),
         memory_bytes=found.total_memory,
-        transports=(f"nccl {nccl}",),
+        transports=(f"nccl {release}",),
     )

@@ -6,7 +6,6 @@ The format is described in docs/reference/checkpoint_format.md.
 from __future__ import annotations
 
 from weft.checkpoint.all_ranks import Together
-from weft.checkpoint.aside import set_aside, set_unfinished_aside
 from weft.checkpoint.folders import folder_name, step_in_name
 from weft.checkpoint.load import (
     Checkpoint,
@@ -16,7 +15,7 @@ from weft.checkpoint.load import (
     newest_checkpoint,
     verify_checkpoint,
 )
-from weft.checkpoint.prune import prune_checkpoints
+from weft.checkpoint.prune import prune_checkpoints, set_aside, set_unfinished_aside
 from weft.checkpoint.rank_files import SavedPiece, save_pieces
 from weft.checkpoint.save import require_space, save_checkpoint
 

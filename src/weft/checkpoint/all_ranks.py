@@ -17,8 +17,11 @@ def _only(record: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """This rank among all. on_first: the JSON value that the first rank's function returns, on all ranks; what it
-    raises, all raise. gather: the bytes of every rank in their order, on the first rank; others may get none.
+    """One rank among all, and what it may ask of the others.
+
+    on_first: the JSON value that the first rank's function returns, on all ranks; what it raises, all raise. gather:
+    the
+    bytes of every rank in their order, on the first rank; others may get none.
     """
 
     rank: int = 0

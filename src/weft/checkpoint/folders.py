@@ -1,7 +1,8 @@
 """The folder that holds a run's checkpoints: names, order, the writer's lock, moving aside, clearing debris.
 
 step_00000120/           a checkpoint; it counts once it has COMMIT
-step_00000120.again/     step 120 saved a second time: committed, and about to take the first one's place
+step_00000120.again/     step 120 saved a second time: committed, and about to take the first one's place; in an object
+                         store it stays, and .again2 follows
 .tmp-.../                being written, or left by a writer that was killed
 .trash/                  moved aside, about to be deleted
 .lock                    held while one process writes
@@ -17,23 +18,27 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weft.checkpoint.manifest import COMMIT_NAME
 from weft.errors import CheckpointError
 from weft.file_lock import try_lock
 
-_STEP_FOLDER = re.compile(r"step_(\d{8,15})(\.again)?")
+_STEP_FOLDER = re.compile(r"step_(\d{8,15})(?:\.again(\d*))?")
 _TEMP_PREFIX = ".tmp-"
 _TRASH_NAME = ".trash"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepFolder:
-    """A folder named as a checkpoint. Sorts by step; the second save of a step comes after the first."""
+    """A folder named as a checkpoint. Sorts by step; the second save of a step comes after the first.
+
+    again: how many saves of this step came before. path: a Path, or what an object store has instead.
+    """
 
     step: int
-    again: bool
-    path: Path
+    again: int
+    path: Any
 
     @property
     def committed(self) -> bool:
@@ -41,21 +46,22 @@ class StepFolder:
 
 
 def folder_name(step: int) -> str:
-    """120 -> 'step_00000120'."""
+    """Return the name of a step's folder: 120 -> 'step_00000120'."""
     return f"step_{step:08d}"
 
 
 def step_in_name(name: str) -> int | None:
-    """'step_00000120' or 'step_00000120.again' -> 120; None for any other name."""
+    """Return the step: 'step_00000120' or 'step_00000120.again' -> 120; None for any other name."""
     match = _STEP_FOLDER.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
-def step_folder(path: Path) -> StepFolder:
+def step_folder(path: Any) -> StepFolder:
     """A path that is named as a checkpoint."""
     match = _STEP_FOLDER.fullmatch(path.name)
     assert match is not None
-    return StepFolder(int(match.group(1)), match.group(2) is not None, path)
+    again = match.group(2)
+    return StepFolder(int(match.group(1)), 0 if again is None else int(again or 1), path)
 
 
 def step_folders(root: Path) -> list[StepFolder]:

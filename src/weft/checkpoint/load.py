@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, strict_json
@@ -31,10 +29,12 @@ from weft.checkpoint.manifest import (
     TensorEntry,
     commit_text,
     parse_manifest,
+    runs_in,
 )
 from weft.checkpoint.parts import Part
 from weft.checkpoint.read import StretchReader, TensorGroup, whole
-from weft.checkpoint.slices import shard_name
+from weft.checkpoint.slices import rank_of, shard_name
+from weft.checkpoint.targets import Location, located, target_at
 from weft.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _MOST_TOLD = 8
 class PassedOver:
     """A newer checkpoint that was not taken, and why."""
 
-    path: Path
+    path: Location
     reason: str
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class PassedOver:
 class Found:
     """The newest whole checkpoint, and the newer ones that were passed over (newest first)."""
 
-    path: Path
+    path: Location
     step: int
     passed_over: tuple[PassedOver, ...] = ()
 
@@ -71,7 +71,7 @@ class Found:
 class Checkpoint:
     """A checkpoint that was opened. `state` is what was saved; `written_by` has the versions of weft and torch."""
 
-    path: Path
+    path: Location
     step: int
     state: dict[str, Any]
     written_by: Mapping[str, str]
@@ -80,6 +80,7 @@ class Checkpoint:
 
     @property
     def groups(self) -> tuple[str, ...]:
+        """The names of its groups, such as "model" and "optimizer"."""
         return tuple(self._manifest.tensors)
 
     @property
@@ -88,7 +89,7 @@ class Checkpoint:
         return {name: entry.num_bytes for name, entry in self._manifest.files.items()}
 
     def files_of(self, group: str, name: str) -> list[str]:
-        """The files that hold a tensor of a group, or a part of it."""
+        """Return the files that hold a tensor of a group, or a part of it."""
         entry = self.entries(group)[name]
         if entry.file:
             return [entry.file]
@@ -96,7 +97,7 @@ class Checkpoint:
         return sorted({shard_name(group, rank) for ranks in runs for rank, _, _ in ranks})
 
     def tensors_in(self, file: str) -> list[str]:
-        """ "group/name" of each tensor of which a file holds something."""
+        """Return "group/name" of each tensor of which a file holds something."""
         whole_ones = [
             f"{group}/{name}"
             for group, entries in self._manifest.tensors.items()
@@ -104,10 +105,14 @@ class Checkpoint:
             if entry.file == file and entry.same_as is None
         ]
         group = file.rpartition("-")[0]
-        return whole_ones or [f"{group}/{name}" for name in _runs_in(file, self._manifest)]
+        return whole_ones or [f"{group}/{name}" for name in runs_in(file, self._manifest)]
 
     def tensors(self, group: str) -> Mapping[str, Tensor]:
-        """The tensors of a group by name, in the order they were saved. CheckpointError for an unknown group."""
+        """Return the tensors of a group by name, in the order they were saved.
+
+        Raises:
+            CheckpointError: for an unknown group.
+        """
         if group not in self._manifest.tensors:
             known = ", ".join(self.groups) or "none"
             raise CheckpointError(
@@ -116,13 +121,23 @@ class Checkpoint:
         return TensorGroup(self.path, group, self._manifest.tensors[group], self._reader)
 
     def entries(self, group: str) -> Mapping[str, TensorEntry]:
-        """Shapes and dtypes of a group's tensors by name; empty for a group that was not saved."""
+        """Return the shapes and dtypes of a group's tensors by name; empty for a group that was not saved."""
         return self._manifest.tensors.get(group, {})
 
     def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part of a tensor, from place `start` of its line on, in the saved dtype.
+        """Fill `out` with elements of a part of a tensor, in the saved dtype.
 
-        Reads the bytes that are asked for and no others, under whatever plan they were written. Raises CheckpointError.
+        Reads the bytes that are asked for and no others, under whatever plan they were written.
+
+        Args:
+            group: such as "model".
+            name: of the tensor in its group.
+            part: which elements of the whole tensor, as a line.
+            start: place in that line where reading begins, in elements.
+            out: filled to its end: whole elements, contiguous.
+
+        Raises:
+            CheckpointError: where bytes are missing or cannot be read.
         """
         try:
             self._reader.read(group, name, self.entries(group)[name], part, start, out)
@@ -130,14 +145,14 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {error}. Use another checkpoint.") from error
 
     def block(self, path: str) -> RawArray:
-        """All of the array "group/name", without torch."""
+        """Return all of the array "group/name", without torch."""
         group, _, name = path.partition("/")
         entry = self.entries(group)[name]
         data = whole(entry, lambda part, out: self.read(group, name, part, 0, out))
         return RawArray(entry.dtype, entry.shape, data)
 
     def private(self, group: str, rank: int) -> Mapping[str, Tensor]:
-        """What one rank kept to itself, by name."""
+        """Return what one rank kept to itself, by name."""
         if group in self._manifest.tensors:  # of a checkpoint that one rank wrote
             return self.tensors(group)
         file = shard_name(group, rank)
@@ -147,9 +162,16 @@ class Checkpoint:
         return {name: handle.get_tensor(name) for name in [*handle.keys()]}
 
     def write_whole(
-        self, file: Path, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
+        self, file: Location, group: str, names: Sequence[str], convert: Callable[[RawArray], RawArray]
     ) -> None:
-        """Write tensors of a group, whole, each through `convert`, into a new safetensors file. All are in memory."""
+        """Write tensors of a group, whole, into a new safetensors file. All are in memory at once.
+
+        Args:
+            file: path of the new file.
+            group: such as "model".
+            names: which of the group's tensors.
+            convert: what is written in place of each.
+        """
         blocks = {name: convert(self.block(f"{group}/{name}")) for name in names}
         entries = self.entries(group)
         write_tensors(file, blocks, {name: replace(entries[name], dtype=one.dtype) for name, one in blocks.items()})
@@ -160,14 +182,21 @@ class Checkpoint:
         return self._reader.num_bytes
 
 
-def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -> Checkpoint:
-    """Open a checkpoint. CheckpointError says what is damaged.
+def load_checkpoint(path: Location, *, verify: bool = False, lazily: bool = False) -> Checkpoint:
+    """Open a checkpoint. Bytes of tensors are read when they are asked for.
 
-    COMMIT, the manifest, the state, all sizes and all tensor headers are always checked; verify=True also digests
-    every tensor's bytes (`newest_checkpoint` has already done so for the one it returns). lazily: a file's size and
-    header are checked when something is read of it, so that a rank looks at no files but those it needs.
+    COMMIT, the manifest and the state are always checked.
+
+    Args:
+        path: a step's folder.
+        verify: also digest every tensor's bytes (`newest_checkpoint` has already done so for the one it returns).
+        lazily: check a file's size and header when something is read of it, so that a rank looks at no files but those
+            it needs. False: those of all files, now.
+
+    Raises:
+        CheckpointError: says what is damaged.
     """
-    path = Path(path)
+    path = located(path)
     try:
         manifest = _read_manifest(path)
         problems = [] if lazily else _file_problems(path, manifest, digests=verify)
@@ -180,15 +209,17 @@ def load_checkpoint(path: Path, *, verify: bool = False, lazily: bool = False) -
 
 
 def verify_checkpoint(
-    path: Path, *, digests: bool = True, together: Together = ALONE, report: Callable[[int], None] = unheard
+    path: Location, *, digests: bool = True, together: Together = ALONE, report: Callable[[int], None] = unheard
 ) -> list[str]:
-    """All problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
+    """Return all problems of one checkpoint, in sentences; an empty list means that every byte is as it was written.
 
-    together: ranks that divide the files among them, and all learn what each found. digests=False
-    skips the digests of tensor files and finds only missing, resized and mislabelled files. report: called by several
-    threads with the number of bytes that were digested since the last call.
+    Args:
+        path: a step's folder.
+        digests: False skips the digests of tensor files and finds only missing, resized and mislabelled files.
+        together: ranks that divide the files among them, and all learn what each found.
+        report: called by several threads with the number of bytes that were digested since the last call.
     """
-    found = json.dumps(_problems(Path(path), digests, together, report)[:_MOST_TOLD])
+    found = json.dumps(_problems(located(path), digests, together, report)[:_MOST_TOLD])
     answers = together.gather(found.encode())
 
     def joined() -> list[str]:
@@ -197,7 +228,7 @@ def verify_checkpoint(
     return together.on_first(joined)
 
 
-def _problems(path: Path, digests: bool, together: Together, report: Callable[[int], None]) -> list[str]:
+def _problems(path: Location, digests: bool, together: Together, report: Callable[[int], None]) -> list[str]:
     """What this rank finds in its share of the files."""
     try:
         manifest = _read_manifest(path)
@@ -209,29 +240,34 @@ def _problems(path: Path, digests: bool, together: Together, report: Callable[[i
     return problems
 
 
-def list_checkpoints(root: Path) -> list[Path]:
-    """Committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
-    by_step: dict[int, Path] = {}
-    for folder in folders.step_folders(Path(root)):
+def list_checkpoints(root: Location) -> list[Location]:
+    """Return the committed checkpoints, oldest step first, one for each step. Their bytes are not verified here."""
+    by_step: dict[int, Location] = {}
+    for folder in target_at(located(root)).step_folders():
         # A second save of a step stands beside the first only after a crash: it counts when it is whole.
         if folder.committed and not (folder.step in by_step and verify_checkpoint(folder.path)):
             by_step[folder.step] = folder.path
     return list(by_step.values())
 
 
-def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = ALONE) -> Found | None:
-    """The newest whole checkpoint of a run, or None when none was ever finished.
+def newest_checkpoint(root: Location, *, verify: bool = True, together: Together = ALONE) -> Found | None:
+    """Return the newest whole checkpoint of a run, or None when none was ever finished.
 
-    The result lists each newer one that was passed over and why; a folder without COMMIT never counted and is only
-    listed. Raises CheckpointError when there are finished checkpoints and all are damaged: starting over silently
-    would lose the run. verify=False trusts the digests and checks the rest. together: ranks that look at it together,
-    each at its share of the files; all find the same.
+    The result lists each newer one that was passed over, and why; a folder without COMMIT is only listed.
+
+    Args:
+        root: the folder of the steps' folders.
+        verify: digest all bytes; False trusts them and checks the rest.
+        together: ranks that look at it together, each at its share of the files; all find the same.
+
+    Raises:
+        CheckpointError: when all finished checkpoints are damaged: starting over silently would lose the run.
     """
     passed_over: list[PassedOver] = []
-    damaged = False
-    seen = together.on_first(lambda: [(one.path.name, one.committed) for one in folders.step_folders(Path(root))])
+    damaged, target = False, target_at(located(root))
+    seen = together.on_first(lambda: [(one.path.name, one.committed) for one in target.step_folders()])
     for name, committed in reversed(seen):
-        folder = folders.step_folder(Path(root) / name)
+        folder = folders.step_folder(located(root) / name)
         if not committed:
             passed_over.append(PassedOver(folder.path, f"it has no {COMMIT_NAME}, so saving it never finished"))
             continue
@@ -243,13 +279,13 @@ def newest_checkpoint(root: Path, *, verify: bool = True, together: Together = A
     if damaged:
         lines = "\n".join(f"  {one}" for one in passed_over)
         raise CheckpointError(
-            f"run.dir={root}: every checkpoint is damaged, so there is nothing to resume from.\n{lines}\n"
+            f"{target.setting}: every checkpoint is damaged, so there is nothing to resume from.\n{lines}\n"
             "Restore a copy, or give the run another run.name to start over."
         )
     return None
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Location) -> Manifest:
     try:
         commit = _read_small(path / COMMIT_NAME, 1024)
     except FileNotFoundError:
@@ -268,7 +304,7 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+def _read_state(path: Location, manifest: Manifest) -> dict[str, Any]:
     try:
         text = _read_small(path / STATE_NAME, manifest.files[STATE_NAME].num_bytes)
     except FileNotFoundError:
@@ -281,24 +317,26 @@ def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def _read_small(path: Path, max_bytes: int) -> bytes:
+def _read_small(path: Location, max_bytes: int) -> bytes:
     """A whole file, when it is a plain one and not larger than expected. FileNotFoundError when it is missing"""
     try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path.name} is not a plain file")
-        with path.open("rb") as file:
-            text = file.read(max_bytes + 1)
+        target = target_at(path.parent)
+        size = target.size(path)
+        if size > max_bytes:
+            raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes")
+        with contextlib.closing(target.open(path)) as file:
+            text, read = memoryview(bytearray(size)), 0
+            while read < size and (number := file.into(text[read:], read)):
+                read += number
     except FileNotFoundError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
-    if len(text) > max_bytes:
-        raise CheckpointError(f"{path.name} is larger than {max_bytes} bytes")
-    return text
+    return bytes(text[:read])
 
 
 def _file_problems(
-    path: Path,
+    path: Location,
     manifest: Manifest,
     *,
     digests: bool,
@@ -329,52 +367,33 @@ def _file_problems(
     # By the rank in the name, so that a rank that goes on under the same plan reads its own files once from the disk.
     share = list(manifest.files)
     if together.number > 1:
-        share = [name for name in share if _rank_of(name) % together.number == together.rank]
+        share = [name for name in share if rank_of(name) % together.number == together.rank]
     if not share:
         return []
     with ThreadPoolExecutor(min(_VERIFY_THREADS, len(share))) as threads:
         return [problem for problems in threads.map(check, share) for problem in problems]
 
 
-def _rank_of(file: str) -> int:
-    number = file.removesuffix(".safetensors").rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def _runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
-    """Of the tensors of which a rank's file holds a run: dtype and number of elements, by name."""
-    group, rank = file.rpartition("-")[0], _rank_of(file)
-    entries = manifest.tensors.get(group)
-    if entries is None or file != shard_name(group, rank):
-        return {}
-    wanted: dict[str, tuple[str, int]] = {}
-    for name, entry in entries.items():
-        for one in entry.slices:
-            run = one.deal.run_of(rank, 0, one.part.numel, one.part.numel)
-            if run is not None:
-                wanted[name] = entry.dtype, run[1] - run[0]
-    return wanted
-
-
-def _slices_in(path: Path, manifest: Manifest) -> list[str]:
+def _slices_in(path: Location, manifest: Manifest) -> list[str]:
     """Where a rank's file lacks what the manifest says of it."""
-    wanted = _runs_in(path.name, manifest)
+    wanted = runs_in(path.name, manifest)
     return missing_slices(path, wanted) if wanted else []
 
 
 def _one_file(
-    path: Path,
+    path: Location,
     manifest: Manifest,
     digest: bool,
     tensors: Mapping[str, TensorEntry] | None,
     report: Callable[[int], None],
 ) -> list[str]:
     expected = manifest.files[path.name]
-    status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode):
-        return [f"{path.name} is not a plain file"]
-    if status.st_size != expected.num_bytes:
-        return [f"{path.name} has {status.st_size} bytes instead of {expected.num_bytes}"]
+    try:
+        size = target_at(path.parent).size(path)
+    except CheckpointError as error:
+        return [str(error)]
+    if size != expected.num_bytes:
+        return [f"{path.name} has {size} bytes instead of {expected.num_bytes}"]
     if digest and sha256_of(path, report) != expected.sha256:
         return [f"{path.name} does not match its digest: its bytes changed after it was written"]
     return header_problems(path, tensors) if tensors is not None else []

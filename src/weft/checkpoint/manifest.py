@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.checkpoint import strict_json
-from weft.checkpoint.slices import RankLists, Slice, check_cover, read_slices
+from weft.checkpoint.slices import RankLists, Slice, check_cover, rank_of, read_slices, shard_name
 from weft.errors import CheckpointError
 
 FORMAT = "weft-checkpoint"
@@ -178,7 +178,7 @@ def _tables(raw: dict[str, Any]) -> RankLists:
             or any(type(rank) is not int or not 0 <= rank < _MAX_RANKS for rank in row)
             or len({*row}) < len(row)
         ):
-            raise _bad(f"ranks has a row that is no list of different ranks below {_MAX_RANKS}")
+            raise _bad(f"ranks has a row that is not a list of distinct ranks below {_MAX_RANKS}")
     return RankLists([tuple(row) for row in rows])
 
 
@@ -215,4 +215,22 @@ def _check_shared(group: str, entries: Mapping[str, TensorEntry]) -> None:
             continue
         target = entries.get(entry.same_as)
         if target is None or target.same_as is not None or TensorEntry(entry.file, entry.dtype, entry.shape) != target:
-            raise _bad(f"tensors.{group}.{name[:200]} shares memory with a tensor that is not there or not alike")
+            raise _bad(
+                f"tensors.{group}.{name[:200]} shares memory with a tensor that is missing or differs in "
+                "file, dtype or shape"
+            )
+
+
+def runs_in(file: str, manifest: Manifest) -> dict[str, tuple[str, int]]:
+    """Return, of each tensor of which a rank's file holds a run, dtype and number of elements by name."""
+    group, rank = file.rpartition("-")[0], rank_of(file)
+    entries = manifest.tensors.get(group)
+    if entries is None or file != shard_name(group, rank):
+        return {}
+    wanted: dict[str, tuple[str, int]] = {}
+    for name, entry in entries.items():
+        for one in entry.slices:
+            run = one.deal.run_of(rank, 0, one.part.numel, one.part.numel)
+            if run is not None:
+                wanted[name] = entry.dtype, run[1] - run[0]
+    return wanted

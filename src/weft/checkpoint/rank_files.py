@@ -13,18 +13,18 @@ import contextlib
 import functools
 import json
 import math
-import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.checkpoint import folders, save, strict_json
+from weft.checkpoint import save, strict_json
 from weft.checkpoint.all_ranks import Together
 from weft.checkpoint.arrays import RawArray, dtype_name, write_file, write_tensors
 from weft.checkpoint.manifest import DTYPE_BYTES, STATE_NAME, FileEntry, TensorEntry, parse_manifest
 from weft.checkpoint.parts import Deal, Part
 from weft.checkpoint.slices import RankLists, Slice, read_slices, shard_name
+from weft.checkpoint.targets import Location, located, target_at
 from weft.errors import CheckpointError, UnfitError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: Groups whose tensors belong to one rank each, under one plan: its file holds them, and the manifest leaves them out.
 PRIVATE = ("wire",)
-_TOLD = "told-{rank:05d}.json"
+_TOLD, _TOLD_NAME = "told-{rank:05d}.json", re.compile(r"told-\d+\.json")
 _SAID = 200
 
 
@@ -51,33 +51,50 @@ class SavedPiece:
 
     @classmethod
     def whole(cls, path: str, data: Tensor | RawArray, rank: int = 0) -> SavedPiece:
-        """A tensor that lies on this rank alone."""
+        """Return a tensor that lies on one rank alone.
+
+        Args:
+            path: "group/name".
+            data: all of the tensor.
+            rank: the one that writes it.
+        """
         part = Part(tuple(data.shape))
         return cls(path, part, Deal.to_one(rank, part.numel), 0, data)
 
     @property
     def group(self) -> str:
+        """The group of its path."""
         return self.path.partition("/")[0]
 
     @property
     def name(self) -> str:
+        """The tensor's name in its group."""
         return self.path.partition("/")[2]
 
 
 def save_pieces(
-    root: Path,
+    root: Location,
     step: int,
     pieces: Iterable[SavedPiece],
     state: Mapping[str, object],
     together: Together,
     groups: Sequence[str] = ("model", "optimizer"),
     look: save.Look | None = None,
-) -> Path:
+) -> Location:
     """Save one step, each rank its own pieces, and return its folder on all ranks. All ranks call it.
 
-    state: JSON values, of the first rank. groups: those that are there even if empty. look: sees all values as they
-    are written. Raises CheckpointError on all ranks where one cannot write, UnfitError where `look` does; earlier
-    checkpoints then stand as they were.
+    Args:
+        root: the folder of the steps' folders, one for all ranks.
+        step: optimizer steps done.
+        pieces: what this rank writes.
+        state: JSON values, of the first rank.
+        together: the ranks.
+        groups: those that are there even if empty.
+        look: sees all values as they are written, and may end the save.
+
+    Raises:
+        CheckpointError: on all ranks where one cannot write; earlier checkpoints then stand as they were.
+        UnfitError: on all ranks where `look` raises it.
     """
     members: dict[str, dict[str, SavedPiece]] = {group: {} for group in groups}
     for piece in pieces:
@@ -85,7 +102,7 @@ def save_pieces(
     if together.number == 1:
         tensors = {group: {name: piece.data for name, piece in found.items()} for group, found in members.items()}
         return save.save_checkpoint(root, step, tensors, state, look=look)
-    return _Saving(Path(root), step, members, together, look).save(state)
+    return _Saving(located(root), step, members, together, look).save(state)
 
 
 class _Saving:
@@ -93,20 +110,21 @@ class _Saving:
 
     def __init__(
         self,
-        root: Path,
+        root: Location,
         step: int,
         members: dict[str, dict[str, SavedPiece]],
         together: Together,
         look: save.Look | None,
     ):
         self._root, self._step, self._members, self._together, self._look = root, step, members, together, look
+        self._target = target_at(root)
         self._held = contextlib.ExitStack()  # the writer's lock, on the first rank
 
-    def save(self, state: Mapping[str, object]) -> Path:
+    def save(self, state: Mapping[str, object]) -> Location:
         needed = json.dumps(sum(_bytes_of(one) + 1024 for found in self._members.values() for one in found.values()))
         sizes = self._together.gather(needed.encode())
         with self._held:
-            place = Path(self._together.on_first(lambda: str(self._open(sum(map(int, sizes))))))
+            place = located(self._together.on_first(lambda: str(self._open(sum(map(int, sizes))))))
             try:
                 said = {"files": self._write(place)}
             except UnfitError as error:
@@ -121,20 +139,20 @@ class _Saving:
             ended = self._agree(place, said, state)
         if "unfit" in ended:
             raise UnfitError(ended["unfit"])
-        return Path(ended["path"])
+        return located(ended["path"])
 
-    def _agree(self, place: Path, said: Mapping[str, object], state: Mapping[str, object]) -> dict[str, str]:
+    def _agree(self, place: Location, said: Mapping[str, object], state: Mapping[str, object]) -> dict[str, str]:
         answers = self._together.gather(json.dumps(said).encode())
         return self._together.on_first(lambda: self._bind(place, [json.loads(one) for one in answers], state))
 
-    def _open(self, num_bytes: int) -> Path:
+    def _open(self, num_bytes: int) -> Location:
         save.check_step(self._step)
         with save.disk_errors_told(self._root, self._step):
             save.prepare(self._root, self._held)
             save.require_space(self._root, num_bytes + 2**20)
-            return folders.new_temp_folder(self._root, self._step)
+            return self._target.begin(self._step)
 
-    def _write(self, place: Path) -> dict[str, list[object]]:
+    def _write(self, place: Location) -> dict[str, list[object]]:
         """This rank's files: name -> [bytes, digest]."""
         rank, tables = self._together.rank, RankLists()
         told: dict[str, dict[str, object]] = {}
@@ -162,7 +180,7 @@ class _Saving:
             write_file(place / _TOLD.format(rank=rank), text)
         return written
 
-    def _bind(self, place: Path, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
+    def _bind(self, place: Location, answers: list[dict[str, Any]], state: Mapping[str, object]) -> dict[str, str]:
         """On the first rank: make what all wrote a checkpoint, or nothing. Its path, or why it is unfit."""
         try:
             with save.disk_errors_told(self._root, self._step):
@@ -170,7 +188,7 @@ class _Saving:
                     if "error" in answer:
                         raise save.not_written(self._root, self._step, f"rank {rank}: {answer['error']}")
                 if unfit := [answer["unfit"] for answer in answers if "unfit" in answer]:
-                    folders.discard(place)
+                    self._target.discard(place)
                     return {"unfit": unfit[0]}
                 files = {name: FileEntry(*entry) for answer in answers for name, entry in answer["files"].items()}
                 self._check_there(place, files)
@@ -180,25 +198,26 @@ class _Saving:
                 parse_manifest(manifest)  # what no reader would take is refused here, where it can still be said
                 return {"path": str(save.publish(self._root, self._step, place, manifest))}
         except BaseException:
-            folders.discard(place)
+            self._target.discard(place)
             raise
 
-    def _check_there(self, place: Path, files: Mapping[str, FileEntry]) -> None:
+    def _check_there(self, place: Location, files: Mapping[str, FileEntry]) -> None:
         """All ranks wrote to the folder that this one sees."""
-        missing = sorted(files.keys() - {*os.listdir(place)})
+        missing = sorted(files.keys() - self._target.file_sizes(place).keys())
         if missing:
             raise CheckpointError(
-                f"run.dir={self._root}: {missing[0]} was written by another machine and is not here. Choose a run.dir"
+                f"{self._target.setting}: {missing[0]} was written by another machine and is not here. Choose a folder"
                 " that all machines share."
             )
 
-    def _join(self, place: Path) -> dict[str, dict[str, TensorEntry]]:
+    def _join(self, place: Location) -> dict[str, dict[str, TensorEntry]]:
         """What ranks said of tensors, as entries of the manifest; their files go."""
         parts: dict[str, dict[str, tuple[str, tuple[int, ...], list[Slice]]]] = {
             group: {} for group in self._members if group not in PRIVATE
         }
-        for path in sorted(place.glob("told-*.json")):
-            told: dict[str, Any] = json.loads(path.read_bytes())
+        names = (name for name in self._target.file_sizes(place) if _TOLD_NAME.fullmatch(name))
+        for text in self._target.take([place / name for name in sorted(names)]).values():
+            told: dict[str, Any] = json.loads(text)
             tables = RankLists([tuple(row) for row in told["ranks"]])
             for group, names in told["tensors"].items():
                 for name, one in names.items():
@@ -207,7 +226,6 @@ class _Saving:
                     entry = parts.setdefault(group, {}).setdefault(name, (one["dtype"], shape, []))
                     if not any(_overlap(found.part, known.part) for known in entry[2]):
                         entry[2].append(found)  # else another stage has the same: one of them counts
-            path.unlink()
         return {
             group: {
                 name: TensorEntry("", dtype, shape, None, tuple(slices)) for name, (dtype, shape, slices) in m.items()

@@ -5,24 +5,19 @@ Bytes are read, not mapped: a file that is cut off or cannot be read is an error
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import stat
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.checkpoint.arrays import RawArray, open_tensors, tensor_of
-from weft.checkpoint.folders import hold_for_reading
+from weft.checkpoint.arrays import RangedTensors, RawArray, open_tensors, tensor_of
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
 from weft.checkpoint.parts import Box, BoxView, Deal, Part, meet
 from weft.checkpoint.slices import Slice, shard_name
+from weft.checkpoint.targets import Location, target_at
 from weft.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -35,68 +30,17 @@ _MOST_OPEN = 32
 _LONG_RUN = 16 * 2**10
 #: Bytes that are read at once where runs are short.
 _WINDOW = 4 * 2**20
-_MOST_HEADER = 2**28
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Where a tensor's bytes begin in its file, and how many there are."""
-
-    dtype: str
-    offset: int
-    num_bytes: int
-
-
-class _File:
-    """One open safetensors file, and where its tensors lie. Closed with the last reference to it, or before."""
-
-    def __init__(self, path: Path, expected: FileEntry):
-        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self.close = weakref.finalize(self, os.close, self._handle)
-        try:
-            status = os.fstat(self._handle)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != expected.num_bytes:
-                raise CheckpointError(f"{path.name} has {status.st_size} bytes instead of {expected.num_bytes}")
-            self.name, self.tensors = path.name, self._header(status.st_size)
-        except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
-            self.close()
-            if isinstance(error, CheckpointError | OSError):
-                raise
-            raise CheckpointError(f"{path.name}: not a safetensors file ({error})") from error
-
-    def _header(self, size: int) -> dict[str, _Stored]:
-        length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
-        if not 2 <= length <= min(size - 8, _MOST_HEADER):
-            raise ValueError("its header has no length")
-        raw = json.loads(os.pread(self._handle, length, 8))
-        raw.pop("__metadata__", None)
-        found: dict[str, _Stored] = {}
-        for name, entry in raw.items():
-            start, end = entry["data_offsets"]
-            num_bytes = math.prod(entry["shape"]) * DTYPE_BYTES[entry["dtype"]]
-            if type(start) is not int or not 0 <= start <= end <= size - 8 - length or num_bytes != end - start:
-                raise ValueError(f"tensor {name[:200]!r} does not fit")
-            found[name] = _Stored(entry["dtype"], 8 + length + start, num_bytes)
-        return found
-
-    def into(self, target: memoryview, offset: int) -> None:
-        """Fill `target` from there on. CheckpointError where the file ends before."""
-        while len(target):
-            number = os.preadv(self._handle, [target], offset)
-            if not number:
-                raise CheckpointError(f"{self.name} ended while it was read: it was cut off")
-            target, offset = target[number:], offset + number
 
 
 class StretchReader:
     """Reads stretches of one checkpoint's tensors. `num_bytes`: what it has read of tensors so far."""
 
-    def __init__(self, folder: Path, files: Mapping[str, FileEntry]):
+    def __init__(self, folder: Location, files: Mapping[str, FileEntry]):
         self._folder, self._files = folder, files
-        held = hold_for_reading(folder)
-        if held is not None:
-            weakref.finalize(self, os.close, held)
-        self._open: OrderedDict[str, _File] = OrderedDict()
+        let_go = target_at(folder.parent).reading(folder)
+        if let_go is not None:
+            weakref.finalize(self, let_go)
+        self._open: OrderedDict[str, RangedTensors] = OrderedDict()
         self.num_bytes = 0
 
     def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
@@ -122,7 +66,7 @@ class StretchReader:
         except OSError as error:
             raise CheckpointError(f"{self._folder.name}: {error.filename or name}: {error.strerror}") from error
 
-    def file(self, name: str) -> _File:
+    def file(self, name: str) -> RangedTensors:
         """An open file, of which the ones used last stay open."""
         if name not in self._open:
             if name not in self._files:
@@ -130,7 +74,7 @@ class StretchReader:
             if len(self._open) >= _MOST_OPEN:
                 self._open.popitem(last=False)[1].close()
             try:
-                self._open[name] = _File(self._folder / name, self._files[name])
+                self._open[name] = RangedTensors(self._folder / name, self._files[name].num_bytes)
             except FileNotFoundError:
                 raise CheckpointError(f"{name} is missing") from None
             except OSError as error:
@@ -168,7 +112,7 @@ class _Source:
                     there = offset + (start - low + have.at(box)) * self._width
                     self._copy_box(target[want.at(box) :], want.strides, file, there, have.strides, box)
 
-    def _place(self, rank: int, numel: int) -> tuple[_File, int]:
+    def _place(self, rank: int, numel: int) -> tuple[RangedTensors, int]:
         name = self._entry.file or shard_name(self._group, rank)
         file = self._reader.file(name)
         stored = file.tensors.get(self._name)
@@ -176,12 +120,18 @@ class _Source:
             raise CheckpointError(f"{name}: tensor {self._name[:200]!r} is not in it as the manifest says")
         return file, stored.offset
 
-    def _fill(self, target: np.ndarray, file: _File, offset: int) -> None:
+    def _fill(self, target: np.ndarray, file: RangedTensors, offset: int) -> None:
         self._reader.num_bytes += target.nbytes
         file.into(target.view(np.uint8).data, offset)
 
     def _copy_box(
-        self, target: np.ndarray, strides: tuple[int, ...], file: _File, offset: int, from_: tuple[int, ...], box: Box
+        self,
+        target: np.ndarray,
+        strides: tuple[int, ...],
+        file: RangedTensors,
+        offset: int,
+        from_: tuple[int, ...],
+        box: Box,
     ) -> None:
         """A box from a file into memory. strides, from_: in elements, there and in the file."""
         width = self._width
@@ -211,7 +161,7 @@ class _Source:
                 close = [by * width for by in (step, *reach[inner:])]
                 out[place][first : first + number] = np.lib.stride_tricks.as_strided(window, shape, close)
 
-    def _fill_box(self, out: np.ndarray, file: _File, offset: int, run: int) -> None:
+    def _fill_box(self, out: np.ndarray, file: RangedTensors, offset: int, run: int) -> None:
         if out.flags.c_contiguous and out.size:
             self._fill(out.reshape(-1), file, offset)
             return
@@ -229,13 +179,13 @@ def whole(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memor
 
 
 class TensorGroup(Mapping[str, "Tensor"]):
-    """The tensors of one group, each read from its memory-mapped file when it is asked for.
+    """The tensors of one group, each read from its file, memory-mapped in a folder, when it is asked for.
 
     Tensors are on the CPU and private to this process: writing to one never reaches the file, but is seen by a
     second look-up of the same name. Names that shared memory when saved share it again.
     """
 
-    def __init__(self, folder: Path, group: str, entries: Mapping[str, TensorEntry], reader: StretchReader):
+    def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: StretchReader):
         self._folder = folder
         self._group, self._reader = group, reader
         self._entries = entries

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import shutil
 import sys
 from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft import env
@@ -21,7 +18,6 @@ from weft.checkpoint import folders, strict_json
 from weft.checkpoint.arrays import RawArray, dtype_name, write_file, write_tensors
 from weft.checkpoint.load import verify_checkpoint
 from weft.checkpoint.manifest import (
-    COMMIT_NAME,
     GROUP_NAME,
     MANIFEST_NAME,
     STATE_NAME,
@@ -30,6 +26,7 @@ from weft.checkpoint.manifest import (
     TensorEntry,
     commit_text,
 )
+from weft.checkpoint.targets import Location, Target, located, target_at
 from weft.errors import CheckpointError
 from weft.units import format_bytes
 
@@ -43,24 +40,33 @@ Look = Callable[[str, RawArray], None]
 
 
 def save_checkpoint(
-    root: Path,
+    root: Location,
     step: int,
     tensors: Mapping[str, Mapping[str, Tensor | RawArray]],
     state: Mapping[str, object],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     look: Look | None = None,
-) -> Path:
+) -> Location:
     """Save one step durably and return its folder, `<root>/step_00000120`.
 
-    step: optimizer steps done. tensors: named groups, such as {"model": {...}, "optimizer": {...}}; any device,
-    strides and sharing, or blocks (a tensor that is stored under two names is written once and comes back as one).
-    state: JSON values (floats, also inf and nan, come back exactly; tuples come back as lists).
-    look: sees all values as they are written, and may end the save.
-    One process saves; the others wait where the caller makes them. Raises CheckpointError when something cannot be
-    stored or the disk is too full; earlier checkpoints then stand as they were, and nothing half-written stays.
+    One process saves; the others wait where the caller makes them.
+
+    Args:
+        root: the folder of the steps' folders; made where it is missing.
+        step: optimizer steps done.
+        tensors: named groups, such as {"model": {...}, "optimizer": {...}}; any device, strides and sharing, or blocks
+            (a
+            tensor that is stored under two names is written once and comes back as one).
+        state: JSON values (floats, also inf and nan, come back exactly; tuples come back as lists).
+        max_file_bytes: tensors go on in a new file before one would grow past this; a larger tensor has its own.
+        look: sees all values as they are written, and may end the save.
+
+    Raises:
+        CheckpointError: when something cannot be stored or the disk is too full; earlier checkpoints then stand as they
+            were, and nothing half-written stays.
     """
-    root = Path(root)
+    root = located(root)
     # Hold every tensor: a mapping that makes them on the way could give two of them the same address otherwise.
     tensors = {group: dict(members) for group, members in tensors.items()}
     check_step(step)
@@ -79,7 +85,7 @@ def check_step(step: object) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors_told(root: Path, step: int) -> Generator[None]:
+def disk_errors_told(root: Location, step: int) -> Generator[None]:
     """Turn what the system says of the disk into a CheckpointError."""
     try:
         yield
@@ -87,22 +93,20 @@ def disk_errors_told(root: Path, step: int) -> Generator[None]:
         raise not_written(root, step, str(error.strerror or error)) from error
 
 
-def not_written(root: Path, step: int, reason: str) -> CheckpointError:
+def not_written(root: Location, step: int, reason: str) -> CheckpointError:
     """The error of a checkpoint that could not be written."""
+    target = target_at(root)
     return CheckpointError(
-        f"run.dir={root}: the checkpoint of step {step} could not be written ({reason})."
-        " Earlier checkpoints are untouched. Free some space or choose another run.dir, and run the command again."
+        f"{target.setting}: the checkpoint of step {step} could not be written ({reason})."
+        f" Earlier checkpoints are untouched. {target.remedy}."
     )
 
 
-def prepare(root: Path, held: contextlib.ExitStack) -> None:
-    """The folder is there, its lock is this process's while `held` is open, and what killed writers left is gone."""
-    if not root.exists():
-        root.mkdir(parents=True)
-        folders.sync_folder(root.parent)
-    held.enter_context(folders.writer_lock(root))
-    folders.remove_debris(root)
-    _finish_replacements(root)
+def prepare(root: Location, held: contextlib.ExitStack) -> None:
+    """The place is there, its lock is this process's while `held` is open, and what killed writers left is gone."""
+    target = target_at(root)
+    target.prepare(held)
+    _finish_replacements(target, root)
 
 
 def _place(group: str, members: Mapping[str, Tensor | RawArray], max_file_bytes: int) -> dict[str, TensorEntry]:
@@ -145,16 +149,26 @@ def _memory(name: str, tensor: Tensor | RawArray) -> tuple[object, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), flags)
 
 
-def _check_space(root: Path, entries: Mapping[str, Mapping[str, TensorEntry]], state_bytes: int) -> None:
+def _check_space(root: Location, entries: Mapping[str, Mapping[str, TensorEntry]], state_bytes: int) -> None:
     stored = [(n, e) for members in entries.values() for n, e in members.items() if e.same_as is None]
     # Headers and manifest name each tensor twice; file systems round up.
     require_space(root, sum(e.num_bytes + 2 * len(n) + 512 for n, e in stored) + state_bytes + 2**20)
 
 
-def require_space(root: Path, needed: int) -> None:
-    """CheckpointError where the disk of an existing folder has no room for a checkpoint of `needed` bytes."""
-    free = shutil.disk_usage(root).free
-    if needed > free:
+def require_space(root: Location, needed: int) -> None:
+    """Refuse to save where an existing folder has no room, or a store takes nothing.
+
+    Raises:
+        CheckpointError: where fewer than `needed` bytes are free, or nothing can be written.
+    """
+    try:
+        free = target_at(root).free_bytes()
+    except OSError as error:
+        target = target_at(root)
+        raise CheckpointError(
+            f"{target.setting}: nothing can be written ({error.strerror}). {target.remedy}."
+        ) from error
+    if free is not None and needed > free:
         raise CheckpointError(
             f"run.dir={root}: the checkpoint needs {format_bytes(needed)} ({needed} bytes), and"
             f" {format_bytes(free)} ({free} bytes) are free. Free {format_bytes(needed - free)} or choose another"
@@ -163,46 +177,41 @@ def require_space(root: Path, needed: int) -> None:
 
 
 def _write(
-    root: Path,
+    root: Location,
     step: int,
     tensors: Mapping[str, Mapping[str, Tensor | RawArray]],
     entries: Mapping[str, Mapping[str, TensorEntry]],
     state_text: bytes,
     look: Look | None,
-) -> Path:
-    place = folders.new_temp_folder(root, step)
+) -> Location:
+    target = target_at(root)
+    place = target.begin(step)
     try:
         manifest = _write_files(place, step, tensors, entries, state_text, look)
         return publish(root, step, place, manifest)
     except BaseException:
-        folders.discard(place)
+        target.discard(place)
         raise
 
 
-def publish(root: Path, step: int, place: Path, manifest: bytes) -> Path:
-    """Make a hidden folder, all of whose files are durable, the checkpoint of its step; where it is now."""
-    final = root / folders.folder_name(step)
-    if (final / COMMIT_NAME).is_file():
-        target = final.with_name(final.name + ".again")
-    else:
-        target = final
-        if final.exists():  # Left by a writer that was killed before COMMIT: it never counted.
-            folders.move_to_trash(final)
-    place.rename(target)
+def publish(root: Location, step: int, place: Location, manifest: bytes) -> Location:
+    """Make a folder whose files are all durable the checkpoint of its step; where it is now."""
+    target = target_at(root)
+    settled = target.settle(step, place)
     try:
-        folders.sync_folder(root)
-        _commit(target, manifest)
+        target.sync(root)
+        _commit(target, settled, manifest)
     except BaseException:
-        folders.discard(target)
+        target.discard(settled)
         raise
-    if target != final:
-        _replace(target, final)
-    folders.empty_trash(root)
-    return final
+    if settled.name != folders.folder_name(step):
+        settled = target.replace(settled, root / folders.folder_name(step))
+    target.remove([])
+    return settled
 
 
 def _write_files(
-    place: Path,
+    place: Location,
     step: int,
     tensors: Mapping[str, Mapping[str, Tensor | RawArray]],
     entries: Mapping[str, Mapping[str, TensorEntry]],
@@ -220,7 +229,7 @@ def _write_files(
 
 
 def write_manifest(
-    place: Path, step: int, files: Mapping[str, FileEntry], entries: Mapping[str, Mapping[str, TensorEntry]]
+    place: Location, step: int, files: Mapping[str, FileEntry], entries: Mapping[str, Mapping[str, TensorEntry]]
 ) -> bytes:
     """Write what the folder holds, and make its names durable; the manifest's bytes."""
     written_by = {"weft": env.weft_version()}
@@ -228,36 +237,23 @@ def write_manifest(
         written_by["torch"] = str(sys.modules["torch"].__version__)
     manifest = Manifest(step, files, entries, written_by).to_bytes()
     write_file(place / MANIFEST_NAME, manifest)
-    folders.sync_folder(place)
+    target_at(place.parent).sync(place)
     return manifest
 
 
-def _commit(place: Path, manifest: bytes) -> None:
-    """From the rename in here on, the checkpoint exists."""
-    unnamed = place / f".{COMMIT_NAME}"
-    write_file(unnamed, commit_text(manifest))
-    os.rename(unnamed, place / COMMIT_NAME)
-    folders.sync_folder(place)
+def _commit(target: Target, place: Location, manifest: bytes) -> None:
+    """From in here on, the checkpoint exists."""
+    target.commit(place, commit_text(manifest))
 
 
-def _replace(again: Path, final: Path) -> None:
-    # Readers know both names, so there is no moment without a complete checkpoint of this step.
-    folders.move_to_trash(final)
-    again.rename(final)
-    folders.sync_folder(final.parent)
-
-
-def _finish_replacements(root: Path) -> None:
+def _finish_replacements(target: Target, root: Location) -> None:
     """Complete, or undo, what a killed writer had begun to replace."""
-    for folder in folders.step_folders(root):
+    for folder in target.step_folders():
         if not folder.again:
             continue
         final = root / folders.folder_name(folder.step)
         if not folder.committed or (final.exists() and verify_checkpoint(folder.path)):
-            folders.move_to_trash(folder.path)
-        elif final.exists():
-            _replace(folder.path, final)
+            target.remove([folder.path])
         else:
-            folder.path.rename(final)
-            folders.sync_folder(root)
-    folders.empty_trash(root)
+            target.replace(folder.path, final)
+    target.remove([])

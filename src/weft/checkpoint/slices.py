@@ -50,13 +50,13 @@ class RankLists:
 def read_slices(said: Any, shape: tuple[int, ...], tables: RankLists) -> tuple[Slice, ...]:
     """Check and read slices from untrusted JSON. ValueError, TypeError or KeyError say what is wrong."""
     if not isinstance(said, list) or not said:
-        raise ValueError("no list of slices")
+        raise ValueError("not a list of slices")
     return tuple(_read(one, shape, tables) for one in said)
 
 
 def _read(said: Any, shape: tuple[int, ...], tables: RankLists) -> Slice:
     if not isinstance(said, dict):
-        raise TypeError("a slice is no table")
+        raise TypeError("a slice is not a table")
     order, rows, dim = said.get("order", []), said.get("rows"), said.get("dim", 0)
     if order and sorted(map(_whole_number, order)) != list(range(len(shape))):
         raise ValueError("order does not name each dim once")
@@ -100,10 +100,16 @@ def check_cover(slices: Sequence[Slice], shape: tuple[int, ...]) -> None:
 
 def _whole_number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MOST:
-        raise ValueError("what should be a whole number from 0 to 2**48 is not")
+        raise ValueError("a value is not a whole number from 0 to 2**48")
     return value
 
 
 def shard_name(group: str, rank: int) -> str:
-    """The file of a rank: ("model", 3) -> "model-00003.safetensors"."""
+    """Return the name of a rank's file: ("model", 3) -> "model-00003.safetensors"."""
     return f"{group}-{rank:05d}.safetensors"
+
+
+def rank_of(file: str) -> int:
+    """Return the rank in the name of its file; 0 for a name without one."""
+    number = file.removesuffix(".safetensors").rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0

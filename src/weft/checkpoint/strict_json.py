@@ -43,7 +43,7 @@ def _plain(value: object, name: str, depth: int) -> object:
     if value is None or isinstance(value, bool | int | str):
         # A subclass (an enum, a numpy float) would come back as its base.
         if type(value) not in (type(None), bool, int, str):
-            raise CheckpointError(f"{name}: a {type(value).__name__} does not survive JSON. Store a plain value.")
+            raise CheckpointError(f"{name}: a {type(value).__name__} cannot be written as JSON. Store a plain value.")
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: repr(value)}
@@ -59,9 +59,9 @@ def _plain(value: object, name: str, depth: int) -> object:
 
 def _key(key: object, name: str) -> str:
     if type(key) is not str:
-        raise CheckpointError(f"{name}: the key {key!r} is not text, and JSON has no other keys. Use str({key!r}).")
+        raise CheckpointError(f"{name}: the key {key!r} is not text, and JSON allows only text keys. Use str({key!r}).")
     if key == _TAG:
-        raise CheckpointError(f"{name}: the key '{_TAG}' is taken by the format. Rename it.")
+        raise CheckpointError(f"{name}: the key '{_TAG}' is reserved by the format. Rename it.")
     return key
 
 

@@ -27,18 +27,27 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("Train a model; the same command again resumes.", "weft.cli.train", "train"),
-    "plan": Verb("Find the best plans for a model on a cluster, and say why.", "weft.cli.planning.plan_verb", "plan"),
-    "calibrate": Verb("Measure this machine, so that the planner knows it.", "weft.cli.calibrate", "calibrate"),
-    "verify": Verb("Check that a plan gives the same numbers as one process.", "weft.cli.verify", "verify"),
+    "plan": Verb(
+        "Find the best parallel plans for a model on a cluster, with reasons.", "weft.cli.planning.plan_verb", "plan"
+    ),
+    "calibrate": Verb("Measure this machine for the planner.", "weft.cli.calibrate", "calibrate"),
+    "verify": Verb("Check that a plan computes the same numbers as one process.", "weft.cli.verify", "verify"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config.config_verb", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),
-    "resume-diff": Verb("Show what changed since a run was started.", "weft.cli.ckpt.since", "resume_diff"),
-    "launch": Verb("Print a job for several machines from a config.", "weft.cli.launcher.jobs.verb_of_jobs", "launch"),
+    "resume-diff": Verb("Show what has changed since a run started.", "weft.cli.ckpt.since", "resume_diff"),
+    "launch": Verb(
+        "Print a job script that runs a config on several machines.", "weft.cli.launcher.jobs.verb_of_jobs", "launch"
+    ),
+    "drill": Verb(
+        "Inject faults into a run of a config, one by one, on this machine.",
+        "weft.cli.launcher.drill.drill_verb",
+        "drill",
+    ),
     "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
-    "layout": Verb("Print how tensor parallelism cuts a model, and why.", "weft.cli.layout_verb", "layout"),
-    "doctor": Verb("Check this machine, and report it for a bug report.", "weft.cli.doctor.verb", "doctor"),
+    "layout": Verb("Print how tensor parallelism splits a model, and why.", "weft.cli.layout_verb", "layout"),
+    "doctor": Verb("Check this machine and print a report for bug reports.", "weft.cli.doctor.verb", "doctor"),
     "version": Verb("Print Weft's version.", "weft.cli.app", "version"),
 }
 
@@ -67,7 +76,7 @@ class LazyGroup(TyperGroup):
 
 app = typer.Typer(
     cls=LazyGroup,
-    help="Weft: one plan for training PyTorch models, from a laptop to a cluster.",
+    help="Train PyTorch models on one device or on a cluster, under one plan.",
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -75,7 +84,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    """Weft: one plan for training PyTorch models, from a laptop to a cluster."""
+    """Train PyTorch models on one device or on a cluster, under one plan."""
 
 
 def version() -> None:
@@ -118,7 +127,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of the `weft` command."""
+    """Run the `weft` command."""
     code = run(sys.argv[1:])
     gc.freeze()  # what torch left behind ends with the process: the interpreter need not look through it for a second
     sys.exit(code)
@@ -167,9 +176,9 @@ def _usage_text(error: Any) -> str:
         known = {flag for parameter in context.command.get_params(context) for flag in parameter.opts}
         text = f"unknown option {option!r}.{did_you_mean(option, known - {'--help'})}"
         if context.command.name == "train":
-            text += f" Settings are written without dashes: {_as_setting(option)}=..."
+            text += f" Write settings without dashes: {_as_setting(option)}=..."
     path = context.command_path if context is not None else "weft"
-    return f"{text.rstrip()}\n  `{path} --help` lists what there is."
+    return f"{text.rstrip()}\n  Run `{path} --help` for usage."
 
 
 def _as_setting(option: str) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from weft.cli.console import progress_report, say
 from weft.errors import ConfigError, Problem
+from weft.units import counted
 
 if TYPE_CHECKING:
     from weft.planner.measured import Profile
@@ -24,16 +25,21 @@ def calibrate(
     ] = "90s",
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE.json", help="File of the profile; by default in the user's cache folder."),
+        typer.Option("--out", metavar="FILE.json", help="File for the profile; by default in the user's cache folder."),
     ] = None,
     ranks: Annotated[
         str,
         typer.Option(
-            "--ranks", metavar="1,2,4", help="Numbers of ranks that work at the same time.", show_default=False
+            "--ranks",
+            metavar="1,2,4",
+            help="Numbers of ranks to measure at the same time, such as 1,2,4.",
+            show_default=False,
         ),
     ] = "",
     dtypes: Annotated[str, typer.Option("--dtypes", metavar="fp32,bf16", help="Number formats.")] = "fp32,bf16",
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, or auto: GPUs if there are any.")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, or auto: the GPUs if there are any, else the CPU.")
+    ] = "auto",
 ) -> None:
     """Measure this machine: matrix products, attention, memory, collectives, calls, the optimizer's step.
 
@@ -54,8 +60,10 @@ def calibrate(
     print("\n".join(_lines(found)))
     for dtype in dtypes.split(","):
         if dtype not in found.formats(max(found.ranks)):
-            say(f"{dtype} is not measured with {max(found.ranks)} ranks: no time was left. Use e.g. --budget 5m.")
-    say(f"{path}: {len(found.samples)} measurements in {found.took_s:.0f} s. Plan with it: weft plan MODEL here")
+            say(f"the budget ran out before {dtype} was measured with {max(found.ranks)} ranks. Use e.g. --budget 5m.")
+    say(
+        f"{path}: {len(found.samples)} measurements in {found.took_s:.0f} s. To plan with it, run: weft plan MODEL here"
+    )
 
 
 def _lines(profile: Profile) -> list[str]:
@@ -76,7 +84,7 @@ def _lines(profile: Profile) -> list[str]:
         sums = [s.size[0] / s.seconds for s in here if s.op == "all_reduce" and s.group == count]
         parts += [f"memory {max(moved) / 1e9:.1f} GB/s"] if moved else []
         parts += [f"all_reduce {max(sums) / 1e9:.2f} GB/s"] if sums else []
-        lines.append(f"{count} rank{'s' if count > 1 else ' '}     {', '.join(parts)} on each")
+        lines.append(f"{counted(count, 'rank'):<12}{', '.join(parts)} on each")
     return lines
 
 

@@ -39,7 +39,7 @@ def preview(
     from weft.errors import DataError
 
     if split not in ("train", "eval"):
-        raise DataError(f"split={split}: there are two splits. Use --split train or --split eval.")
+        raise DataError(f"split={split}: not a split. Use --split train or --split eval.")
     config = _load(arguments)
     prepared = _prepare(config)
     sources = prepared.train if split == "train" else prepared.eval
@@ -52,7 +52,7 @@ def preview(
     console = _console()
     coloured = console.is_terminal and not console.no_color and console.color_system is not None
     legend = "green: trained, dim: masked" if coloured else "[[double brackets]]: masked"
-    console.print(f"{split}: {stream.num_sequences} sequences an epoch. {legend}", markup=False, highlight=False)
+    console.print(f"{split}: {stream.num_sequences} sequences per epoch. {legend}", markup=False, highlight=False)
     for index in range(first, first + num):
         sample = stream.sample(index)
         view = view_sample(sample, prepared.tokenizer)
@@ -79,11 +79,11 @@ def verify(arguments: Arguments = None) -> None:
     problems = verify_data(prepared)
     if problems:
         folders = dict.fromkeys(str(source.folder.parent) for source in (*prepared.train, *prepared.eval))
-        remedy = f"Type rm -r {shlex.join(folders)} and run the command again; it makes new ones."
+        remedy = f"Type rm -r {shlex.join(folders)} and run the command again: it tokenises the data anew."
         raise DataError("\n".join([*(f"{problem}." for problem in problems), remedy]))
     sources = (*prepared.train, *prepared.eval)
     num_bytes = sum(size for source in sources for size, _ in source.counts.files.values())
-    typer.echo(f"ok: {len(sources)} splits, {units.format_bytes(num_bytes)}, all digests match")
+    typer.echo(f"ok: {units.counted(len(sources), 'split')}, {units.format_bytes(num_bytes)}, all digests match")
 
 
 def _load(arguments: list[str] | None) -> RunConfig:
@@ -111,7 +111,7 @@ def _console() -> Console:
 
 
 def _counts(view: SampleView) -> str:
-    documents = f"{view.num_documents} document{'s' if view.num_documents > 1 else ''}"
+    documents = units.counted(view.num_documents, "document")
     return f"{documents}, {view.num_trained} trained, {view.num_masked} masked, {view.num_padding} padding"
 
 

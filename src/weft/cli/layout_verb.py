@@ -14,8 +14,8 @@ def layout(
     model: Annotated[
         str, typer.Argument(help="A size such as llama3-8b, a Hugging Face config folder, or package.module:function.")
     ],
-    save: Annotated[Path | None, typer.Option(help="Write the layout to this file, to edit it.")] = None,
-    tp: Annotated[int, typer.Option(help="Check that this many ranks can share the model.")] = 0,
+    save: Annotated[Path | None, typer.Option(help="Write the layout to this file, for editing.")] = None,
+    tp: Annotated[int, typer.Option(help="Check that the model can be split over this many ranks.")] = 0,
 ) -> None:
     """Print the tensor-parallel layout of a model: patterns of module paths, their styles, and the reasons.
 
@@ -40,7 +40,7 @@ def layout(
     print(f"legal values of tp: {', '.join(map(str, legal))}")
     if save is not None:
         save.write_text("\n".join(f"{pattern}={style}" for pattern, style in found.layout.pairs) + "\n")
-        print(f"saved in {save}")
+        print(f"wrote {save}")
 
 
 def build_model(name: str) -> tuple[Any, Any]:
@@ -71,9 +71,7 @@ def _from_size(name: str) -> Any:
 
     if name not in model_names():
         hint = did_you_mean(name, model_names()) or " `weft models` lists the sizes."
-        raise ModelError(
-            f"model={name}: no size, no folder with a config.json, and no package.module:function has this name.{hint}"
-        )
+        raise ModelError(f"model={name}: not a size, a folder with a config.json, or package.module:function.{hint}")
     return build_decoder(decoder_spec(name), device="meta")
 
 

@@ -31,6 +31,4 @@ def list_models() -> None:
         )
     console = Console()
     console.print(table)
-    console.print(
-        "heads: query/key-value.  *: takes the vocabulary size of the tokenizer.", style="dim", highlight=False
-    )
+    console.print("heads: query/key-value.  *: the tokenizer sets the vocabulary size.", style="dim", highlight=False)

@@ -16,6 +16,7 @@ import typer
 from weft import env
 from weft.cli.console import progress_report, say
 from weft.cli.launcher import (
+    Restarts,
     count_ranks,
     exit_code_of,
     launch_ranks,
@@ -43,8 +44,8 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG.toml] [key=value ...]",
-            help="A config file, and settings that change it, such as train.steps=500. "
-            "Without a file, a small model is trained on Python's own sources.",
+            help="A config file, and settings that override it, such as train.steps=500. Without a file, Weft trains "
+            "a small model on the source code of Python's standard library.",
             show_default=False,
         ),
     ] = None,
@@ -80,12 +81,16 @@ def train_here(config: RunConfig) -> None:
 
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
     with run_lock(run_folder(config).path) as lock:
-        folder = _prepare(config, num_ranks, num_ranks)
-        given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
-        settings = json.dumps(given).encode()
-        command = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
-        variables = threads_variables(num_ranks, cores)
-        launch_ranks(command, num_ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
+
+        def attempt(settled: RunConfig, ranks: int) -> None:
+            folder = _prepare(settled, ranks, ranks)
+            given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
+            settings = json.dumps(given).encode()
+            command = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
+            variables = threads_variables(ranks, cores)
+            launch_ranks(command, ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
+
+        Restarts(config, run_folder(config), num_ranks, say).keep(attempt)
 
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:

@@ -22,10 +22,10 @@ PROVED_NOTHING = 3
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _MODEL_HELP = "A size (`weft models`), run.toml, a Hugging Face folder, or package.module:function."
 _PLAN_HELP = 'A plan such as "dp_shard=2 zero=3"; by default that of run.toml.'
-_FULL_HELP = "With --all: every combination of settings, instead of each layout once and all pairs of settings."
-_SAMPLE_HELP = "With --all: at most this many plans, drawn with --seed."
-_PART_HELP = 'With --all: only one part of the plans, such as "2/10".'
-_BATCH_HELP = "Samples in a step; by default 8, with --all four per rank."
+_FULL_HELP = "With --all: try every combination of settings instead of each layout once and all pairs of settings."
+_SAMPLE_HELP = "With --all: try at most this many plans, drawn at random with --seed."
+_PART_HELP = 'With --all: try only one part of the plans, such as "2/10".'
+_BATCH_HELP = "Samples per step; by default 8, with --all 4 per rank."
 
 
 def verify(
@@ -37,7 +37,7 @@ def verify(
     part: Annotated[str | None, typer.Option("--part", help=_PART_HELP, show_default=False)] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")] = 3,
     dtype: Annotated[
-        str, typer.Option("--dtype", help=f"One of {', '.join(_DTYPES)}; replaces the plan's precision.")
+        str, typer.Option("--dtype", help=f"One of {', '.join(_DTYPES)}; overrides the plan's precision.")
     ] = "float64",
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, help="Tokens in a sequence.")] = 32,
     global_batch: Annotated[int | None, typer.Option("--global-batch", min=1, help=_BATCH_HELP)] = None,
@@ -59,11 +59,11 @@ def verify(
         raise ConfigError(f"dtype={dtype}: not one of {', '.join(_DTYPES)}. Use float64.")
     if all_ranks is not None and (plan is not None or not 1 <= all_ranks <= 64):
         fix = "Leave plan out" if plan is not None else "Use 2, 4 or 8"
-        raise ConfigError(f"all={all_ranks}: every legal plan of 1 to 64 ranks is listed from the rules. {fix}.")
+        raise ConfigError(f"all={all_ranks}: the rules can list the legal plans of 1 to 64 ranks. {fix}.")
     choice = _Choice(full, sample, read_part(part))
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
-        raise ConfigError(f"{given}=: it selects among all plans. Use it with --all.")
+        raise ConfigError(f"{given}=: it selects among the plans of --all. Use it with --all.")
     from weft.spec import Layout
     from weft.spec.model import size_hides
     from weft.testing.verify import Settings, find_subject
@@ -79,7 +79,7 @@ def verify(
         raise typer.Exit(_verify_all(subject, all_ranks, choice, as_json))
     text = plan if plan is not None else subject.plan
     if not text:
-        raise PlanError("plan=: no plan is given. Give --plan, or --all with a number of ranks.")
+        raise PlanError("plan=: give --plan, or --all with a number of ranks.")
     raise typer.Exit(_verify_one(subject, Plan.parse(text), as_json))
 
 
@@ -98,7 +98,7 @@ def read_part(text: str | None) -> tuple[int, int]:
         return 1, 1
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ConfigError(f"part={text}: a part is written NUMBER/COUNT. Use e.g. 2/10.")
+        raise ConfigError(f"part={text}: a part has the form NUMBER/COUNT. Use e.g. 2/10.")
     return int(number), int(count)
 
 
@@ -176,7 +176,7 @@ def _closing(sweep: Sweep, verdicts: list[Verdict], seconds: float) -> list[str]
         f"the model refuses {left_out} of {len(sweep.every)} legal plans"
     )
     if not num_equal and not wrong:
-        lines.append("nothing was proven: the model refused every plan that was tried")
+        lines.append("nothing was verified: the model refused every plan that was tried")
     return lines
 
 

@@ -32,7 +32,14 @@ _COMBINED = {
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str = "sum", wire: Coder | None = None) -> torch.Tensor:
-    """Combine `tensor` over the axis, in place. op: "sum", "max" or "min". Returns the tensor."""
+    """Combine `tensor` over the axis, in place, and return it.
+
+    Args:
+        tensor: contiguous, of any shape and of a dtype that can be combined.
+        axis: the ranks.
+        op: "sum", "max" or "min".
+        wire: what travels in place of the tensor's values; None: those values.
+    """
     return start_all_reduce(tensor, axis, op, wire=wire).wait()
 
 
@@ -41,29 +48,44 @@ def start_all_reduce(
 ) -> Pending:
     """Begin `all_reduce`; the tensor must not be touched before `wait()` of what this returns.
 
-    parts: what to combine, where it is not in `tensor` yet; the result is written to `tensor`.
+    Args:
+        tensor: as `all_reduce` takes it.
+        axis: the ranks.
+        op: "sum", "max" or "min".
+        parts: what to combine, where it is not in `tensor` yet; the result is written to `tensor`.
+        wire: as `all_reduce` takes it.
     """
     if axis.size == 1 or tensor.numel() == 0:
         return Pending(tensor if parts is None else parts.copy_to(tensor))
-    name = f"all_reduce over {axis.name}"
+    name = f"all_reduce over {axis.label}"
     flat = _flat(name, "tensor", tensor)
     what = tensor if parts is None else parts
     if (coder := _decoding(what, wire)) is not None:
         return sum_coded(name, what, axis, tensor, op, coder, whole=True)
     if (rounded := _rounded(what, wire)) is not None:
         _check_op(name, rounded, op)
-        return Pending(rounded, axis, Operation("all_reduce", axis.name, rounded, rounded, op), into=tensor)
+        return Pending(rounded, axis, Operation("all_reduce", axis.label, rounded, rounded, op), into=tensor)
     _check_op(name, tensor, op)
-    return Pending(tensor, axis, Operation("all_reduce", axis.name, flat if parts is None else parts, flat, op))
+    return Pending(tensor, axis, Operation("all_reduce", axis.label, flat if parts is None else parts, flat, op))
 
 
 def all_gather(
     shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, wire: Coder | None = None
 ) -> torch.Tensor:
-    """All ranks' shards one after another, in order of the axis, flat (size * numel), or in `out` of any shape.
+    """Return all ranks' shards one after another, in order of the axis, flat (size * numel), or in `out` of any shape.
 
-    All shards have the same number of elements. `shard` may be this rank's part of `out`: then it is not copied.
     Over an axis of size 1 without `out`: the shard itself, flat.
+
+    Args:
+        shard: of any dtype and shape, with as many elements on every rank. It may be this rank's part of `out`: then it
+            is
+            not copied.
+        axis: the ranks.
+        out: contiguous, of the shard's dtype, with size * numel elements; None: a new tensor.
+        wire: what travels in place of the shard's values; None: those values.
+
+    Raises:
+        CommError: where `out` does not fit, or a rank is gone.
     """
     return start_all_gather(shard, axis, out, wire).wait()
 
@@ -71,8 +93,15 @@ def all_gather(
 def start_all_gather(
     shard: torch.Tensor, axis: Axis, out: torch.Tensor | None = None, wire: Coder | None = None
 ) -> Pending:
-    """Begin `all_gather`; neither shard nor out must be touched before `wait()` of what this returns."""
-    name = f"all_gather over {axis.name}"
+    """Begin `all_gather`; neither shard nor out must be touched before `wait()` of what this returns.
+
+    Args:
+        shard: as `all_gather` takes it.
+        axis: the ranks.
+        out: as `all_gather` takes it.
+        wire: as `all_gather` takes it.
+    """
+    name = f"all_gather over {axis.label}"
     _check_out(name, shard, out, shard.numel() * axis.size, f"{axis.size} shards of {shard.numel()} elements")
     if axis.size == 1 or shard.numel() == 0:
         return _identity(shard, out, axis.size * shard.numel())
@@ -83,7 +112,7 @@ def start_all_gather(
     _check_overlap(name, whole=flat, part=source, offset=axis.rank * source.numel())
     if wire is not None and not wire.wire.spec.exact:
         return gather_coded(source, axis, out, wire)
-    return Pending(out, axis, Operation("all_gather", axis.name, source, flat))
+    return Pending(out, axis, Operation("all_gather", axis.label, source, flat))
 
 
 def reduce_scatter(
@@ -95,15 +124,37 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Combine `flat` over the axis; this rank gets its 1/size slice: flat (numel / size), or in `out` of any shape.
 
-    `out` may be this rank's slice of `flat` itself; the rest of `flat` is left as it was. Over an axis of size 1
-    without `out`: the tensor itself, flat. Raises CommError where numel is not a multiple of the axis's size.
+    Over an axis of size 1 without `out`: the tensor itself, flat.
+
+    Args:
+        flat: of a dtype that can be combined and of any shape, taken as (numel,); numel is a multiple of the axis's
+            size.
+        axis: the ranks.
+        out: contiguous, of the same dtype, with numel / size elements. It may be this rank's slice of `flat` itself;
+            the
+            rest of `flat` is left as it was. None: a new tensor.
+        op: "sum", "max" or "min".
+        wire: what travels in place of the tensor's values; None: those values.
+
+    Raises:
+        CommError: where the sizes do not fit, or a rank is gone.
     """
     return start_reduce_scatter(flat, axis, out, op, wire).wait()
 
 
 def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | None = None) -> Pending:
-    """Begin `reduce_scatter` (sum) of a flat tensor that lies in parts, into `out` of this rank's share of elements."""
-    name = f"reduce_scatter over {axis.name}"
+    """Begin `reduce_scatter` (sum) of a flat tensor that lies in parts, into `out` of this rank's share of elements.
+
+    Args:
+        parts: numel elements of one dtype.
+        axis: the ranks.
+        out: contiguous, of the parts' dtype, numel / size elements.
+        wire: what travels in place of the values; None: those values.
+
+    Raises:
+        CommError: where `out` does not fit the parts.
+    """
+    name = f"reduce_scatter over {axis.label}"
     if axis.size == 1:
         return Pending(parts.copy_to(out))
     if parts.numel() != out.numel() * axis.size or parts.dtype != out.dtype:
@@ -116,7 +167,7 @@ def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder 
     if (rounded := _rounded(parts, wire)) is not None:
         return _scatter_rounded(name, rounded, axis, out, "sum")
     _check_op(name, out, "sum")
-    return Pending(out, axis, Operation("reduce_scatter", axis.name, parts, _flat(name, "out", out)))
+    return Pending(out, axis, Operation("reduce_scatter", axis.label, parts, _flat(name, "out", out)))
 
 
 def start_reduce_scatter(
@@ -126,8 +177,19 @@ def start_reduce_scatter(
     op: str = "sum",
     wire: Coder | None = None,
 ) -> Pending:
-    """Begin `reduce_scatter`; neither flat nor out must be touched before `wait()` of what this returns."""
-    name = f"reduce_scatter over {axis.name}"
+    """Begin `reduce_scatter`; neither flat nor out must be touched before `wait()` of what this returns.
+
+    Args:
+        flat: (numel,) in any shape, as `reduce_scatter` takes it; its dtype is that of the result.
+        axis: the ranks.
+        out: as `reduce_scatter` takes it.
+        op: "sum", "max" or "min".
+        wire: as `reduce_scatter` takes it.
+
+    Raises:
+        CommError: where numel is not a multiple of the axis's size.
+    """
+    name = f"reduce_scatter over {axis.label}"
     numel, rest = divmod(flat.numel(), axis.size)
     if rest:
         padded = flat.numel() + axis.size - rest
@@ -147,24 +209,35 @@ def start_reduce_scatter(
     _check_op(name, flat, op)
     source = flat.detach().reshape(-1)  # copies where it is not contiguous
     _check_overlap(name, whole=source, part=part, offset=axis.rank * numel)
-    return Pending(out, axis, Operation("reduce_scatter", axis.name, source, part, op))
+    return Pending(out, axis, Operation("reduce_scatter", axis.label, source, part, op))
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Copy `tensor` of the axis's rank `source` to all its ranks, in place. Returns the tensor."""
+    """Copy `tensor` of the axis's rank `source` to all its ranks, in place, and return it.
+
+    Args:
+        tensor: contiguous, of any dtype, and of one shape on all ranks.
+        axis: the ranks.
+        source: a place on the axis.
+
+    Raises:
+        CommError: where `source` is no rank of the axis.
+    """
     if not 0 <= source < axis.size:
-        raise CommError(f"broadcast over {axis.name}: source={source} is no rank of it. Use 0 to {axis.size - 1}.")
+        raise CommError(
+            f"broadcast over {axis.label}: source={source} is not one of its ranks. Use 0 to {axis.size - 1}."
+        )
     if axis.size == 1 or tensor.numel() == 0:
         return tensor
-    flat = _flat(f"broadcast over {axis.name}", "tensor", tensor)
-    return Pending(tensor, axis, Operation("broadcast", axis.name, flat, flat, root=source)).wait()
+    flat = _flat(f"broadcast over {axis.label}", "tensor", tensor)
+    return Pending(tensor, axis, Operation("broadcast", axis.label, flat, flat, root=source)).wait()
 
 
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of the axis are here."""
     if axis.size > 1:
         nothing = torch.empty(0)
-        Pending(nothing, axis, Operation("barrier", axis.name, nothing, nothing)).wait()
+        Pending(nothing, axis, Operation("barrier", axis.label, nothing, nothing)).wait()
 
 
 def _decoding(what: torch.Tensor | Parts, wire: Coder | None) -> Coder | None:
@@ -185,7 +258,7 @@ def _scatter_rounded(name: str, rounded: torch.Tensor, axis: Axis, out: torch.Te
     """reduce_scatter in place of a rounded copy; the result goes to `out`."""
     _check_op(name, rounded, op)
     own = rounded[axis.rank * out.numel() :][: out.numel()]
-    return Pending(own, axis, Operation("reduce_scatter", axis.name, rounded, own, op), into=out)
+    return Pending(own, axis, Operation("reduce_scatter", axis.label, rounded, own, op), into=out)
 
 
 def _flat(name: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Choice:
 
 
 def transports(mesh: Mesh) -> list[Choice]:
-    """What the axes of the mesh use that have communicated so far."""
+    """Return how the axes of the mesh communicate, of those that have done so."""
     found: list[Choice] = []
     for (group, device), link in mesh.world.links.items():
         link = cast(Link, link)
@@ -69,7 +69,7 @@ def join(axis: Axis, device: str, transport: str | None = None) -> Link:
         link = _join(axis, axis.group, device, transport)
     except RuntimeError as error:
         raise CommError(
-            f"axis {axis.name}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
+            f"axis {axis.label}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
             f"Look at the logs of these ranks: one has probably ended."
         ) from error
     finally:
@@ -86,7 +86,7 @@ class _Meeting:
     axis: Axis
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        return f"the first meeting over {self.axis.name}", self.axis.ranks
+        return f"the first meeting over {self.axis.label}", self.axis.ranks
 
     def late(self) -> tuple[int, ...]:
         return ()
@@ -94,10 +94,10 @@ class _Meeting:
 
 def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
     backend = backend_of(group, torch.device(device))
-    asked = f"{transport} was asked for" if transport else ""
+    asked = f"{transport} was requested" if transport else ""
     is_gloo = backend.name() == "gloo"
     if transport == StagedLink.transport or (device != "cpu" and is_gloo and not transport):
-        return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo reaches no memory of {device}")
+        return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo cannot access the memory of {device}")
     foreign = device != "cpu" or not is_gloo
     if transport == BackendLink.transport or (foreign and not transport):
         return BackendLink(group, axis.ranks, asked or f"{backend.name()} is the backend for {device}")
@@ -107,7 +107,7 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
     if segment is not None:
         return SharedLink(segment, axis.ranks, timeout_s(backend), asked or f"all {axis.size} ranks are on one host")
     if transport:
-        raise CommError(f"axis {axis.name}: its ranks cannot share memory: {why}. Use another transport.")
+        raise CommError(f"axis {axis.label}: its ranks cannot share memory: {why}. Use another transport.")
     return ExchangeLink(group, axis.ranks, axis.rank, why)
 
 
@@ -125,7 +125,7 @@ def _share(axis: Axis, group: dist.ProcessGroup) -> tuple[Segment | None, str]:
         try:
             segment, address = Segment.make(axis.size)
         except OSError as error:
-            why = f"{Segment.total_bytes(axis.size)} bytes of shared memory cannot be had ({error.strerror})"
+            why = f"{Segment.total_bytes(axis.size)} bytes of shared memory cannot be allocated ({error.strerror})"
     words = torch.zeros(32, dtype=torch.uint8)
     if segment is not None:
         pid, fd, token = address

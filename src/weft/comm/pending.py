@@ -14,8 +14,12 @@ from weft.mesh import Axis
 class Pending:
     """A collective under way; `wait()` returns its tensor, and may be called again.
 
-    into: where the result belongs, in another format than it travelled in; it is copied there at the end.
-    counts: whether the ledger sees it; what carries a part of another collective is counted with that one.
+    Args:
+        tensor: what `wait()` returns.
+        axis: the ranks; None: nothing is under way.
+        operation: what is started now; None: nothing is under way.
+        into: where the result belongs, in another format than it travelled in; it is copied there at the end.
+        counts: whether the ledger sees it; what carries a part of another collective is counted with that one.
     """
 
     def __init__(
@@ -40,7 +44,11 @@ class Pending:
             self.seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """The result. Raises CommError, naming axis and operation, when a rank is gone or late beyond the timeout."""
+        """Return the result.
+
+        Raises:
+            CommError: names axis and operation, when a rank is gone or late beyond the timeout.
+        """
         axis, operation = self._axis, self._operation
         if axis is not None and operation is not None:
             pulse = axis.pulse
@@ -61,12 +69,12 @@ class Pending:
         return self._tensor
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """The collective in words and the global ranks of its axis; empty once it is over."""
+        """Return the collective in words and the global ranks of its axis; empty once it is over."""
         axis, operation = self._axis, self._operation
         return (str(operation), axis.ranks) if axis is not None and operation is not None else ("", ())
 
     def late(self) -> tuple[int, ...]:
-        """Global ranks that hold it up, where the transport knows."""
+        """Return the global ranks that hold it up, where the transport knows."""
         axis, operation = self._axis, self._operation
         if axis is None or operation is None:
             return ()

@@ -28,8 +28,13 @@ _AT_ONCE = 1024
 class StoreTalk:
     """One conversation of all ranks. All make it, and then call the same methods in the same order, from one thread.
 
-    A rank that ends leaves the others waiting; what ends the job ends them too. Raises CommError where the store is
-    lost.
+    A rank that ends leaves the others waiting; what ends the job ends them too. Methods raise CommError where the store
+    is lost.
+
+    Args:
+        rank: this one.
+        number: of all ranks.
+        open_store: gives a connection of the thread's own; None: one to the ranks' store.
     """
 
     def __init__(self, rank: int, number: int, open_store: Callable[[], Store] | None = None):
@@ -44,7 +49,7 @@ class StoreTalk:
         self._prefix = f"weft/talk/{store.add(f'weft/talk/{rank}', 1)}"
 
     def gather(self, record: bytes) -> list[bytes]:
-        """The bytes of every rank in their order, on the first rank; [] on the others, who do not wait."""
+        """Return the bytes of every rank in their order, on the first rank; [] on the others, who do not wait."""
         turn = self._next()
         with self._told_if_lost() as store:
             if self._rank:
@@ -59,7 +64,11 @@ class StoreTalk:
         return found
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """The JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise."""
+        """Return the JSON value that the first rank's `act` returns, on all ranks.
+
+        Raises:
+            CheckpointError: on the other ranks, with the text of what `act` raised on the first.
+        """
         turn = self._next()
         if self._rank:
             with self._told_if_lost() as store:
@@ -104,8 +113,8 @@ class StoreTalk:
             yield self._store
         except (dist.DistError, RuntimeError) as error:
             raise CommError(
-                f"rank {self._rank} of {self._number} lost the other ranks while a checkpoint was saved ({error})."
-                " One of them says why."
+                f"rank {self._rank} of {self._number} lost the other ranks while a checkpoint was saved ({error}). "
+                "The log of one of them says why."
             ) from error
 
 

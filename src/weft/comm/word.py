@@ -22,7 +22,7 @@ _STAY_S = 10.0
 
 
 class FirstWord:
-    """One message of rank 0 to all others. Raises CommError when the store is lost."""
+    """One message of rank 0 to all others. Its methods raise CommError when the store is lost."""
 
     def __init__(self, place: RankEnv, store: Store):
         """store: of all ranks, as `weft.mesh.open_store` gives it."""
@@ -31,14 +31,14 @@ class FirstWord:
         self._key = f"weft/word/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def say(self, word: bytes) -> None:
-        """Rank 0 says its word; returns at once."""
+        """Say rank 0's word; returns at once."""
         try:
             self._store.set(self._key, word)  # pyright: ignore[reportArgumentType]  # bytes are taken too; the stub says str
         except (dist.DistError, RuntimeError) as error:
             raise self._lost(error) from error
 
     def hear(self) -> bytes:
-        """Another rank waits for the word, as long as it takes."""
+        """Wait for rank 0's word, as long as it takes, on another rank."""
         pause = _ASK_S[0]
         try:
             while not self._store.check([self._key]):
@@ -51,7 +51,7 @@ class FirstWord:
         return word
 
     def wait_heard(self) -> None:
-        """Rank 0 waits until all others have heard, at most 10 s; call it before leaving after a refusal."""
+        """Wait on rank 0 until all others have heard, at most 10 s; call it before leaving after a refusal."""
         end = time.monotonic() + _STAY_S
         try:
             while self._store.add(f"{self._key}/heard", 0) < self._place.world_size - 1 and time.monotonic() < end:
@@ -63,5 +63,5 @@ class FirstWord:
         place = self._place
         return CommError(
             f"rank {place.rank} of {place.world_size} lost the others at {place.master_addr}:{place.master_port} "
-            f"before training began: {error}. One of them says why."
+            f"before training began: {error}. The log of one of them says why."
         )

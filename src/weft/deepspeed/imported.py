@@ -45,7 +45,7 @@ class Imported:
         return tuple(line for line in self.lines if line.kind == TYPO)
 
     def config(self) -> RunConfig:
-        """The run that the file describes, with Weft's defaults for what a DeepSpeed config does not say.
+        """Return the run that the file describes, with Weft's defaults for what a DeepSpeed config does not say.
 
         No rule has been asked; `config_rules.config_problems` tells which ones refuse it today.
         """
@@ -64,9 +64,14 @@ def import_deepspeed(
 ) -> Imported:
     """Read a DeepSpeed config: a path, JSON text, or a dict.
 
-    world_size: number of ranks that will be started, where it is known. not_built: the rules of what the plan can say
-    and the runtime cannot do; a key that such a rule refuses is translated, and said to be not built.
-    Raises ConfigError with every mistake found, each with its file and line.
+    Args:
+        source: the config.
+        world_size: number of ranks that will be started; None where it is not known.
+        not_built: the rules of what the plan can say and the runtime cannot do; a key that such a rule refuses is
+            translated, and said to be not built.
+
+    Raises:
+        ConfigError: with every mistake found, each with its file and line.
     """
     read = read_source(source)
     reading = Reading(read)
@@ -117,11 +122,14 @@ def _mark_not_built(
 
 
 def plan_from_deepspeed(source: Path | str | Mapping[str, object], world_size: int | None = None) -> Plan:
-    """The plan that a DeepSpeed config asks for: a path to ds_config.json, its text, or the dict of it.
+    """Return the plan that a DeepSpeed config asks for: a path to ds_config.json, its text, or the dict of it.
 
     world_size: number of ranks; by default the number that torchrun, srun or `weft train` started, or that the
     file's batch sizes say. `import_deepspeed` also gives the settings and what each key became.
-    Raises ConfigError with every mistake in the file, PlanError where the number of ranks is not known.
+
+    Raises:
+        ConfigError: with every mistake in the file.
+        PlanError: where the number of ranks is not known.
     """
     place = env.rank_env() if world_size is None else None
     plan, open_axis = Plan.read_open(import_deepspeed(source, place.world_size if place else world_size).plan)

@@ -76,7 +76,7 @@ def _parsed(text: str, name: str) -> Source:
         raise _wrong(name, 1, "a number has thousands of digits. Write one of ordinary size.") from None
     if not isinstance(tables, dict):
         kind = "a list" if isinstance(tables, list) else "a single value"
-        raise _wrong(name, 1, f"a DeepSpeed config is a JSON object, and this is {kind}. Write {{ ... }} around it.")
+        raise _wrong(name, 1, f"a DeepSpeed config is a JSON object, but this is {kind}. Write {{ ... }} around it.")
     lines, problems = _scan(text, name)
     if problems:
         raise ConfigError(problems)
@@ -97,14 +97,14 @@ def _syntax(text: str, error: json.JSONDecodeError) -> str:
     if not text.strip():
         return "the file is empty. A DeepSpeed config is a JSON object: { ... }."
     if at in ("/", "#") or line.startswith(("//", "#", "/*")):
-        return f"JSON has no comments, and here is one: {shown(line, 80)!r}. Take it out."
+        return f"JSON does not allow comments: {shown(line, 80)!r}. Remove it."
     if (at in ("}", "]") and before.endswith(",")) or "trailing comma" in error.msg:
-        return "a comma stands before the closing bracket. Take it out."
+        return "there is a comma before the closing bracket. Remove it."
     if at == "'":
-        return f"texts and keys of JSON stand in double quotes, and here is a single one: {shown(line, 80)!r}."
+        return f"JSON keys and strings have double quotes, not single ones: {shown(line, 80)!r}."
     reason = f"{error.msg[:1].lower()}{error.msg[1:]}"
     where = f" in {shown(line, 80)!r}" if line else ""
-    return f"this is not JSON: {reason}{where}. Write keys and texts in double quotes, with commas between."
+    return f"this is not JSON: {reason}{where}. Write keys and strings in double quotes, separated by commas."
 
 
 def _scan(text: str, name: str) -> tuple[dict[KeyPath, int], list[Problem]]:

@@ -15,8 +15,8 @@ TYPO = "typo"
 PHRASES = {
     BECAME: "became",
     FOLLOWS: "follows from",
-    NOTHING: "means nothing here:",
-    NOT_BUILT: "not built yet:",
+    NOTHING: "has no effect in Weft:",
+    NOT_BUILT: "not supported yet:",
     REMOVED: "removed from DeepSpeed:",
     TYPO: "typo:",
 }

@@ -43,7 +43,7 @@ def _read_reduction(reading: Reading) -> None:
     key = "communication_data_type"
     dtype = reading.choice(key, tuple(_DTYPES))
     if dtype and _DTYPES[dtype] == "fp16":
-        reading.missing(key, "gradients travel in fp32 or bf16, which have the same range; fp16 overflows")
+        reading.missing(key, "Weft sends gradients in fp32 or bf16, which have the same range; fp16 overflows")
     elif dtype:
         reading.plan_word(key, reduce=_DTYPES[dtype])
 
@@ -96,7 +96,7 @@ def read_axes(reading: Reading) -> None:
         ("pipeline.stages", "pp"),
     ):
         if key == "pipeline.stages" and reading.is_auto(key):
-            reading.nothing(key, "PipelineModule decides it, in code; set plan.pp")
+            reading.nothing(key, "PipelineModule sets it in code; set plan.pp")
             continue
         size = reading.whole(key, low=0)
         if size is not None and size > 1:

@@ -56,6 +56,7 @@ class TorchEngine:
         self._started = False
 
     def build(self) -> None:
+        """Make the model as the task and the plan say, and its optimizer and step."""
         config, task, mesh = self._config, self._task, self.mesh
         task.open(self._job.folder)
         share = Share(
@@ -85,6 +86,7 @@ class TorchEngine:
 
     @property
     def batches(self) -> Batches:
+        """The training batches of this rank."""
         return self._batches
 
     @property
@@ -97,6 +99,13 @@ class TorchEngine:
         self._step.wants_stop = wanted
 
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
+        """Take one optimizer step on this rank's microbatches.
+
+        Args:
+            batches: the microbatches, in their order.
+            number: steps done before, from which all chance is derived.
+            lr_factor: of each group's peak learning rate.
+        """
         for group in self._step.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
         with self._first_is_long():
@@ -111,30 +120,38 @@ class TorchEngine:
 
     @property
     def evaluates(self) -> bool:
+        """Whether the task has an evaluation set."""
         return self._eval_batches is not None
 
     def evaluate(self) -> Evaluation:
+        """Compute loss and metrics over the task's evaluation set."""
         assert self._eval_batches is not None
         return evaluate(self.model, self._eval_batches, self.mesh, self._task)
 
     def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
+        """Return what this rank writes; aside: as copies in host memory."""
         return pieces(self.model, self._step.optimizer, self._copies if aside else None)
 
     def state(self) -> Mapping[str, Any]:
+        """Return the loss scale."""
         return {"loss_scale": self._step.loss_scale.state()}
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
+        """Take weights, optimizer states and loss scale; lines say what is left out."""
         left_out = resume(self.model, self._step.optimizer, checkpoint)
         self._step.loss_scale.restore(checkpoint.state["loss_scale"])
         return left_out
 
     def on_first(self, act: Callable[[], Any]) -> Any:
+        """Return the JSON value that the first rank's `act` returns, on all ranks."""
         return on_first(self.mesh, act)
 
     def gather(self, record: bytes) -> list[bytes]:
+        """Return the bytes of every rank in their order, on all ranks."""
         return gather(self.mesh, record)
 
     def talk(self) -> Together:
+        """Return the ranks as a thread beside training asks them: over the store where they met."""
         rank, number = self.mesh.rank, self.mesh.world_size
         if number == 1:
             return Together()
@@ -142,6 +159,7 @@ class TorchEngine:
         return Together(rank, number, found.on_first, found.gather)
 
     def close(self, *, failed: bool = False) -> None:
+        """Leave the other ranks; after an error at once, for they may never come."""
         try:
             if not failed:
                 # Who is through waits for the first rank here, where it is watched, and not in the parting.
@@ -155,9 +173,11 @@ class TorchEngine:
     # --- what people are told ---
 
     def versions(self) -> Mapping[str, str]:
+        """Return torch's version."""
         return {"torch": torch.__version__}
 
     def lines(self) -> Sequence[str]:
+        """Return number format, recompute and offload, for the opening of a run."""
         recompute = recompute_of(self.model)
         return [
             f"format  {Precision.of(self.plan)}",
@@ -166,15 +186,18 @@ class TorchEngine:
         ]
 
     def checkpoint_bytes(self) -> int:
+        """Return the bytes of a checkpoint of all ranks."""
         return expected_bytes(self._task.shapes(), self._config.optimizer, Precision.of(self.plan).master)
 
     def peak_flops(self) -> float | None:
+        """Return the GPU's peak FLOP/s at the plan's precision; None for a CPU and an unknown GPU."""
         if self.mesh.device.type != "cuda":
             return None
         device = device_by_torch_name(torch.cuda.get_device_name(self.mesh.device))
         return device.peak_flops(self.plan.precision) if device else None
 
     def report(self, book: TimeBook, start_step: int) -> Sequence[str]:
+        """Write the report of times into the run folder, and return its lines."""
         return report_times(self._job.folder, self.mesh, self.model, book, self._task, start_step)
 
     # --- within ---

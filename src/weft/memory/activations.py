@@ -268,7 +268,11 @@ def offload_activations(
 ) -> Activations:
     """Let the first blocks, as many as make up the share but at least one, keep their activations on the host.
 
-    blocks: names and modules in the order of forward; the first ones wait longest for their backward.
+    Args:
+        blocks: names and modules in the order of forward; the first ones wait longest for their backward.
+        share: of the blocks, 0 to 1.
+        host: the pool, and the way to the device.
+        least_bytes: smaller tensors stay on the device; None: a usual size.
     """
     activations = Activations(host, LEAST_BYTES if least_bytes is None else least_bytes)
     for name, block in blocks[: max(1, round(share * len(blocks)))]:

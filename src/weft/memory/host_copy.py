@@ -27,9 +27,10 @@ class HostCopies:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors' values as they are now, in memory that the next call writes over.
+        """Return the tensors' values as they are now, in memory that the next call writes over.
 
-        Raises CheckpointError where the host has no room for them.
+        Raises:
+            CheckpointError: where the host has no room for them.
         """
         places, end = [], 0
         for tensor in tensors:

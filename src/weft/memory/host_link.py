@@ -14,7 +14,7 @@ class Waitable(Protocol):
     """Something under way, such as a collective."""
 
     def wait(self) -> object:
-        """What the device does from here on comes after it."""
+        """Let what the device does from here on come after it."""
         ...
 
 
@@ -87,7 +87,7 @@ class PlainLink:
 
 
 class _CudaCopy:
-    def __init__(self, device: torch.device, start: torch.cuda.Event, end: torch.cuda.Event):
+    def __init__(self, device: torch.device, start: torch.Event, end: torch.Event):
         self._device, self._start, self._end = device, start, end
 
     def wait(self) -> None:

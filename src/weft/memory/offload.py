@@ -36,12 +36,18 @@ class Host:
 
 
 def open_host(plan: Plan, device: torch.device, pinned_limit: str = MOST_OF_HOST) -> Host | None:
-    """The host, where the plan puts something there. pinned_limit: of all ranks of the machine: "64GiB" or "60%"."""
+    """Return the host, where the plan puts something there; None where it does not.
+
+    Args:
+        plan: its `offload`.
+        device: of this rank.
+        pinned_limit: of all ranks of the machine: "64GiB" or "60%".
+    """
     return Host(link_to(device), pool_for(device, pinned_limit)) if plan.offload else None
 
 
 def offload_lines(plan: Plan, device: torch.device) -> list[str]:
-    """What the plan puts on the host, one line each, for the start of a run; says where it saves nothing."""
+    """Return what the plan puts on the host, one line each, for the start of a run; says where it saves nothing."""
     what = {
         "optimizer": "unrounded weights, optimizer states and the optimizer's step",
         "params": "parameters, with their gradients, states and the optimizer's step",
@@ -58,7 +64,7 @@ def offload_lines(plan: Plan, device: torch.device) -> list[str]:
 
 
 def choose(sizes: Sequence[tuple[str, int]], share: float) -> frozenset[str]:
-    """Names that together have about this share of all sizes, the first ones by preference.
+    """Return the names that together have about this share of all sizes, the first ones by preference.
 
     What is chosen misses the share by no more than half of the largest size.
     """
@@ -75,7 +81,13 @@ def choose(sizes: Sequence[tuple[str, int]], share: float) -> frozenset[str]:
 class HostPart:
     """One flat part of weights whose masters are on the host.
 
-    master: unrounded weights; grad: their gradient, after `arrive`. Both 1-D, of `length` elements of `dtype`.
+    master: unrounded weights; grad: their gradient, after `arrive`. Both (length,) of `dtype`.
+
+    Args:
+        host: the pool, and the way to the device.
+        length: elements.
+        dtype: of the masters.
+        field: the plan's field, for errors.
     """
 
     def __init__(self, host: Host, length: int, dtype: torch.dtype, field: str = "offload=optimizer"):
@@ -117,7 +129,7 @@ class HostPart:
         self.grad.mul_(factor)
 
     def forget(self) -> None:
-        """A new step: the device may overwrite what was sent."""
+        """Begin a new step: the device may overwrite what was sent."""
         if self._sent is not None:
             self._sent.wait()
         self._sent = None
@@ -168,10 +180,18 @@ def step_on_host(optimizer: torch.optim.Optimizer) -> None:
 
 
 def shard_offload(plan: Plan, device: torch.device, is_chosen: bool = True) -> dict[str, object]:
-    """Keyword arguments for fully_shard, for a unit whose parameters are among those on the host or not.
+    """Return the keyword arguments for fully_shard, for a unit whose parameters are among those on the host or not.
 
     The unit's shards, their gradients and so the optimizer's states and step are then on the host; each gather brings
-    the shards to the device. Raises LaunchError where torch lacks it.
+    the shards to the device.
+
+    Args:
+        plan: its `offload`.
+        device: of this rank.
+        is_chosen: whether the unit is among those on the host.
+
+    Raises:
+        LaunchError: where torch lacks it.
     """
     if not plan.offload_share("params") or not is_chosen:
         return {}

@@ -10,10 +10,11 @@ anew in backward drops the first result at once, so recompute frees what it is m
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,12 +49,16 @@ class Opaque:
     the result, so they do not see it. Hooks that bring activations to the host see it where blocks are none.
     """
 
+    #: Torch keeps something of a name space that is gone, so none has the name of an earlier one. Counted, not drawn:
+    #: caches of compiled code know operators by name.
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self, *, is_attention: bool = False, recomputes: bool = False) -> None:
         self.recomputes = recomputes
         self._codes: list[tuple[_Code, weakref.ref[Any]]] = []
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
         self._num_records = 0
-        self._space = f"weft_{id(self)}"
+        self._space = f"weft_{next(self._numbers)}"
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
         name = "scaled_dot_product_attention" if is_attention else "forward"
         self._define(name, _FORWARD, _forward, _forward_shapes)
@@ -82,13 +87,22 @@ class Opaque:
         library.register_fake(f"{self._space}::{name}", shapes, lib=self._library)
 
     def handle(self, code: _Code, owner: object) -> Handle:
-        """What `owner` calls while it is compiled. `code` is given the owner, which is not kept alive, and its inputs;
-        it reads no other tensors that need a gradient."""
+        """Return what `owner` calls while it is compiled.
+
+        `code` is given the owner, which is not kept alive, and its inputs; it reads no other tensors that need a
+        gradient.
+        """
         self._codes.append((code, weakref.ref(owner)))
         return Handle(self, torch.tensor(len(self._codes) - 1))
 
     def run(self, number: Tensor, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-        """Run the code that a graph has by this number."""
+        """Run the code that a graph has by this number.
+
+        Args:
+            number: 0-d, of the `Handle`.
+            inputs: tensors for the code.
+            numbers: Python numbers for the code.
+        """
         code, known = self._codes[int(number)]
         owner = known()
         assert owner is not None, _GONE
@@ -104,7 +118,7 @@ class Opaque:
         return library.from_numpy(record)
 
     def kept(self, number: Tensor) -> _Record:
-        """By what `keep` returned."""
+        """Return the record of a forward by what `keep` returned."""
         return self._records[int(number)]
 
     @property

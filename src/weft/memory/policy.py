@@ -8,7 +8,6 @@ kept is kept as autograd keeps it: hooks on saved tensors, such as those that br
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,18 +18,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-from torch.utils.flop_counter import flop_registry
+from torch.utils.checkpoint import checkpoint
 
 from weft.comm.links import unobserved
 from weft.errors import ModelError
-from weft.memory.private_torch import StoredValue, recompute_word
-from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
-from weft.structure.cost import is_worth_keeping
+from weft.memory.selective import OWN_HOOKS, SelectiveChoice, selective_contexts
 
 Forward = Callable[..., Any]
 
@@ -38,8 +30,7 @@ Forward = Callable[..., Any]
 ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
-#: They give parts with versions of their own: torch's recurrent layers change those in place, and nothing tells.
-_SPLITS = (torch.ops.aten.unsafe_chunk, torch.ops.aten.unsafe_split, torch.ops.aten.unsafe_split_with_sizes)
+_NO_CACHES = (torch.Tensor, bool, int, float, str, tuple, list, dict)
 
 
 def is_attention(func: Any) -> bool:
@@ -74,8 +65,8 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     if torch.compiler.is_compiling():
         return _run_traced(policy, block, forward, args, kwargs)
     selective = policy.name == "selective"
-    split: set[int] = set()
-    keeping, replaying = _selective_contexts(policy.saved, split) if selective else _no_contexts()
+    choice = SelectiveChoice(policy.saved)
+    keeping, replaying = choice.contexts() if selective else _no_contexts()
     if policy.buffers:
         # Batch statistics and their like count a batch once: the replay writes into copies.
         replaying = _both(spare_buffers(block, policy.buffers), replaying)
@@ -83,9 +74,10 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
         # What forward reads besides its arguments, and another microbatch may have changed when the replay comes.
         replaying = _both(state.travelling(), replaying)
     pair = keeping, replaying
-    outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **kwargs)
+    settings = OWN_HOOKS if selective else {}
+    outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **settings, **kwargs)
     if selective:
-        _keep_as_autograd_does(keeping.storage, split)
+        choice.keep_as_autograd_does(keeping.storage)
     return outputs
 
 
@@ -95,19 +87,10 @@ def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequen
     Compiled code writes buffers once, whatever it computes twice.
     """
     if policy.name == "selective":
-        contexts = partial(_selective_contexts, policy.saved)
-        return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(
+            forward, block, *args, use_reentrant=False, context_fn=partial(selective_contexts, policy.saved), **kwargs
+        )
     return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
-
-
-def is_heavy(op: Any, args: Sequence[Any], outputs: Any) -> bool:
-    """Whether an operation is worth keeping: torch counts FLOPs for it, and its result is not the larger side."""
-    packet = getattr(op, "overloadpacket", None)
-    if packet not in flop_registry and "scaled_dot_product" not in str(packet):
-        return False
-    if not isinstance(outputs, torch.Tensor):
-        return True
-    return is_worth_keeping(packet, outputs.numel(), sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor)))
 
 
 def without_cache(value: Any) -> Any:
@@ -116,7 +99,8 @@ def without_cache(value: Any) -> Any:
     Models of Hugging Face make one in every training forward unless they are told use_cache=False. Raises
     ModelError where tokens are in it already.
     """
-    if value is None or isinstance(value, torch.Tensor) or not type(value).__name__.endswith("Cache"):
+    # The plain types first: torch 2.11 breaks the graph at the name of a bool's type.
+    if value is None or isinstance(value, _NO_CACHES) or not type(value).__name__.endswith("Cache"):
         return value
     count = getattr(value, "get_seq_length", None)
     if count is None or count() > 0:
@@ -159,80 +143,6 @@ def _no_contexts() -> tuple[Any, Any]:
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-def _selective_contexts(saved: frozenset[int], split: set[int] | None = None) -> tuple[Any, Any]:
-    """torch's pair. split: takes up the storages that forward has cut into parts which it may change unseen."""
-    order = itertools.count()
-
-    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if split is not None and getattr(op, "overloadpacket", None) in _SPLITS:
-            split.add(_storage(args[0]))
-        if is_heavy(op, args, context.op_output) and next(order) in saved:
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(decide)
-
-
-class _Keep(torch.autograd.Function):
-    """Saves one tensor for a backward that never comes: it is asked for by hand."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
-        return anchor.detach()
-
-
-class _Kept:
-    """Stands for an entry of torch's storage of selective checkpoints, and is asked by its name for the value."""
-
-    def __init__(self, entry: StoredValue):
-        anchor = torch.empty(0, requires_grad=True)
-        self._node = _Keep.apply(anchor, entry.get_val(False)).grad_fn
-
-    def get_val(self, allow_cache_entry_mutation: bool) -> torch.Tensor:
-        del allow_cache_entry_mutation  # autograd looks after changes in place
-        return self._node.saved_tensors[0]
-
-
-def _keep_as_autograd_does(storage: dict[Any, Any], split: set[int]) -> None:
-    """Let what a selective checkpoint has stored, a list or a dict for each operation, be saved tensors of autograd.
-
-    What forward changed in place after it was stored is not what the operation gave: that is computed again.
-    """
-    for entries in storage.values():
-        for key in range(len(entries)) if isinstance(entries, list) else list(entries):
-            kept = [one for one in tree_leaves(entries[key]) if isinstance(one, StoredValue)]
-            if any(_was_changed(one, split) for one in kept):
-                entries[key] = _again()
-            else:
-                entries[key] = tree_map_only(StoredValue, _as_saved, entries[key])
-
-
-def _was_changed(entry: StoredValue, split: set[int]) -> bool:
-    tensor = entry.val
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    return version_of(tensor) != entry.version or _storage(tensor) in split
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return storage_key(tensor.untyped_storage())
-
-
-def _again() -> Any:
-    """What tells torch to compute an operation again; ModelError where this torch has no such word."""
-    if (word := recompute_word()) is None:
-        raise ModelError(
-            f"recompute=selective: a block changes in place what a matrix product gave, and torch {torch.__version__} "
-            f"cannot compute that again alone. Use recompute=full, or leave out inplace=True."
-        )
-    return word
-
-
-def _as_saved(entry: StoredValue) -> Any:
-    return _Kept(entry) if isinstance(entry.val, torch.Tensor) else entry
 
 
 class _RecomputedAttention(TorchFunctionMode):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -116,7 +117,7 @@ def host_limit(setting: str = MOST_OF_HOST) -> int:
     limit = total * int(setting[:-1]) // 100 if setting.endswith("%") else parse_bytes(setting)
     if limit >= total:
         raise LaunchError(
-            f"memory.pinned_limit={setting}: the ranks of a machine pin less than it has, and here it has "
+            f"memory.pinned_limit={setting}: the ranks of a machine together must pin less than its memory of "
             f"{format_bytes(total)}. Use a share, such as memory.pinned_limit={MOST_OF_HOST}."
         )
     place = env.rank_env()
@@ -130,7 +131,7 @@ def pool_for(device: torch.device, pinned_limit: str = MOST_OF_HOST) -> HostPool
 
 
 def _register(buffer: torch.Tensor) -> None:
-    result = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    result = int(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if result:
         raise LaunchError(
             f"offload: CUDA could not pin {format_bytes(buffer.nbytes)} of host memory (error {result}). "
@@ -140,4 +141,9 @@ def _register(buffer: torch.Tensor) -> None:
 
 def _unregister(buffer: torch.Tensor) -> None:
     torch.cuda.synchronize()  # a copy may still be under way
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    _runtime().cudaHostUnregister(buffer.data_ptr())
+
+
+def _runtime() -> Any:
+    """CUDA's own library, whose functions torch gives no types."""
+    return torch.cuda.cudart()

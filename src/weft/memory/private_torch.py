@@ -1,17 +1,27 @@
-"""Private names of torch in memory/, each with what it is for. Read in torch 2.11 and 2.13."""
+"""Private names of torch in memory/, each with what it is for. Read in torch 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import DispatchKey
+from torch.utils import checkpoint
 from torch.utils.checkpoint import _VersionWrapper
 
-__all__ = ["StoredValue", "above_autograd", "compiled_call", "recompute_word", "set_compiled_call"]
+from weft.private_torch import tree_leaves
+
+__all__ = [
+    "StoredValue",
+    "above_autograd",
+    "compiled_call",
+    "recompute_word",
+    "set_compiled_call",
+    "written_arguments",
+]
 
 #: What selective checkpoints store of an operation's output: `val`, and `version` when it was stored. There is no hook
 #: by which a policy could say how a value is kept, and kept values must be saved tensors that offload hooks see.
@@ -19,8 +29,19 @@ StoredValue = _VersionWrapper
 
 
 def recompute_word() -> Any:
-    """What, stored in the place of a value, tells a selective checkpoint to compute it again; None in some releases."""
-    return getattr(torch.utils.checkpoint, "_RECOMPUTE", None)
+    """What, stored in the place of a value, tells a selective checkpoint of torch >= 2.12 to compute it again."""
+    return checkpoint._RECOMPUTE  # pyright: ignore[reportAttributeAccessIssue] - torch 2.11 lacks it
+
+
+def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operation that it changes in place, by its schema."""
+    schema: Any = getattr(op, "_schema", None)
+    if not getattr(schema, "is_mutable", False):
+        return
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -30,7 +51,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Lay something around the compiled module. Hooks of a module are compiled with it, so they cannot."""
-    module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
+    module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue] - torch says None
 
 
 @contextmanager

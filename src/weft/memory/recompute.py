@@ -29,22 +29,29 @@ from weft.memory.budget import cheapest_choice
 from weft.memory.policy import Forward, Policy, run_block, spare_buffers, without_graph
 from weft.memory.trace import BlockTrace, PolicyCost, Storages, num_bytes, storages_of, trace_block
 from weft.mesh import Axis
-from weft.private_torch import tree_leaves
+from weft.private_torch import tree_leaves, uncompiled
 from weft.spec.plan import RECOMPUTES, Plan
 from weft.structure import become, repeated_blocks, revert
-from weft.units import format_bytes, parse_bytes
+from weft.units import counted, format_bytes, parse_bytes
 
 #: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.
 Kind = tuple[Any, ...]
+_OF_MODEL = "_weft_recompute_of_model"
 
 
 def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> Recompute:
     """Let the blocks of `model` recompute what `plan.recompute` asks for, in place. Compile after this, not before.
 
     A model without repeated blocks is one block. What an earlier call did to the model, or to the one that it was
-    copied from, is undone first. axis: the ranks that choose alike under a budget, all those that run the same blocks;
-    None: this one alone. Returns what `recompute_of(model)` returns from then on.
-    Raises ModelError when a block's forward was replaced by other means.
+    copied from, is undone first. Returns what `recompute_of(model)` returns from then on.
+
+    Args:
+        model: whole, or a stage.
+        plan: its `recompute` and `recompute_blocks`.
+        axis: the ranks that choose alike under a budget, all those that run the same blocks; None: this one alone.
+
+    Raises:
+        ModelError: when a block's forward was replaced by other means.
     """
     for module in model.modules():
         revert(module, _RecomputedModel)
@@ -53,7 +60,7 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
     if plan.recompute_blocks:
         blocks = _first_blocks(blocks, plan)
     recompute = Recompute(plan.recompute, blocks, axis)
-    model._weft_recompute_of_model = recompute
+    setattr(model, _OF_MODEL, recompute)
     for path, block in blocks.items():
         if isinstance(block, _RecomputedBlock) or "forward" in vars(block):
             raise ModelError(
@@ -76,8 +83,8 @@ def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Modu
 
 
 def recompute_of(model: nn.Module) -> Recompute | None:
-    """What `apply_recompute` made for this model, or None."""
-    return getattr(model, "_weft_recompute_of_model", None)
+    """Return what `apply_recompute` made for this model, or None."""
+    return getattr(model, _OF_MODEL, None)
 
 
 class Recompute:
@@ -86,6 +93,11 @@ class Recompute:
     policies: of each block by path, as soon as it is chosen. kept_bytes: under a budget, what one forward of this
     rank keeps for backward with these policies; full_bytes: what it would keep without recompute. Both count each
     storage once, parameters not, and end where the model's output does: what the loss keeps is not in them.
+
+    Args:
+        setting: the plan's `recompute`.
+        blocks: by path; "" is the whole model.
+        axis: the ranks that choose alike under a budget; None: this one alone.
     """
 
     def __init__(self, setting: str, blocks: dict[str, nn.Module], axis: Axis | None):
@@ -124,7 +136,7 @@ class Recompute:
             call()
 
     def describe(self) -> str:
-        """One line for a person: what is recomputed where, and under a budget what that keeps and costs."""
+        """Return one line for a person: what is recomputed where, and under a budget what that keeps and costs."""
         if self.setting == "none":
             return "none: every activation is kept"
         if not self.is_chosen:
@@ -141,16 +153,23 @@ class Recompute:
         )
 
     def at_once(self, block: nn.Module) -> Policy | None:
-        """The policy that needs no look at the block, or None."""
+        """Return the policy that needs no look at the block, or None."""
         if self.policy != "full" or next(block.buffers(), None) is not None:
             return None
         policy = Policy("full")
         self.policies.update((path, policy) for path, known in self._blocks.items() if known is block)
         return policy
 
-    def first_run(self, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a block that has no policy yet: look at it, and give it one if it needs none but its own facts."""
-        path: str = block._weft_path
+    def first_run(self, block: _RecomputedBlock, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a block that has no policy yet: look at it, and give it one if it needs none but its own facts.
+
+        Args:
+            block: one of those that recompute.
+            forward: its own, without recompute.
+            args: of this call.
+            kwargs: of this call.
+        """
+        path = block._weft_path
         if path in self.policies:  # a copy of a model that has chosen
             block._weft_policy = self.policies[path]
             return block.forward(*args, **kwargs)
@@ -179,7 +198,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Around the first forward of the whole model: count what is kept outside the blocks, and then choose."""
+        """Watch the first forward of the whole model: count what is kept outside the blocks, and then choose."""
         parameters = storages_of(list(model.parameters()))
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,7 +248,9 @@ class Recompute:
     def _choose(self, policies: dict[str, Policy]) -> None:
         for path, policy in policies.items():
             self.policies[path] = policy
-            self._blocks[path]._weft_policy = policy
+            block = self._blocks[path]
+            if isinstance(block, _RecomputedBlock):  # it is plain again where only a copy recomputes now
+                block._weft_policy = policy
 
     def _agree(self, fixed_bytes: int, menus: list[list[PolicyCost]]) -> tuple[int, list[list[tuple[int, float]]]]:
         """(bytes, seconds) of all options as all ranks of the axis see them: the most bytes, and seconds added up."""
@@ -278,8 +299,12 @@ def _budget_bytes(setting: str, full_bytes: int) -> int:
     return parse_bytes(setting)
 
 
-class _RecomputedBlock:
-    """Base of the classes of blocks that recompute."""
+class _RecomputedBlock(nn.Module):
+    """Base of the classes of blocks that recompute. policy: None until it is chosen."""
+
+    _weft_recompute: Recompute
+    _weft_path: str
+    _weft_policy: Policy | None
 
 
 class _RecomputedModel:
@@ -318,8 +343,8 @@ def _model_forward(plain: Forward) -> Forward:
     return forward
 
 
-@torch.compiler.disable
-def _first_run(block: Any, plain: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+@uncompiled
+def _first_run(block: _RecomputedBlock, plain: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return block._weft_recompute.first_run(block, plain, args, kwargs)
 
 
@@ -337,4 +362,4 @@ def _title(policy: Policy) -> str:
 
 
 def _blocks(count: int) -> str:
-    return f"{count} block{'s' if count != 1 else ''}"
+    return counted(count, "block")

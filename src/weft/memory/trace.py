@@ -13,7 +13,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from weft.memory.policy import Forward, Policy, is_attention, is_heavy, spare_buffers, without_cache, without_graph
+from weft.memory.policy import Forward, Policy, is_attention, spare_buffers, without_cache, without_graph
+from weft.memory.selective import is_heavy
 from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves, tree_map
 
 #: Storages by identity. Holding the storage keeps its identity from being given to another one.
@@ -238,6 +239,6 @@ class _Operations(TorchDispatchMode):
         start = record.clock()
         outputs = func(*args, **(kwargs or {}))
         seconds = record.clock() - start
-        made = storages_of(outputs) if is_heavy(func, args, outputs) else None
+        made = storages_of(outputs) if is_heavy(func, args) else None
         record.operations.append(_Operation(seconds, record.in_core, made))
         return outputs

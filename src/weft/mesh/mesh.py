@@ -21,8 +21,17 @@ import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
+from weft.mesh.places import ENDS, EXPERT_AXES, joined, members_of, strides
 from weft.mesh.pulse import Pulse
-from weft.private_torch import PrefixStore, Store, TCPStore, default_device_types, groups_made, naming_group
+from weft.private_torch import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    default_device_types,
+    default_timeout,
+    groups_made,
+    naming_group,
+)
 from weft.spec.plan import AXES, Plan
 
 #: How long (s) a collective waits for a rank where nobody says otherwise.
@@ -57,7 +66,7 @@ class Axis:
     """One axis of the mesh, or several joined, seen from this rank.
 
     rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
-    group: torch's process group; None where size is 1.
+    group: torch's process group; None where size is 1. used: of joined axes, the names of those with several ranks.
     """
 
     name: str
@@ -76,12 +85,12 @@ class Axis:
     staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
     #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
     operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
+    used: str = field(default="", repr=False, compare=False)
 
-
-#: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
-EXPERT_AXES = ("beside_ep", "ep")
-#: The first and the last stage of a pipeline, which may share a weight.
-ENDS = "ends"
+    @property
+    def label(self) -> str:
+        """Its name for people: without the axes that have one rank. `name` is the same under every plan."""
+        return self.used or self.name
 
 
 class Mesh:
@@ -89,6 +98,12 @@ class Mesh:
 
     `mesh["ep"]` are the ranks among which a layer's experts are divided, `mesh["beside_ep"]` those with the same ones.
     `mesh["tp/2"]` are 2 adjacent ranks of tp, `mesh["ends"]` the first and the last stage.
+
+    Args:
+        plan: the sizes of the axes. `build_mesh` checks them by the number of ranks.
+        rank: this process's global rank.
+        device: where this rank computes.
+        record: called after each collective with what a ledger counts.
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
@@ -122,25 +137,20 @@ class Mesh:
         return self["dp_replicate", "dp_shard", "cp"] if self.plan.cp > 1 else self.data
 
     @property
-    def beside_ep(self) -> Axis:
-        """The ranks of one replica of the model that hold the same experts."""
-        return self["beside_ep"]
-
-    @property
     def world(self) -> Axis:
         """All ranks."""
         return self[AXES]
 
     def built_axes(self) -> list[Axis]:
-        """The axes that were asked for so far."""
+        """Return the axes that were asked for so far."""
         return list(self._axes.values())
 
     def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Global ranks that differ from this one only along those axes, in order; makes no group."""
-        return _members(self.plan, self.rank, self._key(names))
+        """Return the global ranks that differ from this one only along those axes, in order; makes no group."""
+        return members_of(self.plan, self.rank, self._key(names))
 
     def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        known = _strides(self.plan, names)
+        known = strides(self.plan, names)
         unknown = [name for name in names if name not in known and name != ENDS]
         if unknown:
             raise PlanError(f"mesh axis {unknown[0]!r}: no such axis. Use one of {', '.join(AXES)}, ep.")
@@ -154,11 +164,14 @@ class Mesh:
         return tuple(sorted(dict.fromkeys(names), key=lambda name: order.index(name.partition("/")[0])))
 
     def _build(self, names: tuple[str, ...]) -> Axis:
-        ranks = _members(self.plan, self.rank, names)
+        ranks = members_of(self.plan, self.rank, names)
         if self.rank not in ranks:
             raise PlanError(f"mesh axis 'ends': rank {self.rank} is on a stage between the first and the last one.")
+        places = strides(self.plan, names)
+        several = [name for name in names if name != ENDS and places[name][1] > 1]
         return Axis(
-            name="world" if set(names) == set(AXES) else "*".join(sorted(names, key=_usual_place)),
+            name="world" if set(names) == set(AXES) else joined(names),
+            used="" if set(names) == set(AXES) else joined(several),
             size=len(ranks),
             rank=ranks.index(self.rank),
             ranks=ranks,
@@ -178,7 +191,7 @@ class Mesh:
 
 
 def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGroup:
-    """The process group of these ranks: made when it is first asked for, then the same until the ranks part.
+    """Return the process group of these ranks: made when it is first asked for, then the same until the ranks part.
 
     A group holds sockets and threads, so a later mesh over the same ranks takes the one that is there. Only the
     members need to call.
@@ -190,55 +203,28 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     with naming_group(description):
         # Local synchronisation: only the members meet, so a rank never pays for groups it is not in.
         made: dist.ProcessGroup = _untyped.new_group(
-            list(ranks), use_local_synchronization=True, group_desc=description
+            list(ranks), timeout=default_timeout(), use_local_synchronization=True, group_desc=description
         )
     return made
 
 
-def _usual_place(name: str) -> int:
-    """Where an axis stands in the usual order, so that its name is the same under every order."""
-    return (ENDS, *AXES, *EXPERT_AXES).index(name.partition("/")[0])
-
-
-def _strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Of each axis, how far apart in rank its neighbours are, and its size."""
-    stride = 1
-    found: dict[str, tuple[int, int]] = {}
-    for name, size in reversed(plan.axis_sizes().items()):
-        found[name] = (stride, size)
-        stride *= size
-    found["ep"] = (1, plan.ep)
-    found["beside_ep"] = (plan.ep, plan.dp_shard * plan.cp * plan.tp // plan.ep)
-    for name in names:
-        axis, slash, number = name.partition("/")
-        if slash and axis in AXES and number.isdigit() and int(number) and found[axis][1] % int(number) == 0:
-            found[name] = (found[axis][0], int(number))
-    return found
-
-
-def _members(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
-    places = _strides(plan, names)
-    along = [places["pp" if name == ENDS else name] for name in names]
-    base = rank - sum(rank // stride % size * stride for stride, size in along)
-    members = [base]
-    for name, (stride, size) in zip(names, along, strict=True):
-        steps = sorted({0, size - 1}) if name == ENDS else range(size)
-        members = [member + step * stride for member in members for step in steps]
-    return tuple(members)
-
-
 def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
-    """The mesh of `plan` on this rank. Ranks must have joined before (`join_ranks`) unless the plan has one rank.
+    """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
 
-    Raises PlanError when the number of started ranks is not the plan's.
+    Args:
+        plan: the sizes of the axes.
+        device: where this rank computes.
+        record: called after each collective with what a ledger counts, such as `Ledger().record`.
+
+    Raises:
+        PlanError: when the number of started ranks is not the plan's.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan.world_size != world_size:
         sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
         raise PlanError(
-            f"plan={plan}: it asks for {plan.world_size} ranks ({sizes}), but {world_size} were started. "
-            f"Start {plan.world_size} ranks, or let one axis take what is there, such as dp_replicate=*."
+            f"plan={plan}: it needs {plan.world_size} ranks ({sizes}), but {world_size} were started. "
+            f"Start {plan.world_size} ranks, or let one axis take all that are there, such as dp_replicate=*."
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Mesh(plan, rank, torch.device(device), record)
@@ -249,9 +235,14 @@ def join_ranks(
 ) -> None:
     """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
-    A process group that is there already is used again, with the timeout that it has. timeout_s: how long a collective
-    waits for a rank. store: what `open_store` gave, if the caller has met the others already.
-    Raises CommError when the ranks cannot meet, or the group that is there does not fit.
+    Args:
+        place: which rank this is of how many.
+        device: of this rank.
+        timeout_s: seconds that a collective waits for a rank; a process group that is there already keeps its own.
+        store: what `open_store` gave, if the caller has met the others already.
+
+    Raises:
+        CommError: when the ranks cannot meet, or the group that is there does not fit.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -280,9 +271,12 @@ def join_ranks(
 
 
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
-    """Where the ranks of this job leave word for each other; on one machine it listens on the loopback interface only.
+    """Return where the ranks of this job leave word for each other; on one machine on the loopback interface only.
 
-    The first rank may host it: keep it until all have parted. Raises CommError when the ranks cannot meet.
+    The first rank may host it: keep it until all have parted.
+
+    Raises:
+        CommError: when the ranks cannot meet.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)
@@ -320,9 +314,12 @@ def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> Non
 
 
 def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE_TIMEOUT) -> TCPStore:
-    """A store for other processes of this machine, which listens on `address` only; torch's own listen everywhere.
+    """Return a store for other processes of this machine. It listens on `address` only; torch's own listen everywhere.
 
-    port: 0 takes a free one (see `.port`). Raises OSError where the port is taken.
+    Args:
+        address: IPv4 or IPv6.
+        port: 0 takes a free one (see `.port`). OSError where the port is taken.
+        timeout: how long a read waits for its key.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as own:
@@ -357,7 +354,7 @@ def _keep_gloo_at_home() -> None:
 
 
 def leave_ranks() -> None:
-    """Part from the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
+    """Leave the other ranks in order. Drop model, optimizer and step first: gloo aborts on live collectives."""
     if not dist.is_initialized():
         return
     gc.collect()
@@ -366,15 +363,18 @@ def leave_ranks() -> None:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda"."""
+    """Return the device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda".
+
+    Raises:
+        PlanError: where the machine has no GPU, or none for this rank.
+    """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
             raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")
         if local_rank >= torch.cuda.device_count():
             raise PlanError(
-                f"launch.device={kind}: this is local rank {local_rank}, and there are "
-                f"{torch.cuda.device_count()} GPUs. "
-                f"Start at most {torch.cuda.device_count()} ranks on this machine."
+                f"launch.device={kind}: this is local rank {local_rank}, and there are {torch.cuda.device_count()} "
+                f"GPUs. Start at most {torch.cuda.device_count()} ranks on this machine."
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

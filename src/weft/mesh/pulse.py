@@ -14,11 +14,11 @@ class Wait(Protocol):
     """What a rank waits for."""
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """(the collective and its axis in words, the global ranks that take part)."""
+        """Return (the collective and its axis in words, the global ranks that take part)."""
         ...
 
     def late(self) -> tuple[int, ...]:
-        """Global ranks known to hold it up; empty where that is not known."""
+        """Return the global ranks known to hold it up; empty where that is not known."""
         ...
 
 
@@ -40,7 +40,7 @@ class Pulse:
 
     @contextmanager
     def doing(self, phase: str, may_take_long: bool = True) -> Generator[None]:
-        """Within the block, this rank does what others may have to wait for: "saves a checkpoint"."""
+        """Say that this rank does, within the block, what others may have to wait for: "saves a checkpoint"."""
         self.phases.append((phase, may_take_long))
         self.moved += 1
         try:

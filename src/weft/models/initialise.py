@@ -27,9 +27,16 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
     Matrices are normal with the owning module's `init_std` (0.02 where it has none; of stacked experts only `down`
     follows it, for it alone ends a branch), norm weights 1, biases 0. A tied weight is filled once, under its first
-    name. Modules that have buffers reset them. prefix: path of `module` in the whole model, such as "blocks.3."; with
-    it a part gets the very weights it has in the whole.
-    Raises ModelError for a parameter on the meta device, or one whose kind is not known.
+    name. Modules that have buffers reset them.
+
+    Args:
+        module: the whole model, or a part of it.
+        seed: of the weights, with each parameter's name in the whole model.
+        prefix: path of `module` in the whole model, such as "blocks.3."; with it a part gets the very weights it has in
+            the whole.
+
+    Raises:
+        ModelError: for a parameter on the meta device, or one whose kind is not known.
     """
     filled: set[Tensor] = set()
     for path, owner in module.named_modules():
@@ -44,7 +51,14 @@ def initialise(module: nn.Module, seed: int, prefix: str = "") -> None:
 
 
 def initialise_parameter(whole: Tensor, full_name: str, owner: nn.Module, seed: int) -> None:
-    """Fill one parameter of `owner` as `initialise` does, in place: any tensor of the whole parameter's shape."""
+    """Fill one parameter of `owner` as `initialise` does, in place.
+
+    Args:
+        whole: any tensor of the whole parameter's shape.
+        full_name: of the parameter in the whole model.
+        owner: the module that has it.
+        seed: of the weights.
+    """
     _fill(whole, full_name, owner, full_name.rpartition(".")[2], seed)
 
 
@@ -65,8 +79,8 @@ def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: 
             flat[start : start + values.numel()] = values.mul_(std).to(parameter.device)
     else:
         raise ModelError(
-            f"parameter {full_name}: no rule says how a vector of {type(owner).__name__} starts. "
-            f"Fill it yourself and leave it out of initialise."
+            f"parameter {full_name}: Weft has no rule for the initial values of a vector of {type(owner).__name__}. "
+            "Fill it yourself and leave it out of initialise."
         )
 
 

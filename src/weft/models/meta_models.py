@@ -11,12 +11,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 @contextmanager
 def as_shapes() -> Iterator[None]:
-    """Inside, modules are built with their matrices on the meta device: no memory, no values.
+    """Build modules inside with their matrices on the meta device: no memory, no values.
 
     Vectors (norms, biases) and buffers are small, and what they hold is known to the model alone: they stay as it makes
     them. `parallelize` with a seed then makes each rank's part of the matrices, or a checkpoint fills them.
     """
-    handle = register_module_parameter_registration_hook(_without_values)
+    handle = register_module_parameter_registration_hook(
+        _without_values  # pyright: ignore[reportArgumentType] - the stub says None; torch documents what this returns
+    )
     try:
         yield
     finally:

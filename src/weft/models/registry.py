@@ -16,8 +16,14 @@ def build_decoder(
 ) -> Decoder:
     """Build a decoder. On the meta device it has shapes only; elsewhere its weights are those of `seed`.
 
-    device: cpu by default. dtype: of the parameters, float32 by default.
-    Raises ModelError with every rule that the shape breaks.
+    Args:
+        spec: its shape.
+        device: None: cpu.
+        dtype: of the parameters; None: float32.
+        seed: of the weights.
+
+    Raises:
+        ModelError: with every rule that the shape breaks.
     """
     problems = shape_problems(spec)
     if problems:

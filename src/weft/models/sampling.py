@@ -28,13 +28,21 @@ def generate(
     num_ids: int | None = None,
     use_cache: bool = True,
 ) -> list[int]:
-    """Token ids that follow the prompt; at most `max_tokens`. A stop id ends the text and is not part of it.
+    """Return the token ids that follow the prompt. A stop id ends the text and is not part of it.
 
-    temperature: 0 takes the likeliest token each time. top_k: sample among the k likeliest only; None: among all.
-    seed: the same seed gives the same ids on any device, as far as the logits agree.
-    num_ids: ids from here on are never taken, for a vocabulary larger than the tokenizer's; None: all may be.
-    use_cache: False computes the whole text again for each token.
-    Raises ModelError for an empty prompt, an id outside the vocabulary, or a text longer than the model can read.
+    Args:
+        model: on any device.
+        prompt_ids: at least one.
+        max_tokens: at most this many follow.
+        temperature: 0 takes the likeliest token each time.
+        top_k: sample among the k likeliest only; None: among all.
+        seed: the same seed gives the same ids on any device, as far as the logits agree.
+        stop_ids: any of them ends the text.
+        num_ids: ids from here on are never taken, for a vocabulary larger than the tokenizer's; None: all may be.
+        use_cache: False computes the whole text again for each token.
+
+    Raises:
+        ModelError: for an empty prompt, an id outside the vocabulary, or a text longer than the model can read.
     """
     _check(model, prompt_ids, max_tokens, temperature, top_k)
     device = model.embed.weight.device
@@ -74,7 +82,7 @@ def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int, temperatu
             f"prompt id {bad}: the model's vocabulary has {vocab_size} entries. Use ids from 0 to {vocab_size - 1}."
         )
     if max_tokens < 0:
-        raise ModelError(f"max_tokens={max_tokens}: a number of tokens is not negative. Use e.g. 100.")
+        raise ModelError(f"max_tokens={max_tokens}: it must be 0 or more. Use e.g. 100.")
     if len(prompt_ids) + max_tokens > longest:
         room = longest - len(prompt_ids)
         remedy = f"Use max_tokens={room} or less" if room > 0 else f"Use a prompt of fewer than {longest} tokens"
@@ -83,6 +91,6 @@ def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int, temperatu
             f"max_seq_len={longest}. {remedy}."
         )
     if not 0 <= temperature < float("inf"):
-        raise ModelError(f"temperature={temperature}: a finite number of at least 0 is needed. Use e.g. 0.8.")
+        raise ModelError(f"temperature={temperature}: it must be finite and at least 0. Use e.g. 0.8.")
     if top_k is not None and top_k < 1:
-        raise ModelError(f"top_k={top_k}: at least one token must be left to choose from. Use e.g. 50.")
+        raise ModelError(f"top_k={top_k}: it must be at least 1. Use e.g. 50.")

@@ -22,8 +22,8 @@ from weft.models.experts import MoE
 from weft.models.private_torch import KeepsTies
 from weft.spec import DecoderSpec, Layout
 
-#: Standard deviation of initial matrices; `initialise` reads a module's own `init_std` where it has one.
-INIT_STD = 0.02
+#: Standard deviation of initial matrices; `initialise` reads a module's own under the other name where it has one.
+INIT_STD, _OWN_STD = 0.02, "init_std"
 
 
 class SwiGLU(nn.Module):
@@ -67,7 +67,14 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, visible: Visible, rotation: Rotation | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Compute the block: (B, T, D) to (B, T, D).
+
+        Args:
+            x_BTD: hidden states.
+            visible: what each token sees.
+            rotation: of positions; None for models with learned ones.
+            cache: keys and values of earlier tokens; it takes up those of this call.
+        """
         x_BTD = x_BTD + self.attn(self.norm1(x_BTD), visible, rotation, cache)
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
@@ -80,14 +87,14 @@ class Decoder(KeepsTies):
         self.spec = spec
         self.embed = nn.Embedding(spec.vocab_size, spec.dim)
         self.pos_embed = nn.Embedding(spec.max_seq_len, spec.dim) if spec.family == "gpt2" else None
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
+        blocks = [Block(spec, layer) for layer in range(spec.num_layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = _norm(spec)
         self.head = nn.Linear(spec.dim, spec.vocab_size, bias=False)
         self.tie()
         # Each block adds two branches to the residual stream; without this its variance would grow with the depth.
-        for block in self.blocks:
-            for branch_end in _branch_ends(block):
-                branch_end.init_std = INIT_STD / math.sqrt(2 * spec.num_layers)
+        for branch_end in [end for block in blocks for end in _branch_ends(block)]:
+            setattr(branch_end, _OWN_STD, INIT_STD / math.sqrt(2 * spec.num_layers))
 
     def forward(
         self,
@@ -97,15 +104,18 @@ class Decoder(KeepsTies):
         cache: Cache | None = None,
         document_starts_BM: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V) of the token after each input token.
+        """Return the logits (B, T, V) of the token after each input token.
 
-        input_ids_BT: int64 token ids.
-        positions_BT: place of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the cache).
-        document_ids_BT: attention stays among tokens of one id; None: each row is one document.
-        cache: keys and values of earlier tokens; it takes up those of this call.
-        document_starts_BM: where the documents of document_ids begin, each row filled up with T; found where it is
-        None, for which the host waits on a GPU.
-        Raises ModelError for a sequence that the position table or the cache cannot hold.
+        Args:
+            input_ids_BT: int64 token ids.
+            positions_BT: place of each token in its document, (B, T) or (1, T); None: 0, 1, 2, ... (after the cache).
+            document_ids_BT: attention stays among tokens of one id; None: each row is one document.
+            cache: keys and values of earlier tokens; it takes up those of this call.
+            document_starts_BM: where the documents of document_ids begin, each row filled up with T; found where it is
+                None, for which the host waits on a GPU.
+
+        Raises:
+            ModelError: for a sequence that the position table or the cache cannot hold.
         """
         num_seen = cache.num_tokens if cache is not None else 0
         self._check_length(input_ids_BT, document_ids_BT, cache)
@@ -119,7 +129,7 @@ class Decoder(KeepsTies):
         else:
             spec, dtype = self.spec, torch.promote_types(x_BTD.dtype, torch.float32)
             turn = rotation(positions_BT, spec.head_dim, spec.rope_theta, spec.rope_scale, dtype)
-        cores = [block.attn.core for block in self.blocks]
+        cores = [block.get_submodule("attn.core") for block in self.blocks]
         if any(getattr(core, "takes_ids", False) for core in cores):
             visible = Visible(None, positions_BT, document_ids_BT)
         else:
@@ -143,14 +153,14 @@ class Decoder(KeepsTies):
         return self.spec.num_experts > 0
 
     def tensor_layout(self) -> Layout:
-        """How tensor parallelism cuts it."""
+        """Return how tensor parallelism cuts it."""
         if not self.has_routers:
             return Layout.named(self.family)
         # Which layers have experts, and whether some are shared, differs from model to model.
         return Layout.named("moe").fitted(dict(self.named_modules()))
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer that makes the logits, under the name that transformers asks for it."""
+        """Return the layer that makes the logits, under the name that transformers asks for it."""
         return self.head
 
     def _check_length(self, input_ids_BT: Tensor, document_ids_BT: Tensor | None, cache: Cache | None) -> None:
@@ -171,7 +181,7 @@ class Decoder(KeepsTies):
             )
 
     def is_tied(self) -> bool:
-        """Whether embedding and head are one weight here; a stage of a pipeline may have only one of them."""
+        """Return whether embedding and head are one weight here; a stage of a pipeline may have only one of them."""
         return self.head.weight is self.embed.weight
 
     def tie(self) -> None:
@@ -184,8 +194,8 @@ def _branch_ends(block: Block) -> list[nn.Module]:
     """The modules whose products are added to the residual stream."""
     mlp = block.mlp
     if isinstance(mlp, MoE):
-        return [block.attn.o, mlp.experts, *([mlp.shared.down] if mlp.shared is not None else [])]
-    return [block.attn.o, mlp.down]
+        return [block.attn.o, mlp.experts, *([mlp.shared.get_submodule("down")] if mlp.shared is not None else [])]
+    return [block.attn.o, mlp.get_submodule("down")]
 
 
 def _feed_forward(spec: DecoderSpec, layer: int) -> nn.Module:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from weft.monitor.events import EventLog, last_per_step, read_events, tail_events
 from weft.monitor.flops import flops_per_token, mfu
+from weft.monitor.goodput import Goodput, best_interval, goodput
 from weft.monitor.health import NonFiniteGuard
 from weft.monitor.record import StepRecord
 from weft.monitor.spikes import SpikeWatch
 
 __all__ = [
     "EventLog",
+    "Goodput",
     "NonFiniteGuard",
     "SpikeWatch",
     "StepRecord",
+    "best_interval",
     "flops_per_token",
+    "goodput",
     "last_per_step",
     "mfu",
     "read_events",

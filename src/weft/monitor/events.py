@@ -35,8 +35,13 @@ class EventLog:
             raise self._halted(error) from error
 
     def write(self, event: Mapping[str, object]) -> None:
-        """Append one event; "time" is added where absent. The line is with the kernel on return, so that it
-        survives the death of this process. TrainingHalted when it cannot be written, such as on a full disk."""
+        """Append one event; "time" is added where absent.
+
+        The line is with the kernel on return, so that it survives the death of this process.
+
+        Raises:
+            TrainingHalted: when it cannot be written, such as on a full disk.
+        """
         line = _encode({"time": round(time.time(), 3), **event})
         try:
             done = os.write(self._handle, line)
@@ -46,7 +51,7 @@ class EventLog:
             raise self._halted(error) from error
 
     def close(self) -> None:
-        """May be called more than once."""
+        """Close the file. May be called more than once."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -65,9 +70,12 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a log, oldest first; empty when there is no file. A torn last line is left out.
+    """Return all events of a log, oldest first; empty when there is no file. A torn last line is left out.
 
     A damaged line in the middle becomes {"event": "damaged", "line": its number}, so that the rest stays readable.
+
+    Raises:
+        DataError: where the file cannot be read.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -80,7 +88,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def tail_events(path: Path, num_bytes: int = 2**20) -> list[dict[str, Any]]:
-    """The events in the last `num_bytes` of a log, oldest first: a long log is not read for what happened last."""
+    """Return the events in the last `num_bytes` of a log, oldest first, without reading a long log whole."""
     try:
         with open(path, "rb") as file:
             start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
@@ -93,7 +101,7 @@ def tail_events(path: Path, num_bytes: int = 2**20) -> list[dict[str, Any]]:
 
 
 def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> list[dict[str, Any]]:
-    """Events of one kind, one a step and in the order of steps: the later of two events of a step is kept.
+    """Return the events of one kind, one a step and in the order of steps: the later of two events of a step is kept.
 
     An event {"event": "resume", "step": n} drops what was logged beyond step n before it: that work was done again.
     """

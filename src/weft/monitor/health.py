@@ -28,11 +28,18 @@ class NonFiniteGuard:
         return self._row[0][0] if self._row else None
 
     def observe(self, step: int, loss: float, grad_norm: float, *, loss_scale: float | None = None) -> str | None:
-        """Why this step must not change the weights, or None when it may.
+        """Return why this step must not change the weights, or None when it may.
 
-        step: counts from 1. loss_scale: of fp16. While it is above 1, a gradient that overflowed is the scaler's
-        search for its scale, and does not count against the limit. Raises TrainingHalted beyond the limit, with a
-        sentence that its catcher ends: where the command resumes.
+        Args:
+            step: counts from 1.
+            loss: of this step.
+            grad_norm: of the whole gradient.
+            loss_scale: of fp16. While it is above 1, a gradient that overflowed is the scaler's search for its scale,
+                and does
+                not count against the limit.
+
+        Raises:
+            TrainingHalted: beyond the limit, with a sentence that its catcher ends: where the command resumes.
         """
         reason = _reason(loss, grad_norm)
         if reason is None:
@@ -52,7 +59,7 @@ class NonFiniteGuard:
         what = " or ".join(sorted(kinds, reverse=True))
         where = f"at step {first}" if count == 1 else f"at {count} steps in a row ({first} to {last})"
         if "loss" in kinds and first <= 1:
-            advice = "It was so from the first step: look at the data and the initial weights, or try precision=fp32"
+            advice = "No step was finite: check the data and the initial weights, or try precision=fp32"
         elif "loss" in kinds:
             advice = "Lower optimizer.lr or lengthen schedule.warmup_steps"
         else:

@@ -33,7 +33,7 @@ class StepRecord:
     unit: str = "tokens"
 
     def to_event(self) -> dict[str, object]:
-        """One line of events.jsonl, of kind "step"; what does not apply to this run is left out.
+        """Return one line of events.jsonl, of kind "step"; what does not apply to this run is left out.
 
         Counts are called by their unit: "tokens" and "tokens_per_s".
         """

@@ -29,7 +29,7 @@ class SpikeWatch:
         self._told = False
 
     def observe(self, loss: float) -> float | None:
-        """The usual loss (median) when this step begins a spike that is worth a line, else None."""
+        """Return the usual loss (median) when this step begins a spike that is worth a line, else None."""
         if not math.isfinite(loss):
             return None  # the guard's matter
         usual, bound = self._bound()

@@ -17,6 +17,7 @@ __all__ = [
     "build_optimizer",
     "check_optimizer",
     "clip_factor",
+    "exact_moment",
     "freeze",
     "global_norm",
     "lr_factor",
@@ -26,6 +27,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.optim.build import build_optimizer, check_optimizer, freeze, options_of
+    from weft.optim.byte_floats import exact_moment
     from weft.optim.clip import clip_factor, global_norm
     from weft.optim.loss_scale import LossScale
     from weft.optim.lr_schedule import lr_factor
@@ -46,6 +48,7 @@ __getattr__ = loads(
         "build_optimizer": ".build",
         "check_optimizer": ".build",
         "clip_factor": ".clip",
+        "exact_moment": ".byte_floats",
         "freeze": ".build",
         "global_norm": ".clip",
         "lr_factor": ".lr_schedule",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import nn
@@ -23,13 +23,19 @@ _ENDS = frozenset({"embed", "pos_embed", "head"})
 def build_optimizer(
     named_params: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection, seed: int = 0
 ) -> torch.optim.Optimizer:
-    """AdamW, SGD, Muon or the class that `section` names, on the trainable parameters.
+    """Build AdamW, SGD, Muon or the class that `section` names, on the trainable parameters.
 
     Matrices are decayed, vectors (norms, biases) are not, and `section.groups` decides otherwise by name. Each group
     keeps its peak rate as `initial_lr`, as torch's schedulers do. The fused kernels take one pass over memory per step
-    where the foreach ones take several; torch has them for CPU and CUDA. seed: of states that are rounded at random.
+    where the foreach ones take several; torch has them for CPU and CUDA.
 
-    Raises ConfigError where a class of the user's cannot be imported, is no optimizer, or refuses its options.
+    Args:
+        named_params: of the model; frozen ones are left out.
+        section: the optimizer's settings.
+        seed: of states that are rounded at random.
+
+    Raises:
+        ConfigError: where a class of the user's cannot be imported, is no optimizer, or refuses its options.
     """
     groups = _groups(named_params, section)
     match section.name:
@@ -37,8 +43,9 @@ def build_optimizer(
             momentum = 0.9 if section.momentum is None else section.momentum
             # torch refuses Nesterov's step without momentum; the config's rule has said so before.
             return torch.optim.SGD(groups, lr=section.lr, momentum=momentum, nesterov=section.nesterov, fused=True)
-        case "adamw" if section.states == "bf16":
-            return RoundedAdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, seed=seed)
+        case "adamw" if section.states != "fp32":
+            numbers: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
+            return RoundedAdamW(groups, **numbers, seed=seed, states=section.states)
         case "adamw":
             return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
         case "muon":
@@ -66,7 +73,8 @@ def check_optimizer(model: nn.Module, section: OptimizerSection) -> None:
     for index, group in enumerate(section.groups):
         if not any(own is group for own in chosen.values()):
             fits = any(fnmatchcase(name, group.match) for name in params)
-            why = "earlier groups take all that it fits" if fits else "no parameter of the model has such a name"
+            taken, unknown = "earlier groups take every parameter that it matches", "no parameter has such a name"
+            why = taken if fits else unknown
             _refuse(f"groups.{index}.match", f"{group.match}: {why}. Names are such as {_some(params)}.")
     if all(own is not None and own.lr == 0 for own in chosen.values()):
         _refuse("groups", "every parameter has lr=0, so nothing is trained. Leave some out of the groups.")
@@ -104,8 +112,8 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
         made = named_object(section.name)
     except Exception as error:  # code of the user's may raise anything
         _refuse("name", f"{section.name}: it cannot be imported ({error}). Name a class importable from this folder.")
-    if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
-        _refuse("name", f"{section.name}: it is no subclass of torch.optim.Optimizer. Name one that is.")
+    if not _is_optimizer(made):
+        _refuse("name", f"{section.name}: it is not a subclass of torch.optim.Optimizer. Name one that is.")
     takes = options_of(made)
     if takes is not None and "weight_decay" not in takes:
         groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
@@ -116,8 +124,13 @@ def _build_foreign(groups: list[dict[str, Any]], section: OptimizerSection) -> t
         _refuse("options", f"{section.name} refuses them: {type(error).__name__}: {error}. Change or leave them out.")
 
 
+def _is_optimizer(made: object) -> TypeGuard[Callable[..., torch.optim.Optimizer]]:
+    """Whether it is a class of optimizers, which take more than torch.optim.Optimizer itself does."""
+    return isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
+
+
 def options_of(optimizer: Callable[..., torch.optim.Optimizer]) -> list[str] | None:
-    """Arguments of an optimizer's class or factory beside the parameters; None where it takes any, or none can tell."""
+    """Return the arguments of an optimizer's class or factory beside the parameters; None where it takes any."""
     try:
         params = inspect.signature(optimizer).parameters.values()
     except (TypeError, ValueError):
@@ -132,7 +145,7 @@ def _check_options(section: OptimizerSection, takes: list[str] | None) -> None:
         _refuse("name", f"{section.name}: it takes no lr, which the schedule sets. Wrap it in a class that does.")
     own = [name for name in ("lr", "weight_decay") if name in section.options]
     if own:
-        _refuse(f"options.{own[0]}", f"the section has this setting itself. Use optimizer.{own[0]}=.")
+        _refuse(f"options.{own[0]}", f"this is a setting of the section itself. Use optimizer.{own[0]}=.")
     unknown = [name for name in section.options if takes is not None and name not in takes]
     if takes is not None and unknown:
         known = ", ".join(name for name in takes if name not in ("lr", "weight_decay"))

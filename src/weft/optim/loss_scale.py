@@ -24,7 +24,7 @@ class LossScale:
     num_skipped: int = 0
 
     def factor(self) -> float:
-        """What the loss is multiplied by: 1.0 when scaling is off."""
+        """Return what the loss is multiplied by: 1.0 when scaling is off."""
         return self.scale if self.enabled else 1.0
 
     def update(self, finite: bool) -> None:
@@ -42,7 +42,7 @@ class LossScale:
             self.good_steps = 0
 
     def state(self) -> dict[str, float | int]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"scale": self.scale, "good_steps": self.good_steps, "num_skipped": self.num_skipped}
 
     def restore(self, state: dict[str, float | int]) -> None:

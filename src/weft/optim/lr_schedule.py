@@ -8,11 +8,16 @@ from weft.spec.config import ScheduleSection
 
 
 def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
-    """Factor on the peak learning rate at `step` (0-based) of `num_steps`.
+    """Return the factor on the peak learning rate.
 
     Warm-up rises linearly and reaches 1 after `warmup_steps` steps. linear and cosine then fall to `final` at the
     last step; wsd (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395) stays at 1 and falls linearly to `final`
     over its last `decay_steps`.
+
+    Args:
+        step: from 0.
+        num_steps: of the whole run.
+        schedule: the schedule's settings.
     """
     start = schedule.warmup(num_steps)
     if step < start:

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from weft.private_torch import foreach_lerp_
+
 #: The quintic iteration of torch.optim.Muon: towards singular values of 1, fast and roughly.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
@@ -39,10 +41,17 @@ class Join(Protocol):
 class Muon(torch.optim.Optimizer):
     """Muon on 2-D parameters, AdamW on all others.
 
-    params: parameters, or groups of them; `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
-    usual for embeddings and heads. lr: of matrices, in the scale of AdamW's (`match_rms_adamw` in torch), so that one
-    learning rate serves both. Orthogonalisation runs in bf16, as torch's does, and in float64 for float64 parameters.
+    Orthogonalisation runs in bf16, as torch's does, and in float64 for float64 parameters.
     joins: of those matrices that are parts of larger ones; filled by who cut them.
+
+    Args:
+        params: parameters, or groups of them; `matrices=False` in a group leaves its 2-D parameters to AdamW too, as is
+            usual for embeddings and heads.
+        lr: of matrices, in the scale of AdamW's (`match_rms_adamw` in torch), so that one learning rate serves both.
+        weight_decay: decoupled, times the learning rate.
+        momentum: of the running mean of a matrix's gradient.
+        betas: of AdamW.
+        eps: of AdamW.
     """
 
     def __init__(
@@ -60,7 +69,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient, and return what `closure` gives."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -81,7 +90,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["momentum"] = torch.zeros_like(param)
         grads = [param.grad for param in params if param.grad is not None]
         momenta = [self.state[param]["momentum"] for param in params]
-        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = [_working(grad.lerp(one, group["momentum"])) for grad, one in zip(grads, momenta, strict=True)]
         joins = [self.joins.get(param) for param in params]
         whole = [one if join is None else join.whole(one) for one, join in zip(ahead, joins, strict=True)]
@@ -115,8 +124,8 @@ class Muon(torch.optim.Optimizer):
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
         states = [self.state[param] for param in params]
         adamw(
-            params,
-            [param.grad for param in params],
+            [*params],
+            [param.grad for param in params if param.grad is not None],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

@@ -35,10 +35,12 @@ class AdamRule:
 
     @property
     def correction1(self) -> float:
+        """What the first mean is divided by, because it began at zero."""
         return 1 - self.beta1**self.step
 
     @property
     def correction2(self) -> float:
+        """What the second mean is divided by, because it began at zero."""
         return 1 - self.beta2**self.step
 
 
@@ -69,7 +71,7 @@ class Lane:
     weights: torch.Tensor | None = None
 
     def tiles(self, size: int) -> Iterator[Lane]:
-        """The same memory, 1-D, at most so many elements at a time."""
+        """Yield the same memory, 1-D, at most so many elements at a time."""
         flat = [_line(one) for one in (self.master, self.grad, *self.states)]
         weights = None if self.weights is None else _line(self.weights)
         for start in range(0, flat[0].numel(), size):
@@ -81,8 +83,11 @@ class Lane:
 def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor) -> None:
     """Take one step, in place.
 
-    factor: what the gradient is multiplied by; a 0-d tensor of the master's device in which NaN says that the step is
-    not taken: then master and states stay as they are.
+    Args:
+        lane: master, gradient, states and rounded weights, all dense and of one size.
+        rule: the optimizer's numbers at this step.
+        factor: what the gradient is multiplied by; a 0-d tensor of the master's device in which NaN says that the
+            step is not taken: then master and states stay as they are.
     """
     if lane.master.device.type == "cuda" and lane.master.dtype == torch.float32:
         _launch(lane, rule, factor)

@@ -1,19 +1,20 @@
-"""AdamW with moments in bf16, rounded at random: half the memory of fp32 moments, and no drift.
+"""AdamW with moments in bf16 or floats of one byte, rounded at random: less memory than fp32 moments, and no drift.
 
-A mean that moves by less than half a step of bf16 would stand still if it were rounded to the nearest. Rounded up with
-the probability of what is cut off, it is right on average (Gupta et al. 2015, arXiv 1502.02551). The random bits are a
-hash of seed, step, name and place in the whole parameter, so that every plan rounds alike; no generator is used.
+A mean that moves by less than half a step of its format would stand still if it were rounded to the nearest. Rounded up
+with the probability of what is cut off, it is right on average (Gupta et al. 2015, arXiv 1502.02551). The random bits
+are a hash of seed, step, name and place in the whole parameter, so that every plan rounds alike; no generator is used.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from weft.optim.byte_floats import HALF, encode_bytes, exact_moment
 from weft.optim.one_pass import AdamRule, Lane, step_lane
 
 #: Elements that are stepped at a time: on a CPU they stay in its caches, on a GPU they bound what is made meanwhile.
@@ -21,6 +22,11 @@ _TILE, _GPU_TILE = 2**17, 2**24
 #: Odd constants; those above 2^31 as the negative numbers that torch takes for them.
 _FIRST, _SECOND, _HIGH = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 _LOW_16 = (1 << 16) - 1
+#: Formats of the states, by the names of the setting `optimizer.states`.
+_FORMATS = {
+    "bf16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
+    "fp8": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
+}
 
 
 class Placed(Protocol):
@@ -37,7 +43,7 @@ class Placed(Protocol):
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW whose `exp_avg` and `exp_avg_sq` are bf16.
+    """AdamW whose `exp_avg` and `exp_avg_sq` are bf16, or under states="fp8" codes of `weft.optim.byte_floats`.
 
     places: of the parameters that are parts of larger ones, or have names; filled by who divides them. Others are whole
     and named by their order. Each step does its arithmetic in the format of the parameter.
@@ -53,9 +59,11 @@ class RoundedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         seed: int = 0,
+        states: Literal["bf16", "fp8"] = "bf16",
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.seed = seed
+        self._formats = _FORMATS[states]
         self.places: dict[nn.Parameter, Placed] = {}
 
     @torch.no_grad()
@@ -77,11 +85,11 @@ class RoundedAdamW(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros(())
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key, dtype in self._formats.items():
             if key not in state:
-                state[key] = torch.zeros_like(param, dtype=torch.bfloat16)
-            elif state[key].dtype != torch.bfloat16:
-                state[key] = state[key].bfloat16()  # of a checkpoint that has it in another format
+                state[key] = torch.zeros_like(param, dtype=dtype)
+            elif state[key].dtype != dtype:  # of a checkpoint that has it in another format
+                state[key] = _stored(exact_moment(state[key]), HALF, dtype)
         state["step"] = state["step"].cpu() + 1
         count = int(state["step"])
         if grad.stride() != param.stride():
@@ -92,12 +100,24 @@ class RoundedAdamW(torch.optim.Optimizer):
         size = _GPU_TILE if param.device.type == "cuda" else _TILE
         lane = Lane(param, grad, (state["exp_avg"], state["exp_avg_sq"]))
         for index, one in enumerate(lane.tiles(size)):
-            exact = tuple(moment.to(one.master.dtype) for moment in one.states)
+            exact = tuple(exact_moment(moment).to(one.master.dtype) for moment in one.states)
             step_lane(Lane(one.master, one.grad, exact), rule, 1.0)
             first = index * size
             noise = noise_at(place.positions(first, first + one.master.numel()).to(param.device), key)
-            one.states[0].copy_(rounded(exact[0], noise & _LOW_16))
-            one.states[1].copy_(rounded(exact[1], (noise >> 16) & _LOW_16))
+            for state_line, moment, bits in zip(one.states, exact, (noise, noise >> 16), strict=True):
+                state_line.copy_(_stored(moment, bits & _LOW_16, state_line.dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizers do; codes of one byte become bf16, exactly, so that any AdamW can load it."""
+        found = super().state_dict()
+        found["state"] = {
+            index: {
+                key: exact_moment(value).bfloat16() if isinstance(value, Tensor) and key in self._formats else value
+                for key, value in state.items()
+            }
+            for index, state in found["state"].items()
+        }
+        return found
 
 
 def noise_at(positions: Tensor, key: tuple[int, int]) -> Tensor:
@@ -106,10 +126,14 @@ def noise_at(positions: Tensor, key: tuple[int, int]) -> Tensor:
     return _mixed(x ^ ((positions >> 32).to(torch.int32) * _HIGH) ^ key[1])
 
 
-def rounded(x: Tensor, noise: Tensor) -> Tensor:
+def rounded(x: Tensor, noise: Tensor | int) -> Tensor:
     """x in bf16, away from zero with the probability of what is cut off. noise: 16 random bits for each, int32."""
     bits = (x.float().view(torch.int32) + noise) & ~_LOW_16
     return bits.view(torch.float32).bfloat16()
+
+
+def _stored(x: Tensor, noise: Tensor | int, dtype: torch.dtype) -> Tensor:
+    return rounded(x, noise) if dtype == torch.bfloat16 else encode_bytes(x, noise, dtype)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from weft.memory import Handle, Opaque
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context, context_of, dropped_attention
 from weft.parallel.randomness import CutPart, SampleNumbers, cut_part_of, kept_at, key_of, rows_of_samples
+from weft.private_torch import uncompiled
 from weft.structure import become, repeated_blocks
 
 _ATTRIBUTE = "_weft_drops"
@@ -130,8 +131,10 @@ class Drops:
         tp = self.part.axis
         whole = count * tp.size if is_cut else count
         context = self._context
-        in_use = context is not None and context.in_use
-        places = context.places(whole, device) if in_use else torch.arange(whole, device=device)
+        if context is not None and context.in_use:
+            places = context.places(whole, device)
+        else:
+            places = torch.arange(whole, device=device)
         return places.narrow(0, tp.rank * count, count) if is_cut else places
 
 
@@ -194,7 +197,7 @@ class DropSite:
         self.calls += 1
         return self.keys[self.calls - 1]
 
-    @torch.compiler.disable
+    @uncompiled
     def _drop_by_number(self, x: Tensor, rate: float) -> Tensor:
         return self._drop(x, rate, torch.full((), self._next_key(), dtype=torch.int64, device=x.device))
 
@@ -246,7 +249,7 @@ class FunctionalDropout(nn.Module):
         with _ByPosition(site):
             return super().forward(*args, **kwargs)
 
-    @torch.compiler.disable
+    @uncompiled
     def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
         return FunctionalDropout.forward(self, *args, **kwargs)
 
@@ -295,14 +298,14 @@ class _ByPosition(TorchFunctionMode):
     ) -> Tensor:
         del enable_gqa  # heads are read off the shapes
         drop = self._site.attention(dropout_p, query.shape[0], query.shape[1], query.device)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
         if not torch.compiler.is_compiling():
-            return dropped_attention(query, key, value, attn_mask, is_causal, scale, drop)
+            return dropped_attention(query, key, value, attn_mask, is_causal, factor, drop)
         assert isinstance(drop.key, Tensor)
         inputs = [query, key, value, drop.key, drop.samples, *([] if attn_mask is None else [attn_mask])]
         shape = (*query.shape[:3], value.shape[3])
         return self._site.handle(
-            shape, query.dtype, inputs, [float(is_causal), scale, dropout_p, float(drop.first_head)]
+            shape, query.dtype, inputs, [float(is_causal), factor, dropout_p, float(drop.first_head)]
         )
 
 
@@ -357,18 +360,18 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | Non
 
 
 def drops_of(model: nn.Module) -> Drops | None:
-    """What `follow_positions` made for this model."""
+    """Return what `follow_positions` made for this model."""
     return getattr(model, _ATTRIBUTE, None)
 
 
-def _is_dropout(module: nn.Module) -> bool:
+def _is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
     return type(module).forward is nn.Dropout.forward
 
 
 def _drops(module: nn.Module) -> bool:
     """Whether the module itself drops: it is nn.Dropout, or it names a rate, or is attention with a dropout for it."""
     if _is_dropout(module):
-        return module.p > 0  # pyright: ignore[reportOperatorIssue]
+        return module.p > 0
     kind = type(module).__name__.lower()
     for name in _RATES:
         value: Any = getattr(module, name, None)

@@ -34,16 +34,21 @@ def watch_local_means(model: nn.Module, mesh: Mesh) -> None:
 
 
 def trust_loss(model: nn.Module) -> None:
-    """Somebody sees to it that the model's loss is weighted right: nothing more is said of it."""
+    """Trust that the model's loss is weighted right: nothing more is said of it."""
     if (hook := getattr(model, _OWN_LOSS, None)) is not None:
         hook.is_trusted = True
 
 
 def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Mesh) -> torch.Tensor:
-    """The mean over all ranks' tokens, of which each rank knows the sum and number of its own; 0-d, equal on all.
+    """Return the mean over all ranks' tokens; each rank knows the sum and number of its own. 0-d, equal on all.
 
     Its gradient is scaled so that the mean over ranks, which is what `.grad` becomes, is that of the global mean.
     A collective of two numbers; nothing waits for the device.
+
+    Args:
+        loss_sum: 0-d, of this rank's tokens.
+        num_tokens: of this rank; 0-d where it is a tensor.
+        mesh: of the ranks.
     """
     exact = {"dtype": torch.float64, "device": mesh.device}
     sums = torch.stack([loss_sum.detach().to(**exact), torch.as_tensor(num_tokens).to(**exact)])
@@ -130,7 +135,8 @@ class _OwnLoss:
         self.is_trusted = True
         warnings.warn(
             f"loss: the model's own loss is a mean over this rank's tokens, and gradients are means over "
-            f"{self.num_ranks} ranks: the result is not that of one device unless all ranks have equally many labels. "
+            f"{self.num_ranks} ranks: the result equals one device's only if all ranks have the same number of "
+            "labels. "
             f"Before backward() write\n"
             f"    num_tokens = {counted}\n"
             f"    loss = run.global_mean(output.loss * num_tokens, num_tokens)",
@@ -140,7 +146,7 @@ class _OwnLoss:
 
 
 def is_hugging_face_output(output: Any) -> bool:
-    """Whether a model of transformers returned this; without importing it."""
+    """Return whether a model of transformers returned it; transformers need not be installed."""
     return isinstance(output, dict) and type(output).__module__.startswith("transformers.")
 
 
@@ -154,7 +160,7 @@ def count_of_hugging_face(output: Any) -> str:
 
 
 def sum_of_hugging_face(output: Any) -> str:
-    """A loss function to paste for the outputs of such a model: the sum of the losses and their number."""
+    """Write a loss function for the outputs of such a model: the sum of the losses and their number, to paste."""
     logits = output.get("logits")
     if logits is not None and logits.ndim < 3:
         return '    return F.cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])'

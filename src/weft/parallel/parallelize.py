@@ -35,12 +35,18 @@ def parallelize(
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
-    seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them; and of
-    dropout in steps that nobody gives a key.
-    layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is None.
-    placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
-    pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
-    Raises ModelError when the model was laid over a mesh before, and what each technique raises.
+    Args:
+        model: any nn.Module; its parameters may be on the meta device.
+        mesh: of the plan.
+        layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is
+            None.
+        placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
+        seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them; and of
+            dropout in steps that nobody gives a key.
+        pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
+
+    Raises:
+        ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")

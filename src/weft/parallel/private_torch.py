@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.variable import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -21,6 +22,9 @@ CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CUDA_FLASH = torch.ops.aten._scaled_dot_product_flash_attention
 CUDA_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+#: What fully_shard asks of the collectives that it is given.
+GatherBase, ReduceBase = AllGather, ReduceScatter
 
 #: torch._dynamo's word for side effects of a recomputed forward that its replay leaves out; some releases lack it.
 _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
@@ -87,7 +91,8 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
     """Forget what backward has left in a unit's gathered parameters. `zero_grad` sees the shards alone."""
     for group in _groups(module):
         for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
+            if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
+                param.unsharded_accumulated_grad = None  # since 2.15 the parameter's own `grad` holds it
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 

@@ -71,7 +71,11 @@ class Estimates:
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
     """Predict every row of `columns`. Rows that no rule allows get numbers too; prune them first.
 
-    cluster: gives the size of a node; the rates are the tables'.
+    Args:
+        job: model, sequence and batch.
+        cluster: gives the size of a node; the rates are the tables'.
+        columns: the plans.
+        tables: constants of the device, or of a host that was measured.
     """
     if isinstance(tables, HostTables):
         return _estimates(job, columns, tables, [host.host_parts(job, columns, tables.laws)])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def common_divisors(*numbers: int) -> list[int]:
-    """Whole numbers that divide all of `numbers`, ascending; of an absurdly large number, some of them."""
+    """Return the whole numbers that divide all of `numbers`, ascending; of an absurdly large number, some of them."""
     smallest = min(numbers)
     low = [divisor for divisor in range(1, min(math.isqrt(smallest), 10_000) + 1) if smallest % divisor == 0]
     every = sorted({*low, *(smallest // divisor for divisor in low)})

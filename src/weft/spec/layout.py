@@ -64,9 +64,10 @@ class Style(NamedTuple):
     segments: tuple[int, ...] = ()
 
     def sizes(self, total: int) -> tuple[int, ...]:
-        """Rows of each segment of a layer with `total` rows; () where it is not fused.
+        """Return the rows of each segment of a layer with `total` rows; () where it is not fused.
 
-        Raises LayoutError where they do not add up to the layer.
+        Raises:
+            LayoutError: where they do not add up to the layer.
         """
         if not self.segments:
             return ()
@@ -82,7 +83,8 @@ class Style(NamedTuple):
 class Layout:
     """Ordered pairs of module-path pattern and style. Hashable; `Layout.parse(layout.format()) == layout`.
 
-    Raises LayoutError for a pattern or style that cannot be used, or a pattern given twice.
+    Raises:
+        LayoutError: for a pattern or style that cannot be used, or a pattern given twice.
     """
 
     pairs: tuple[tuple[str, str], ...] = ()
@@ -96,11 +98,11 @@ class Layout:
             seen.add(pattern)
 
     def match(self, path: str) -> str | None:
-        """Style of the module at `path`, or None where no pattern fits."""
+        """Return the style of the module at `path`, or None where no pattern fits."""
         return next((style for pattern, style in self.pairs if _compiled(pattern).fullmatch(path)), None)
 
     def style(self, path: str) -> Style | None:
-        """What `match` gives, read: the style's name and the segments of a fused layer."""
+        """Return what `match` gives, read: the style's name and the segments of a fused layer."""
         text = self.match(path)
         if text is None:
             return None
@@ -108,18 +110,22 @@ class Layout:
         return Style(name, tuple(int(part) for part in parts.split("+")) if parts else ())
 
     def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
-        """Patterns that fit none of the module paths: a layout made for another model."""
+        """Return the patterns that fit none of the module paths: a layout made for another model."""
         known = list(paths)
         return tuple(pattern for pattern, _ in self.pairs if not any(map(_compiled(pattern).fullmatch, known)))
 
     def fitted(self, paths: Iterable[str]) -> Layout:
-        """The same without patterns that fit none of the module paths."""
+        """Return the same without patterns that fit none of the module paths."""
         unused = self.unused(paths)
         return Layout(tuple(pair for pair in self.pairs if pair[0] not in unused))
 
     @classmethod
     def named(cls, name: str) -> Layout:
-        """The layout of one of the project's own families: "llama", "gpt2", or "moe", a llama with experts."""
+        """Return the layout of one of the project's own families: "llama", "gpt2", or "moe", a llama with experts.
+
+        Raises:
+            LayoutError: for a name that no family has.
+        """
         known = {"llama": _LLAMA, "gpt2": _GPT2, "moe": _MOE}
         if name not in known:
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
@@ -128,22 +134,29 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read the text form."""
+        """Read the text form.
+
+        Raises:
+            LayoutError: for a word that is not pattern=style.
+        """
         pairs: list[tuple[str, str]] = []
         for word in text.split():
             pattern, equals, style = word.partition("=")
             if not equals:
                 raise LayoutError(
-                    f"layout word {word!r}: a layout is made of pattern=style words. Use e.g. embed=vocab."
+                    f"layout word {word!r}: a layout consists of pattern=style words. Use e.g. embed=vocab."
                 )
             pairs.append((pattern, style))
         return cls(tuple(pairs))
 
     @classmethod
     def read(cls, source: str | Path) -> Layout:
-        """What a setting says: the words themselves, or the file that holds them, as `weft layout MODEL --save` writes.
+        """Return what a setting says: the words themselves, or the file of them that `weft layout MODEL --save` writes.
 
-        In a file, '#' begins a comment. Raises LayoutError for a file that cannot be read.
+        In a file, '#' begins a comment.
+
+        Raises:
+            LayoutError: for a file that cannot be read, or a word that is not pattern=style.
         """
         text = str(source)
         if "=" in text and not Path(text).is_file():
@@ -151,7 +164,7 @@ class Layout:
         try:
             lines = Path(text).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise LayoutError(
                 f"layout={text}: this file cannot be read ({reason}). Give pattern=style words, or a file that "
                 f"`weft layout MODEL --save FILE` wrote."
@@ -165,12 +178,8 @@ class Layout:
             tuple((pattern, style if isinstance(style, str) else repr(style)) for pattern, style in table.items())
         )
 
-    def to_mapping(self) -> dict[str, str]:
-        """The table that `from_mapping` reads."""
-        return dict(self.pairs)
-
     def format(self) -> str:
-        """The one-line text form."""
+        """Return the one-line text form."""
         return " ".join(f"{pattern}={style}" for pattern, style in self.pairs)
 
     def __str__(self) -> str:
@@ -180,8 +189,8 @@ class Layout:
 def _check_pair(pattern: str, style: str) -> None:
     if not _PATTERN.fullmatch(pattern):
         raise LayoutError(
-            f"layout pattern {pattern!r}: a module path with '*' or {{a,b}} for a part is needed. "
-            f"Use e.g. 'blocks.*.attn.q'."
+            f"layout pattern {pattern!r}: a module path is needed, and '*' or {{a,b}} may replace its parts. Use e.g. "
+            "'blocks.*.attn.q'."
         )
     if style not in STYLES and not _FUSED.fullmatch(style):
         hint = did_you_mean(style, STYLES) or f" Use {pattern}=replicate."

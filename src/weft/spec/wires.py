@@ -30,12 +30,12 @@ class WireSpec:
     state_bytes: float = 0.0
 
     def num_bytes(self, numel: Any, own_bytes: Any = 4.0) -> Any:
-        """Bytes of `numel` values that have `own_bytes` each in memory. Numbers, or arrays of numpy."""
+        """Return the bytes of `numel` values that have `own_bytes` each in memory. Numbers, or arrays of numpy."""
         values = numel * (self.element_bytes or own_bytes)
         return values + -(-numel // self.block) * self.block_bytes if self.block_bytes else values
 
     def copy_bytes(self, own_bytes: float = 4.0) -> float:
-        """Bytes per value of the encoded copy that lies beside a gradient on its way; 0 where it travels as it is."""
+        """Return bytes per value of the encoded copy that lies beside a travelling gradient; 0 where there is none."""
         many = 1 << 20
         return self.num_bytes(many, own_bytes) / many if self.element_bytes else 0.0
 
@@ -52,7 +52,7 @@ def register(wire: WireSpec) -> WireSpec:
 
 
 def wire_spec(name: str) -> WireSpec:
-    """The wire of that name."""
+    """Return the wire of that name."""
     return _KNOWN[name]
 
 

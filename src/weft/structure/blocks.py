@@ -8,7 +8,7 @@ from torch import nn
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks by module path, in the order of the modules; empty where there are none.
+    """Return the repeated blocks by module path, in the order of the modules; empty where there are none.
 
     They are the children of the outermost ModuleLists. A model without any has the composite children of its
     Sequentials (a residual network's stages are made so). A block never lies inside another, and a block that is

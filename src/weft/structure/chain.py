@@ -51,7 +51,11 @@ class Chain:
 
 
 def find_chain(model: nn.Module) -> Chain:
-    """The chain of a model. ModelError where there is none, several, or a parameter that belongs to no part of it."""
+    """Return the chain of a model.
+
+    Raises:
+        ModelError: where there is none, several, or a parameter that belongs to no part of it.
+    """
     path = _chain_path(model)
     holder = model.get_submodule(path) if path else model
     blocks = tuple(Site(holder, key, join_path(path, key)) for key in children(holder))

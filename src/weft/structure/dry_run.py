@@ -49,7 +49,7 @@ def call_without_numbers(
             return torch.func.functional_call(model, meta, args, kwargs, tie_weights=True)
     except Exception as error:  # the model's own code, called with what it may not expect
         first = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ModelError(f"{type(model).__name__} cannot be traced without numbers: {first}.") from error
+        raise ModelError(f"{type(model).__name__} cannot be traced on the meta device: {first}.") from error
 
 
 @contextlib.contextmanager
@@ -152,8 +152,8 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
         if is_linear(module):
             return (torch.zeros(batch, 8, weight_of(module).shape[1]),)
     raise LayoutError(
-        f"layout: {type(model).__name__} begins with no embedding, convolution or linear layer, so it is not known "
-        f"what it reads. Give example=, the arguments of a forward."
+        f"layout: {type(model).__name__} does not begin with an embedding, convolution or linear layer, so Weft "
+        "cannot tell what its input is. Give example=, the arguments of a forward."
     )
 
 

@@ -22,12 +22,19 @@ _HF_STYLES = {
 
 
 def find_layout(model: nn.Module) -> Layout:
-    """The layout of any model. LayoutError where nothing is found that can be cut."""
+    """Return the layout of any model.
+
+    Raises:
+        LayoutError: where nothing is found that can be cut.
+    """
     return model.tensor_layout() if isinstance(model, KnownModel) else explain_layout(model).layout
 
 
 def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
-    """The layout with its reasons. example: arguments of a forward, for a model that takes neither ids nor images."""
+    """Return the layout with its reasons.
+
+    example: arguments of a forward, for a model that takes neither ids nor images.
+    """
     if isinstance(model, KnownModel):
         reasons: Mapping[str, str] = {} if model.has_routers else trace_layout(model).reasons
         return FoundLayout(model.tensor_layout(), f"the project's own layout of {model.family}", reasons)

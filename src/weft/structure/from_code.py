@@ -13,11 +13,12 @@ from weft.structure.dry_run import LoadedSamples, is_placed
 
 
 def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model that a function gives, and what it gives beside it, a DataLoader as `LoadedSamples`.
+    """Return the model that a function gives, and what it gives beside it, a DataLoader as `LoadedSamples`.
 
     The working folder can be imported from.
 
-    Raises ModelError where it cannot be imported or called, or gives no model.
+    Raises:
+        ModelError: where it cannot be imported or called, or gives no model.
     """
     try:
         function = named_object(source)

@@ -32,7 +32,7 @@ class Heads:
 
     @classmethod
     def of(cls, module: nn.Module) -> Heads:
-        """The heads of a module around cut layers."""
+        """Return the heads of a module around cut layers."""
         width = _number(module, _HEAD_DIMS)
         if width is None:
             return cls()
@@ -42,7 +42,7 @@ class Heads:
         return cls(count, kv_count, width)
 
     def pieces(self, style: Style, rows: int) -> list[tuple[int, int, bool]]:
-        """Of a column-cut layer: rows, rows that must stay together, and whether fewer than tp may be repeated."""
+        """Return a column-cut layer's rows, rows that stay together, and whether fewer than tp may be repeated."""
         parts = style.sizes(rows)
         if not self.count:
             return [(part, 1, False) for part in parts or (rows,)]
@@ -56,7 +56,7 @@ class Heads:
         return [(rows, self.width, rows < whole)]
 
     def numbers(self, tp: int) -> list[tuple[tuple[str, ...], int, int]]:
-        """What modules count: under which names, how many in the whole model, and how many on one of tp ranks."""
+        """Return what modules count: its names, how many in the whole model, and how many on one of tp ranks."""
         count, kv_count = self.count // tp, max(1, self.kv_count // tp)
         return [
             (_HEADS, self.count, count),

@@ -100,7 +100,7 @@ def num_experts(path: str, experts: nn.Module) -> int:
     if len(sizes) != 1 or 0 in sizes:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in experts.named_parameters()) or "none"
         raise ModelError(
-            f"module {path!r}: experts are divided where each parameter holds all of them in dim 0, and its "
+            f"module {path!r}: experts can be divided only if every parameter stacks them in dim 0, and its "
             f"parameters are {shapes}. Stack the experts, or leave the module out of the layout."
         )
     return sizes.pop()

@@ -18,9 +18,12 @@ Body = Callable[[type], dict[str, Any]]
 def become(module: nn.Module, kind: type, body: Body | None = None, **state: Any) -> None:
     """Give the module the behaviour of `kind`, on top of its own class, in place.
 
-    kind: a base for the new class, in front of the module's own. It keeps its subclasses alive no longer than their
-    modules. body: members of the new class beside those of `kind`; the same for every call with this kind and class.
-    state: set on the module, each name after `_weft_`.
+    Args:
+        module: its class is replaced.
+        kind: a base for the new class, in front of the module's own. It keeps its subclasses alive no longer than their
+            modules.
+        body: members of the new class beside those of `kind`; the same for every call with this kind and class.
+        **state: set on the module, each name after `_weft_`.
     """
     module.__class__ = _known(kind, type(module)) or _made(kind, type(module), body)
     for name, value in state.items():

@@ -83,8 +83,8 @@ def check_tokens(model: nn.Module, styles: Mapping[str, Style], gathering: Colle
         flow = in_some_format(lambda dtype: _TokenFlow(model, styles, gathering, width).follow(example, dtype))
     except (LayoutError, ModelError) as error:
         warnings.warn(
-            f"sp=on: {str(error).removeprefix('layout: ').partition('. Give')[0].rstrip('.')}, so it is not known "
-            f"whether its blocks mix tokens between cut layers. Run `weft verify` on it.",
+            f"sp=on: {str(error).removeprefix('layout: ').partition('. Give')[0].rstrip('.')}, so Weft cannot tell "
+            "whether its blocks mix tokens between cut layers. Run `weft verify` on it.",
             stacklevel=2,
         )
         return

@@ -36,9 +36,16 @@ def legal(
     rules: Sequence[Rule] = RULES,
     **only: Sequence[object],
 ) -> list[Plan]:
-    """Every legal plan of `num_ranks`, in a fixed order. only: other values of single fields, such as zero=(3,).
+    """Return every legal plan of `num_ranks`, in a fixed order.
 
-    model, global_batch, seq_len: what the rules may look at; what is not given breaks no rule.
+    Args:
+        num_ranks: size of the world.
+        model: what the rules may look at; None breaks no rule.
+        global_batch: sequences of a step; None breaks no rule.
+        seq_len: tokens of a sequence; None breaks no rule.
+        passes: numbers of microbatches that are tried.
+        rules: those that count.
+        **only: other values of single fields, such as zero=(3,).
     """
     facts = Facts(model=model, world_size=num_ranks, global_batch=global_batch, seq_len=seq_len)
     return list(legal_plans({**values_tried(num_ranks, passes), **only}, facts, rules))
@@ -51,7 +58,7 @@ def row_of(plan: Plan, **more: Hashable) -> dict[str, Hashable]:
 
 
 def layout_of(plan: Plan) -> str:
-    """How the plan's ranks divide the work, as text."""
+    """Return how the plan's ranks divide the work, as text."""
     return Plan(**{name: getattr(plan, name) for name in LAYOUT_FIELDS}).format() or "one rank"
 
 
@@ -65,10 +72,14 @@ USUAL_GROUPS = (*pairs(plan_fields()), ("layout",))
 
 
 def covering(rows: Sequence[Row], groups: Sequence[tuple[str, ...]] = USUAL_GROUPS, seed: int = 0) -> list[int]:
-    """Indices, ascending, of few rows in which, for each group of columns, all values occur that occur in `rows`.
+    """Choose few rows in which, for each group of columns, all values occur that occur in `rows`; as indices.
 
-    A pair of columns as a group: every pair of their values that is in some row. Greedy: next comes the row with the
-    most that is new; `seed` decides among equals. The same rows and seed give the same choice everywhere.
+    Greedy: next comes the row with the most that is new. The same rows and seed give the same choice everywhere.
+
+    Args:
+        rows: values by column.
+        groups: of columns. A pair as a group: every pair of their values that is in some row.
+        seed: decides among equals.
     """
     numbers: dict[tuple[object, ...], int] = {}
     masks: list[int] = []

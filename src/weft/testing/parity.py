@@ -31,30 +31,36 @@ class Case(Protocol):
     """A model, its data and its optimizer: all that a training needs besides a plan."""
 
     @property
-    def num_steps(self) -> int: ...
+    def num_steps(self) -> int:
+        """The number of steps that are trained."""
+        ...
 
     @property
-    def max_grad_norm(self) -> float: ...
+    def max_grad_norm(self) -> float:
+        """The norm that gradients are clipped to; 0 is no clipping."""
+        ...
 
     def model(self) -> nn.Module:
-        """The model, with the same weights each time."""
+        """Return the model, with the same weights each time."""
         ...
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """An optimizer of the model's parameters."""
+        """Return an optimizer of the model's parameters."""
         ...
 
     def batch(self, step: int) -> Any:
-        """The global batch of one step: a pure function of the step. Each row is a sample where the case does not say
-        itself how a batch is cut, as `SampleCase` does."""
+        """Return the global batch of one step: a pure function of the step.
+
+        Each row is a sample where the case does not say itself how a batch is cut, as `SampleCase` does.
+        """
         ...
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The model's output on a batch."""
+        """Return the model's output on a batch."""
         ...
 
     def loss(self, output: Any, batch: Any, /) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Sum of losses and number of tokens or samples."""
+        """Return the sum of losses and the number of tokens or samples."""
         ...
 
 
@@ -94,7 +100,7 @@ class DecoderCase:
     seed: int = 0
 
     def batch(self, step: int) -> Batch:
-        """The global batch of one step: a pure function of (seed, step)."""
+        """Return the global batch of one step: a pure function of (seed, step)."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + step)
         shape = (self.global_batch, self.seq_len)
         ids = torch.randint(self.spec.vocab_size, shape, generator=generator)
@@ -113,21 +119,25 @@ class DecoderCase:
         return batch
 
     def model(self) -> nn.Module:
+        """Return the decoder in float64, with the same weights each time."""
         return build_decoder(self.spec, dtype=torch.float64, seed=self.seed)
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer that `optimizer` names, of the model's parameters."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the logits of a batch."""
         return model_forward(model, batch)
 
     def loss(self, output: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of losses and the number of trained tokens."""
         return token_cross_entropy(output, batch)
 
     #: So that with a cut vocabulary the head gives the loss, as in a run.
-    loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess]
+    loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
 
 
 @dataclass(slots=True)
@@ -141,7 +151,7 @@ class ParityResult:
     reduced_bytes: int = 0
 
     def largest_difference(self, other: ParityResult) -> float:
-        """Largest difference of any number, relative to the largest of its tensor or list.
+        """Return the largest difference of any number, relative to the largest of its tensor or list.
 
         A gradient that is nothing but rounding (of a key bias: softmax does not see it) has no scale of its own, nor
         has a weight that started at zero and that only such a gradient moved, through Adam's division. The least
@@ -166,20 +176,23 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float
 
 
 def train_cases(plan_text: str, cases: Mapping[str, Case]) -> dict[str, ParityResult]:
-    """`train_case` of each, by name: many cases in one call of ranks that are there already."""
+    """Train each case as `train_case` does, by name: many cases in one call of ranks that are there already."""
     return {name: train_case(plan_text, case) for name, case in cases.items()}
 
 
 def train_decoder(plan_text: str, case: DecoderCase) -> ParityResult:
-    """`train_case` of a decoder."""
+    """Train a decoder as `train_case` does."""
     return train_case(plan_text, case)
 
 
 def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch | None = None) -> ParityResult:
     """Train `case` under a plan on the ranks that are joined (or on one process) and return what this rank has.
 
-    see: told of each whole gradient and weight at the end, which are then not kept. watch: gives what the first step
-    runs inside of.
+    Args:
+        plan_text: one line, without `*`.
+        case: model, data and optimizer.
+        see: called with each whole gradient and weight at the end, which are then not kept.
+        watch: gives what the first step runs inside of.
     """
     plan = Plan.parse(plan_text)
     ledger = Ledger()

@@ -43,6 +43,11 @@ class RankPool:
             losses = pool.run(train_one_case, "dp_replicate=2")
 
     The function must be importable from its module, and its arguments and results picklable.
+
+    Args:
+        num_ranks: how many processes.
+        timeout_s: seconds that a call may take.
+        backend: of the process group, as torch.distributed takes it.
     """
 
     def __init__(self, num_ranks: int, timeout_s: float = 120.0, backend: str = "gloo"):
@@ -55,8 +60,11 @@ class RankPool:
         self._is_broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         # Where an import has asked CUDA anything, no child can use it: ranks with devices import for themselves.
-        context = multiprocessing.get_context("forkserver" if self._backend == "gloo" else "spawn")
-        context.set_forkserver_preload(_IMPORTED)
+        if self._backend == "gloo":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_IMPORTED)
+        else:
+            context = multiprocessing.get_context("spawn")
         store = Path(self._folder.name) / "store"
         self._pipes: list[Connection] = []
         self._processes = []
@@ -75,8 +83,15 @@ class RankPool:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; results in order of rank.
 
-        Raises RankError with the traceback of the first rank that failed, or when one does not answer in time; the
-        next call has new ranks where one is stuck. A rank's refusal comes before what others make of it.
+        The next call has new ranks where one is stuck. A rank's refusal comes before what others make of it.
+
+        Args:
+            function: found by its module and name on the ranks.
+            *args: can be pickled.
+            **kwargs: can be pickled.
+
+        Raises:
+            RankError: with the traceback of the first rank that failed, or when one does not answer in time.
         """
         if self._is_broken:
             # A rank that did not answer is still in the last call, or gone.

@@ -4,7 +4,7 @@ runs/<name>/
   config.toml      the resolved config        plan.txt    the resolved plan, one line
   events.jsonl     one line per step, evaluation, checkpoint
   logs/rank_N.log  output of each rank        loss.png
-  checkpoints/     step_NNNNNNNN/ (safetensors + JSON)
+  checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir names another place
   .lock            held by the command that trains here (run/folder_lock.py)
 
 and what the task keeps there. The decoder on text keeps:
@@ -18,11 +18,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.errors import CheckpointError, ConfigError
 from weft.spec import RunConfig
 from weft.spec.files import load_config, parse_config
 from weft.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from weft.checkpoint.targets import Location
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,22 @@ class RunFolder:
     texts: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Location:
+        """Where the run's checkpoints are: in its folder, or below `checkpoint.dir`."""
+        from weft.checkpoint.targets import located
+
+        if "config.toml" in self.texts or (self.path / "config.toml").is_file():
+            config = self.config()
+            if config.checkpoint.dir is not None:
+                return located(config.checkpoint.dir) / config.run.name
         return self.path / "checkpoints"
 
-    def checkpoint(self, step: int) -> Path:
-        """The checkpoint of one step; CheckpointError names the steps that were saved."""
+    def checkpoint(self, step: int) -> Location:
+        """Return the checkpoint of one step.
+
+        Raises:
+            CheckpointError: names the steps that were saved.
+        """
         from weft.checkpoint import list_checkpoints
 
         saved = {
@@ -54,28 +69,35 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
+        """The folder of the ranks' logs."""
         return self.path / "logs"
 
     @property
     def events(self) -> Path:
+        """The file of events, one JSON value a line."""
         return self.path / "events.jsonl"
 
     @property
     def loss_plot(self) -> Path:
+        """The picture of the losses."""
         return self.path / "loss.png"
 
     def config(self) -> RunConfig:
-        """The resolved config."""
+        """Return the resolved config."""
         if "config.toml" in self.texts:
             return parse_config(self.texts["config.toml"], str(self.path / "config.toml")).config
         return load_config(self._needed("config.toml")).config
 
     def plan(self) -> Plan:
-        """The resolved plan."""
+        """Return the resolved plan."""
         return Plan.parse(self.text("plan.txt").strip())
 
     def text(self, name: str) -> str:
-        """Contents of one of the files that `prepare_run` wrote. ConfigError where it is missing."""
+        """Return the contents of one of the files that `prepare_run` wrote.
+
+        Raises:
+            ConfigError: where it is missing.
+        """
         return self.texts[name] if name in self.texts else self._needed(name).read_text(errors="replace")
 
     def _needed(self, name: str) -> Path:
@@ -89,7 +111,7 @@ class RunFolder:
 
 
 def run_folder(config: RunConfig) -> RunFolder:
-    """The folder of the config's run, which need not exist."""
+    """Return the folder of the config's run, which need not exist."""
     return RunFolder(Path(config.run.dir) / config.run.name)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from weft.checkpoint.targets import Location
 from weft.monitor import StepRecord
 from weft.train.engine import Evaluation
 
@@ -17,7 +17,7 @@ class SaveEnd:
     """
 
     step: int
-    path: Path | None = None
+    path: Location | None = None
     why: str = ""
     note: str = ""
     stall_s: float = 0.0
@@ -32,23 +32,25 @@ class Hook:
     """
 
     def on_start(self, start_step: int) -> None:
-        """Training begins at `start_step` (0, or the step resumed from)."""
+        """Hear that training begins at `start_step` (0, or the step resumed from)."""
 
     def on_phase(self, name: str) -> None:
-        """The loop turns to something besides training: "compiling", "first step", "evaluating" or "saving"; "" when
-        it trains again."""
+        """Hear that the loop turns to something besides training, and when it trains again.
+
+        name: "compiling", "first step", "evaluating" or "saving"; "" when it trains again.
+        """
 
     def on_step(self, record: StepRecord) -> str | None:
-        """A step is done. Return a reason to stop, or None."""
+        """Hear that a step is done. Return a reason to stop, or None."""
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
-        """An evaluation is done. Return a reason to stop, or None."""
+        """Hear that an evaluation is done. Return a reason to stop, or None."""
 
     def on_warning(self, step: int, text: str) -> None:
-        """Something that a person should know, in one line: a step that was not saved, a jump of the loss."""
+        """Hear what a person should know, in one line: a step that was not saved, a jump of the loss."""
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
-        """A checkpoint is complete on disk; later steps than its own may be done already."""
+        """Hear that a checkpoint is complete on disk; later steps than its own may be done already."""
 
     def on_end(self, step: int, reason: str) -> None:
-        """The loop ended after `step` steps. reason: "finished", or why it stopped before."""
+        """Hear that the loop ended after `step` steps. reason: "finished", or why it stopped before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from weft.spec import RunConfig
 from weft.train.engine import Engine, StepResult
 from weft.train.hooks import Hook, SaveEnd
 from weft.train.progress import Progress
+from weft.train.run import stretches
 from weft.train.task import Task
 
 #: Why a run ended that a signal or a hook stopped.
@@ -29,7 +30,8 @@ class Trainer:
     save: begins to write a checkpoint of the progress given, or says why it does not; its other arguments: an
     evaluation of these weights gave a finite loss; no step follows. ended: what became of saves; where told to, it
     waits for the one under way. confirm: the weights after so many steps gave a finite loss. halted: where the same
-    command resumes after a first bad step, in words. All are called on every rank.
+    command resumes after a first bad step, in words. All are called on every rank. left_out: steps, counted from 1,
+    that are passed over with their data.
     """
 
     task: Task
@@ -39,6 +41,7 @@ class Trainer:
     confirm: Callable[[int], None] = lambda step: None
     halted: Callable[[int], str] = lambda first_bad: "it resumes from the last checkpoint"
     hooks: Sequence[Hook] = ()
+    left_out: Collection[int] = ()
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
     _flops: float | None = None
@@ -63,16 +66,25 @@ class Trainer:
             hook.on_start(self.progress.step)
             hook.on_phase("compiling" if self.engine.plan.compile else "first step")
         reason = "finished"
-        with self.engine.batches.iterate(self.progress.step, num_steps) as steps:
-            for batches in self._awaited(steps):
-                if stop := self._advance(batches, guard):
-                    reason = stop
-                    break
+        for first, end in stretches(self.progress.step, num_steps, self.left_out):
+            self.progress.step = first
+            if stop := self._train_stretch(end, guard):
+                reason = stop
+                break
         if why := self._save_last(guard):
             # However it came to its end: "asked to stop" promises that everything is saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
         self._end(reason)
         return reason
+
+    def _train_stretch(self, end: int, guard: NonFiniteGuard) -> str | None:
+        """All steps up to `end`; a reason to stop before, or None."""
+        with self.engine.batches.iterate(self.progress.step, end) as steps:
+            for batches in self._awaited(steps):
+                if stop := self._advance(batches, guard):
+                    return stop
+        self.progress.step = end
+        return None
 
     def _advance(self, batches: list[Any], guard: NonFiniteGuard) -> str | None:
         """One step, and what is due after it; a reason to stop, or None."""
@@ -96,7 +108,12 @@ class Trainer:
         batches = iter(steps)
         while True:
             with self.engine.pulse.doing("waits for its data", may_take_long=False), self.book.spend("data"):
-                found = next(batches, None)
+                try:
+                    found = next(batches, None)
+                except Exception as error:
+                    # For the launcher, which may leave this step's data out.
+                    error.__dict__.update(in_data=True, step=self.progress.step + 1)
+                    raise
             if found is None:
                 return
             yield found
@@ -116,7 +133,9 @@ class Trainer:
         self._wait_for_saves()
         text = f"{sentence}: {self.halted(guard.first_bad or self.progress.step + 1)}."
         self._end(text)
-        return TrainingHalted(text)
+        halt = TrainingHalted(text)
+        halt.__dict__.update(step=self.progress.step, first_bad=guard.first_bad)
+        return halt
 
     def _save_last(self, guard: NonFiniteGuard) -> str | None:
         """See to it that the last step is saved; why it is not, or None."""
@@ -215,7 +234,10 @@ class Trainer:
         rule = self.config.train.early_stop
         if math.isfinite(evaluation.loss):
             self._sound_step = self.progress.step
-        self.progress.note_evaluation(self.progress.step, evaluation.loss, rule.min_delta)
+        self.progress.note_evaluation(evaluation.loss, rule.min_delta)
+        by, kind = self.config.checkpoint.best_by, self.config.checkpoint.best_is
+        value = evaluation.loss if by == "loss" else evaluation.metrics.get(by)
+        self.progress.note_best(self.progress.step, by, value, highest=kind == "highest")
         for hook in self.hooks:
             if hook.on_evaluation(self.progress.step, evaluation):
                 self.engine.wants_stop = True

@@ -266,28 +266,29 @@ REFUSALS = {
     "rank has only its own. Use cp=1 for this model.",
     "free": "cp=2: Free is neither one of Weft's decoders nor one of transformers, so its attention cannot be "
     "replaced. Use cp=1.",
-    "heads": "cp_mode=ulysses: 3 heads and 2 key-value heads cannot be shared out over cp=2 and tp=1. "
+    "heads": "cp_mode=ulysses: 3 heads and 2 key-value heads cannot be divided over cp=2 and tp=1. "
     "Use cp_mode=ring or cp_mode=gather.",
-    "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, at a rate that it does not "
-    "keep under a usual name. Keep it as module.attention_dropout, or set it to 0.",
-    "sinks": "cp=2: LlamaAttention asks for s_aux, which attention over a cut sequence does not support. Use cp=1.",
-    "state space": "cp: MambaForCausalLM has no one number of attention heads, and what else mixes its tokens "
-    "cannot be cut. Use cp=1 for this model.",
-    "convolution": "cp=2: model.layers.1.conv (Lfm2ShortConv) mixes tokens, and not by attention, so it would see only "
-    "this rank's. Use cp=1 for this model.",
-    "layer": "cp=2: model.layers.1 (LlamaDecoderLayer) called no attention, and what else mixes its tokens cannot be "
-    "cut. Use cp=1 for this model.",
+    "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, and Weft finds that rate under "
+    "none of the usual names. Store it as module.attention_dropout, or set it to 0.",
+    "sinks": "cp=2: LlamaAttention passes s_aux to its attention, and attention over a cut sequence does not "
+    "support it. Use cp=1.",
+    "state space": "cp=2: MambaForCausalLM gives no single number of attention heads, and Weft cuts sequences "
+    "only through attention. Use cp=1 for this model.",
+    "convolution": "cp=2: model.layers.1.conv (Lfm2ShortConv) mixes tokens by something other than attention, so it "
+    "would see only this rank's tokens. Use cp=1 for this model.",
+    "layer": "cp=2: model.layers.1 (LlamaDecoderLayer) called no attention, and Weft cuts sequences only through "
+    "attention. Use cp=1 for this model.",
     "own mask": "cp=2: LlamaAttention makes its own attention mask, which a cut sequence does not support. "
     "Use cp=1 for this model.",
     "labels": "labels: they equal input_ids, so the loss would have to shift them, and under cp=2 a token and the "
     "next may be on different ranks. Shift them in the data: labels[t] = input_ids[t + 1].",
-    "length": "cp=2: cp_mode=ulysses cuts a sequence into 2 equal chunks, and 15 tokens do not come out even. "
-    "Pad the sequences to a multiple of 2 tokens.",
+    "length": "cp=2: cp_mode=ulysses cuts a sequence into 2 equal chunks, and 15 tokens do not divide evenly. Pad "
+    "the sequences to a multiple of 2 tokens.",
     "mask": "cp=2: the batch holds a mask of shape (8, 1, 16, 16) over pairs of tokens, which cannot be cut along the "
     "sequence. Give document_ids, or an attention_mask of shape (batch, sequence).",
     "nothing": "cp=2: the batch has no tensor of shape (batch, sequence) that could be cut. Use cp=1 for this model.",
-    "again": "document_ids: document 0 goes on after another one has begun, and a cut sequence takes each document in "
-    "one piece. Give each piece an id of its own.",
+    "again": "document_ids: document 0 continues after another one has begun, and a cut sequence needs each document "
+    "in one piece. Give each piece an id of its own.",
 }
 
 

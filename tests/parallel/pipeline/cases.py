@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.parity.pipeline_cases import GPT2, TIED
+from tests.whole_state import capture, restore
 from weft.checkpoint import load_checkpoint, save_checkpoint
 from weft.mesh import build_mesh
 from weft.models import as_shapes, build_decoder
@@ -20,7 +21,7 @@ from weft.spec.config import OptimizerSection
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches
-from weft.train.state.state import capture, restore
+from weft.train.state import resume
 from weft.train.step import TrainStep, mean_loss
 from weft.train.step.microbatches import Microbatches
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
@@ -160,7 +161,7 @@ def peak_growths(plan_text: str, family: str, folder: Path) -> tuple[int, int]:
     start_peak()
     before = resource_bytes("VmRSS")
     checkpoint = load_checkpoint(folder / "step_00000001")
-    restore(model, optimizer, {group: checkpoint.tensors(group) for group in ("model", "optimizer")})
+    resume(model, optimizer, checkpoint)
     for name, weight in model.named_parameters():
         assert float(weight.detach().std()) == 0, name  # each was filled with one number
     return built, resource_bytes("VmHWM") - before

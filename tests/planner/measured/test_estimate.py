@@ -132,7 +132,9 @@ def test_many_plans_at_once_are_what_each_is_alone() -> None:
 
 def test_several_hosts_were_not_measured() -> None:
     cluster = replace(cluster_of(profile(), "2xhere"), nodes=2)
-    with pytest.raises(ConfigError, match="nodes=2: the profile is of one host"):
+    with pytest.raises(
+        ConfigError, match="nodes=2: the profile has measurements of one host only, not of the network between 2 hosts"
+    ):
         measured_tables(profile(), cluster, "tables")
 
 

@@ -62,5 +62,5 @@ def test_what_was_not_measured_is_said() -> None:
     assert float(laws.seconds("adamw", 1024.0, active=2, dtype="bf16")) > 0  # the optimizer works in fp32
     one = profile((1,))
     bare = type(one)(machine=one.machine, samples=(), made="", took_s=0.0, path="p.json")
-    with pytest.raises(ConfigError, match="it holds no products"):
+    with pytest.raises(ConfigError, match="it has no measured matrix products"):
         Laws.of(bare)

@@ -39,8 +39,8 @@ def test_a_broken_profile_is_refused_with_what_to_type(tmp_path: Path) -> None:
     cases = [
         ({"weft_profile": 7}, "weft_profile=7: this Weft reads version 1"),
         ({"extra": 1}, "unknown key 'extra'"),
-        ({"machine": good["machine"] | {"cores": 64}}, "does not fit its machine"),
-        ({"samples": [good["samples"][0] | {"seconds": -1.0}]}, "is no time"),
+        ({"machine": good["machine"] | {"cores": 64}}, "does not match its machine"),
+        ({"samples": [good["samples"][0] | {"seconds": -1.0}]}, "is not a time"),
         ({"samples": [good["samples"][0] | {"colour": 1}]}, "unknown key 'colour'"),
         ({"samples": [good["samples"][0] | {"seconds": "1"}]}, "seconds"),
     ]
@@ -75,5 +75,5 @@ def test_ranks_share_the_machine() -> None:
     peak = four.device.peak_flops("fp32")
     assert peak is not None
     assert peak == pytest.approx((two.device.peak_flops("fp32") or 0) / 2)
-    with pytest.raises(ConfigError, match="more than 16 ranks"):
+    with pytest.raises(ConfigError, match="at most 16 ranks"):
         cluster_of(profile(), "17xhere")

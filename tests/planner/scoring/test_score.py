@@ -31,7 +31,7 @@ def test_every_row_is_predicted_in_every_tier_or_listed_with_the_reason(report):
     assert skipped["bad-001"] == "no heads"
     assert skipped["bad-002"].startswith("device=abacus: not a device that Weft knows.")
     assert skipped["bad-003"] == "tp x pp x cp x dp = 16, not the 8 devices"
-    assert skipped["bad-004"] == "hidden='many' is no number"
+    assert skipped["bad-004"] == "hidden='many' is not a number"
 
 
 def test_rows_hold_what_the_contract_says(report):

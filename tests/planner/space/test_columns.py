@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.mesh.mesh import _strides
+from weft.mesh.places import strides
 from weft.planner.space.columns import CP_MODES, Columns, Job, settled
 from weft.planner.space.shape import Shape
 from weft.spec.model import ModelSpec, decoder_spec, model_names
@@ -117,10 +117,10 @@ def test_strides_are_those_of_the_mesh(sizes, order):
     named = dict(zip(AXES, sizes, strict=True))
     plan = Plan(**named, order=tuple(name for name in order if named[name] > 1))
     columns = Columns.of([Plan(), plan, plan.replace(order=())], JOB)
-    places = _strides(plan, ())
+    places = strides(plan, ())
     for name in AXES:
         if named[name] > 1:
             assert columns.stride(name)[1] == places[name][0]
-            assert columns.stride(name)[2] == _strides(plan.replace(order=()), ())[name][0]
+            assert columns.stride(name)[2] == strides(plan.replace(order=()), ())[name][0]
     usual = [name for name in AXES if named[name] > 1]
     assert columns.plan(1).order == (() if list(plan.order) == usual else plan.order)

@@ -71,7 +71,7 @@ def test_bars_of_every_rank(piped):
     assert inside(drawing)
     text = words(drawing)
     assert [f"pp {rank}" in text for rank in range(4)] == [True] * 4
-    assert "are there" in text
+    assert "available" in text
     alone = estimated([read_plan("dp_shard=8 zero=3 precision=bf16", QUESTION)], QUESTION)[0]
     assert "every rank" in words(memory_by_rank(alone, ranks.memory_by_rank(alone)))
 

@@ -51,7 +51,7 @@ def test_all_levers_leave_the_rest_alone():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gpu=16", "what-if=gpu: nothing that can be changed has this name. Did you mean 'gpus'?"),
+        ("gpu=16", "what-if=gpu: not a quantity that can be changed. Did you mean 'gpus'?"),
         ("gpus", "what-if='gpus': a change is name=value. Write e.g. 'gpus=16,nic=2x,seq=16384'."),
         ("gpus=12", "gpus=12: nodes have 8 devices. Use a multiple of 8."),
         ("gpus=many", "gpus=many: a whole number of devices above 0 is needed, or a multiple of today's 16."),

@@ -69,7 +69,7 @@ def test_the_best_plan_is_called_so(question):
     found = answer(question)
     verdict = why_not(str(found.best.plan), question, found)
     assert verdict.kind == "best"
-    assert verdict.lines()[1] == "why not nothing that was looked at is faster: this is the answer."
+    assert verdict.lines()[1] == "why not this is the best plan: no other plan that was tried is faster."
 
 
 def test_changes_that_fit_do_fit_and_keep_the_rules():
@@ -89,9 +89,9 @@ def test_changes_that_fit_do_fit_and_keep_the_rules():
     ("plan", "message"),
     [
         ("dp_shrad=8", "unknown plan field 'dp_shrad'. Did you mean 'dp_shard'?"),
-        ("tp", "plan word 'tp': a plan is made of name=value words."),
+        ("tp", "plan word 'tp': a plan consists of name=value words."),
         ("cp=2 cp_mode=rings", "cp_mode=rings: not one of auto, gather, ring, ulysses. Did you mean 'ring'?"),
-        ("dp_replicate=* tp=3", "dp_replicate=*: the other axes ask for 3 ranks, and 8 is not a multiple of 3."),
+        ("dp_replicate=* tp=3", "dp_replicate=*: the other axes need 3 ranks, and 8 is not a multiple of 3."),
     ],
 )
 def test_text_that_is_no_plan(question, plan, message):

@@ -113,11 +113,11 @@ def test_each_name_of_the_plan_has_a_generator():
         ),
         (
             Plan(pp=4, schedule="zb_v", microbatches=6),
-            "virtual_stages=1: schedule=zb_v has 2 stages on each rank. Use virtual_stages=2.",
+            "virtual_stages=1: schedule=zb_v needs 2 stages on each rank. Use virtual_stages=2.",
         ),
         (
             Plan(pp=4, schedule="interleaved", microbatches=4),
-            "virtual_stages=1: schedule=interleaved has 2 or more stages on each rank. Use virtual_stages=2 or more.",
+            "virtual_stages=1: schedule=interleaved needs 2 or more stages on each rank. Use virtual_stages=2 or more.",
         ),
     ],
 )

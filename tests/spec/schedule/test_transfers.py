@@ -140,7 +140,7 @@ def test_steps_keep_their_order_and_each_boundary_is_crossed_once(schedule):
 
 def test_lists_that_wait_for_each_other_are_found():
     ranks = ((Action("F", 0, 0), Action("BW", 0, 0)), (Action("BW", 1, 0), Action("F", 1, 0)))
-    with pytest.raises(ValueError, match=r"schedule 1f1b: its ranks wait for each other at BW0\.0, BW1\.0"):
+    with pytest.raises(ValueError, match=r"schedule 1f1b: deadlock, its ranks wait for each other at BW0\.0, BW1\.0"):
         with_transfers(Schedule("1f1b", 2, 1, 1, ranks))
 
 

@@ -40,7 +40,7 @@ def test_a_process_that_has_torch_cannot_get_one():
 def test_what_cannot_be_compiled_is_told_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(build.env, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(build, "_torch_dir", lambda: tmp_path)  # no headers there
-    with pytest.raises(LaunchError, match=r"g\+\+ cannot build it for torch .* Use a g\+\+ that knows C\+\+20"):
+    with pytest.raises(LaunchError, match=r"g\+\+ cannot build it for torch .* Use a g\+\+ that supports C\+\+20"):
         build.built_stub()
     assert list((tmp_path / "paper").iterdir()) == []
 

@@ -49,8 +49,8 @@ DENSE = {
     "offload=activations precision=bf16": (0, 0),
     "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (0, 0),
 }
-#: Layers of experts; over ep the host must know how many rows go where.
-EXPERTS = {"precision=bf16": (0, 0), "dp_shard=2 ep=2 zero=1 precision=bf16": (9, 9)}
+#: Layers of experts; over ep the host must know how many rows go where: once in each of the two layers.
+EXPERTS = {"precision=bf16": (0, 0), "dp_shard=2 ep=2 zero=1 precision=bf16": (2, 2)}
 #: Sequences of several documents; cp cuts at their borders, which the host reads.
 DOCUMENTS = {"precision=bf16": (0, 0), "cp=2 cp_mode=ring precision=bf16": (2, 2)}
 

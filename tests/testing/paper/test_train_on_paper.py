@@ -35,7 +35,7 @@ def test_a_run_ends_well_and_waits_no_more_than_known(tmp_path):
     done = script_on_paper(script, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "on 1 cuda rank" in done.stdout
-    assert f"{STEPS} of {STEPS} steps: finished" in done.stdout
+    assert f"done    {STEPS} steps\n" in done.stdout
     (report,) = done.reports
     assert not report.mismatch
     assert not report.races

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "RangedTensors",
     "RawArray",
     "block_of",
     "dtype_name",
-    "format_name",
     "header_problems",
     "missing_slices",
     "open_tensors",
@@ -23,11 +23,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.checkpoint.arrays.ranged_tensors import RangedTensors
     from weft.checkpoint.arrays.raw_array import RawArray
     from weft.checkpoint.arrays.tensor_file import (
         block_of,
         dtype_name,
-        format_name,
         header_problems,
         missing_slices,
         open_tensors,
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "RangedTensors": ".ranged_tensors",
         "RawArray": ".raw_array",
         "block_of": ".tensor_file",
         "dtype_name": ".tensor_file",
-        "format_name": ".tensor_file",
         "header_problems": ".tensor_file",
         "missing_slices": ".tensor_file",
         "open_tensors": ".tensor_file",

@@ -29,22 +29,22 @@ class RawArray:
 
     @classmethod
     def of(cls, array: np.ndarray) -> RawArray:
-        """The same memory as a numpy array, where it is contiguous."""
+        """Return the same memory as a numpy array, where it is contiguous."""
         whole = np.ascontiguousarray(array)
-        return cls(_NAMES[array.dtype], tuple(array.shape), memoryview(whole.reshape(-1).view(np.uint8)))
+        return cls(_NAMES[array.dtype], tuple(array.shape), whole.reshape(-1).view(np.uint8).data)
 
     def array(self) -> np.ndarray:
-        """The same memory as numpy; types that numpy lacks (BF16, F8) as whole numbers of their width."""
+        """Return the same memory as numpy; types that numpy lacks (BF16, F8) as whole numbers of their width."""
         kind = _NUMPY.get(self.dtype, _OF_WIDTH[DTYPE_BYTES[self.dtype]])
         return np.frombuffer(self.data, kind).reshape(self.shape)
 
     def values(self) -> np.ndarray:
-        """The same numbers as numpy: BF16 widened to float32, and F8 as whole numbers of its width."""
+        """Return the same numbers as numpy: BF16 widened to float32, and F8 as whole numbers of its width."""
         values = self.array()
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32) if self.dtype == "BF16" else values
 
     def largest(self) -> float:
-        """The largest magnitude, nan where there is one; 0 for what has no floats."""
+        """Return the largest magnitude, nan where there is one; 0 for what has no floats."""
         if self.dtype not in ("F64", "F32", "F16", "BF16") or not math.prod(self.shape):
             return 0.0
         values = self.values()

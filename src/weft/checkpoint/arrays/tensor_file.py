@@ -7,18 +7,20 @@ needs all bytes of a file in memory at once and cannot digest while it writes; r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoint.arrays.ranged_tensors import RangedTensors, StoredTensor
 from weft.checkpoint.arrays.raw_array import RawArray
 from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
+from weft.checkpoint.targets import Location, target_at
 from weft.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,19 +43,18 @@ def _dtype_names() -> dict[torch.dtype, str]:
     }  # fmt: skip
 
 
-def format_name(dtype: torch.dtype) -> str:
-    """The format's name of torch's dtype."""
-    return _dtype_names()[dtype]
-
-
 @functools.cache
 def torch_formats() -> dict[str, torch.dtype]:
-    """torch's dtypes by the format's names."""
+    """Return torch's dtypes by the format's names."""
     return {name: dtype for dtype, name in _dtype_names().items()}
 
 
 def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
-    """The format's name of a tensor's dtype. CheckpointError when the tensor is of a kind that cannot be stored."""
+    """Return the format's name of a tensor's dtype.
+
+    Raises:
+        CheckpointError: when the tensor is of a kind that cannot be stored; `name` is said in it.
+    """
     if isinstance(tensor, RawArray):
         return tensor.dtype
     import torch
@@ -70,12 +71,12 @@ def dtype_name(name: str, tensor: Tensor | RawArray) -> str:
 
 
 def block_of(tensor: Tensor) -> RawArray:
-    """The bytes of a tensor; its own memory where it is contiguous on the CPU."""
+    """Return the bytes of a tensor; its own memory where it is contiguous on the CPU."""
     return RawArray(dtype_name("tensor", tensor), tuple(tensor.shape), _bytes_of(tensor))
 
 
 def tensor_of(block: RawArray) -> Tensor:
-    """A tensor in the block's memory, which must be writable."""
+    """Return a tensor in the block's memory, which must be writable."""
     import torch
 
     dtype = torch_formats()[block.dtype]
@@ -84,11 +85,27 @@ def tensor_of(block: RawArray) -> Tensor:
     return torch.frombuffer(block.data, dtype=dtype).view(block.shape)
 
 
+class _RangedTensors(RangedTensors):
+    """Answers as the safetensors package's handle does; whole tensors are read when they are asked for."""
+
+    def keys(self) -> list[str]:
+        return [*self.tensors]
+
+    def get_slice(self, name: str) -> StoredTensor:
+        return self.tensors[name]
+
+    def get_tensor(self, name: str) -> Tensor:
+        found = self.tensors[name]
+        data = memoryview(bytearray(found.num_bytes))
+        self.into(data, found.offset)
+        return tensor_of(RawArray(found.dtype, found.shape, data))
+
+
 class DigestingFile:
     """A new file whose SHA-256 is taken while it is written; `close` makes it durable and returns its entry."""
 
-    def __init__(self, path: Path):
-        self._file = path.open("xb")
+    def __init__(self, path: Location):
+        self._file = target_at(path.parent).create(path)
         self._digest = hashlib.sha256()
         # hashlib and write both release the GIL: the digest of a chunk runs beside the write of the same chunk.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
@@ -115,8 +132,7 @@ class DigestingFile:
 
     def close(self) -> FileEntry:
         """Flush to the disk itself, then close."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.finish()
         return FileEntry(self._num_bytes, self._digest.hexdigest())
 
     def __enter__(self) -> DigestingFile:
@@ -127,7 +143,7 @@ class DigestingFile:
         self._file.close()
 
 
-def write_file(path: Path, data: bytes) -> FileEntry:
+def write_file(path: Location, data: bytes) -> FileEntry:
     """Write a small new file durably."""
     with DigestingFile(path) as file:
         file.write(data)
@@ -140,14 +156,18 @@ def file_order(names_and_entries: Iterable[tuple[str, TensorEntry]]) -> list[str
 
 
 def write_tensors(
-    path: Path,
+    path: Location,
     tensors: Mapping[str, Tensor | RawArray],
     entries: Mapping[str, TensorEntry],
     look: Callable[[RawArray], None] | None = None,
 ) -> FileEntry:
     """Write one safetensors file, durable on return. One tensor at a time is copied to the CPU.
 
-    look: sees all values, some MiB at a time, as they are written; what it raises ends the write.
+    Args:
+        path: of the new file.
+        tensors: by the name that each has in the file.
+        entries: dtype and shape of each, by the same names.
+        look: sees all values, some MiB at a time, as they are written; what it raises ends the write.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     order = file_order((name, entries[name]) for name in tensors)
@@ -176,11 +196,17 @@ def _bytes_of(tensor: Tensor | RawArray) -> memoryview:
     import torch
 
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
-def open_tensors(path: Path, framework: str = "pt") -> Any:
-    """The safetensors package's handle on a memory-mapped file. CheckpointError when the file is not of the format."""
+def open_tensors(path: Location, framework: str = "pt") -> Any:
+    """Return the safetensors package's handle on a memory-mapped file.
+
+    Raises:
+        CheckpointError: when the file is not of the format.
+    """
+    if not isinstance(path, Path):
+        return _RangedTensors(path)
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -189,8 +215,8 @@ def open_tensors(path: Path, framework: str = "pt") -> Any:
         raise CheckpointError(f"{path.name}: not a safetensors file ({error})") from error
 
 
-def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]:
-    """Where the file's own header differs from what the manifest says of it: names, dtypes, shapes."""
+def header_problems(path: Location, entries: Mapping[str, TensorEntry]) -> list[str]:
+    """Return where the file's own header differs from what the manifest says of it: names, dtypes, shapes."""
     try:
         handle = open_tensors(path, "numpy")  # for names and shapes alone
     except CheckpointError as error:
@@ -210,8 +236,8 @@ def header_problems(path: Path, entries: Mapping[str, TensorEntry]) -> list[str]
     return problems
 
 
-def missing_slices(path: Path, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Where a file lacks slices that the manifest says it has. wanted: dtype and number of elements by name."""
+def missing_slices(path: Location, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Return where a file lacks slices that the manifest says it has. wanted: dtype and number of elements by name."""
     try:
         handle = open_tensors(path, "numpy")
     except CheckpointError as error:
@@ -228,14 +254,16 @@ def missing_slices(path: Path, wanted: Mapping[str, tuple[str, int]]) -> list[st
 
 
 def unheard(num_bytes: int) -> None:
-    """The report of bytes digested where nobody asks for one."""
+    """Ignore the report of bytes digested, where nobody asks for one."""
 
 
-def sha256_of(path: Path, report: Callable[[int], None] = unheard) -> str:
-    """Digest of a whole file, read in pieces; report: called with the size of each."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(piece):
+def sha256_of(path: Location, report: Callable[[int], None] = unheard) -> str:
+    """Return the digest of a whole file, read in pieces; report: called with the size of each."""
+    digest, offset = hashlib.sha256(), 0
+    with contextlib.closing(target_at(path.parent).open(path)) as file:
+        piece = memoryview(bytearray(file.chunk_bytes))
+        while size := file.into(piece, offset):
             digest.update(piece[:size])
+            offset += size
             report(size)
     return digest.hexdigest()

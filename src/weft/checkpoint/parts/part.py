@@ -27,7 +27,7 @@ class BoxView:
     strides: tuple[int, ...]
 
     def at(self, box: Box) -> int:
-        """Where the first corner of a box inside of this one lies."""
+        """Return where the first corner of a box inside of this one lies."""
         steps = zip(box, self.box, self.strides, strict=True)
         return self.offset + sum((inner[0] - outer[0]) * stride for inner, outer, stride in steps)
 
@@ -56,6 +56,7 @@ class Part:
 
     @property
     def numel(self) -> int:
+        """The number of its elements."""
         return math.prod(self.local_shape)
 
     @property
@@ -64,7 +65,7 @@ class Part:
         return self.rows is not None and any(end > self.shape[self.dim] for _, end in self.rows)
 
     def strides(self) -> tuple[int, ...]:
-        """How far apart neighbours along each dim lie in the line."""
+        """Return how far apart neighbours along each dim lie in the line."""
         local, found, step = self.local_shape, [0] * len(self.shape), 1
         for dim in reversed(self.order or range(len(self.shape))):
             found[dim] = step
@@ -72,7 +73,7 @@ class Part:
         return tuple(found)
 
     def views(self, start: int, end: int) -> Iterator[BoxView]:
-        """The elements of the line from `start` to `end` as boxes of the whole; offsets count from `start`."""
+        """Yield the elements of the line from `start` to `end` as boxes of the whole; offsets count from `start`."""
         order, local, strides = self.order or tuple(range(len(self.shape))), self.local_shape, self.strides()
         for first, last in _boxes([local[dim] for dim in order], start, end):
             low, high = [0] * len(order), [0] * len(order)
@@ -83,7 +84,7 @@ class Part:
             yield from self._in_whole(BoxView(box, offset, strides))
 
     def span(self, box: Box) -> tuple[int, int] | None:
-        """From where to where in the line the elements of a box lie, with others between them; None: none do."""
+        """Return from where to where in the line the elements of a box lie, with others between them; None: none do."""
         strides, found = self.strides(), []
         for place, low, high in self._segments():
             lower, upper = max(low, box[self.dim][0]), min(high, box[self.dim][1])
@@ -134,7 +135,7 @@ class Deal:
 
     @classmethod
     def to_one(cls, rank: int, numel: int) -> Deal:
-        """All of it to one rank."""
+        """Deal all elements to one rank."""
         return cls((rank,), max(numel, 1))
 
     @property
@@ -143,14 +144,20 @@ class Deal:
         return self.each or self.length
 
     def holder(self, position: int) -> int:
-        """The rank that has the element at this place of the part; of a part without elements the one at its start."""
+        """Return the rank that has the element at this place; of a part without elements the one at its start."""
         number, rest = divmod(self.start + position, self.length)
         if number * self.times >= len(self.ranks):  # a part without elements at the end of everything
             number, rest = len(self.ranks) // self.times - 1, 0
         return self.ranks[number * self.times + (rest // self.share + self.turn) % self.times]
 
     def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, from, to) for each rank that has any of the elements from `start` to `end` of a part of `numel`."""
+        """Return (rank, from, to) for each rank that has any elements of a stretch of a part.
+
+        Args:
+            start: first element of the stretch, as a place in the part.
+            end: the element after its last.
+            numel: elements of the part.
+        """
         position = start
         while position < end:
             number, rest = divmod(self.start + position, self.length)
@@ -160,7 +167,14 @@ class Deal:
             position = stop
 
     def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
-        """What of the elements from `start` to `end`, which it holds with others, this rank has; None: nothing."""
+        """Return what a rank has of a stretch of a part, as (from, to); None: nothing.
+
+        Args:
+            rank: the one that is asked about.
+            start: first element of the stretch, as a place in the part.
+            end: the element after its last.
+            numel: elements of the part.
+        """
         if not numel:
             return (0, 0) if self.holder(0) == rank else None
         if rank not in self.ranks:
@@ -177,13 +191,21 @@ LEAST_SHARE = 65536
 
 
 def deal_out(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> Deal:
-    """A line of equal lengths, each held by `times` ranks that share the work of it evenly, but for what is small."""
+    """Divide a line into equal lengths, each held by ranks that share its work evenly but for what is small.
+
+    Args:
+        ranks: in the order of the lengths that they hold, `times` for each.
+        length: elements of each length.
+        times: how many ranks hold the same length.
+        start: the place of the part's first element in the line.
+        turn: which of the `times` ranks takes the first share.
+    """
     each = min(length, max(-(-length // times), LEAST_SHARE))
     return Deal(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
 
 
 def meet(one: Box, other: Box) -> Box | None:
-    """What two boxes share; None: nothing."""
+    """Return what two boxes share; None: nothing."""
     found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(low >= high for low, high in found) else found
 

@@ -1,3 +1,7 @@
-"""`weft ckpt` and `weft resume-diff`: what lies in folders of checkpoints, without torch where no torch is needed."""
+"""`weft ckpt` and `weft resume-diff`: checkpoints of a run, without torch where no torch is needed."""
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from weft.cli.ckpt.listing import table
+
+__all__ = ["table"]

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from weft.checkpoint import Checkpoint
 from weft.cli.ckpt.listing import table
-from weft.units import format_bytes
+from weft.units import counted, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ def contents_text(found: list[ShownTensor]) -> list[str]:
     rows = [("tensor", "dtype", "shape", "size", "files")]
     for one in found:
         files = ", ".join(one.files[:2]) + (f" and {len(one.files) - 2} more" if len(one.files) > 2 else "")
-        shared = f"the same as {one.same_as}" if one.same_as else files
+        shared = f"shared with {one.same_as}" if one.same_as else files
         rows.append((one.name, one.dtype, str(list(one.shape)), format_bytes(one.num_bytes), shared))
     own = [one for one in found if one.same_as is None]
-    total = f"{len(found)} tensors, {format_bytes(sum(one.num_bytes for one in own))}"
+    total = f"{counted(len(found), 'tensor')}, {format_bytes(sum(one.num_bytes for one in own))}"
     return [*table(rows, right=(3,)), total]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from weft.checkpoint import load_checkpoint, step_in_name, verify_checkpoint
+from weft.checkpoint.targets import Location, target_at
 from weft.cli.console import progress_report
 from weft.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class DamagedFile:
 class CheckedCheckpoint:
     """What was found of one checkpoint."""
 
-    path: Path
+    path: Location
     step: int
     finished: bool
     damages: tuple[DamagedFile, ...] = ()
@@ -69,13 +69,11 @@ class Inspection:
         """For people."""
         told = []
         for one in self.verdicts:
-            why = ": it has no COMMIT and never counted" if one.word == "unfinished" else ""
+            why = ": it has no COMMIT file, so its save never completed" if one.word == "unfinished" else ""
             told.append(f"{one.path.name}  {one.word}{why}")
             told += [f"  {line}" for damage in one.damages for line in damage.lines()]
         newest = self.newest_whole
-        told.append(
-            f"newest whole checkpoint: step {newest.step}, {newest.path}" if newest else "no checkpoint is whole"
-        )
+        told.append(f"newest whole checkpoint: step {newest.step}, {newest.path}" if newest else "no whole checkpoint")
         return told
 
     def as_json(self) -> str:
@@ -93,7 +91,7 @@ class Inspection:
         return json.dumps({"checkpoints": checkpoints, "newest_whole": newest.step if newest else None}, indent=1)
 
 
-def inspect(paths: list[Path], *, digests: bool = True) -> Inspection:
+def inspect(paths: list[Location], *, digests: bool = True) -> Inspection:
     """Verify checkpoints one after the other, with a bar on stderr."""
     found = Inspection()
     with progress_report(sys.stderr) as report:
@@ -106,7 +104,7 @@ def inspect(paths: list[Path], *, digests: bool = True) -> Inspection:
     return found
 
 
-def damage_of(path: Path, problem: str) -> DamagedFile:
+def damage_of(path: Location, problem: str) -> DamagedFile:
     """A problem in words, with the tensors of its file; of a file that was cut off, those beyond its end."""
     file = problem.split(" ", 1)[0].removesuffix(":")
     try:
@@ -120,21 +118,25 @@ def damage_of(path: Path, problem: str) -> DamagedFile:
     return DamagedFile(problem, file, tuple(full for name, full in group.items() if name not in whole))
 
 
-def _before_the_cut(file: Path, num_bytes: int) -> set[str]:
+def _before_the_cut(file: Location, num_bytes: int) -> set[str]:
     """Names of tensors whose bytes a shortened file still has all of."""
     try:
-        size = os.lstat(file).st_size
+        size = file.lstat().st_size
         if size >= num_bytes:
             return set()
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, size)))
+        with contextlib.closing(target_at(file.parent).open(file)) as opened:
+            lead = memoryview(bytearray(8))
+            opened.into(lead, 0)
+            length = int.from_bytes(lead, "little")
+            text = memoryview(bytearray(min(length, size)))
+            opened.into(text, 8)
+            header = json.loads(bytes(text).rstrip(b"\0"))
         return {name for name, one in header.items() if "dtype" in one and 8 + length + one["data_offsets"][1] <= size}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return set()
 
 
-def _bar(path: Path, report: Callable[[str, int, int], None]) -> Callable[[int], None]:
+def _bar(path: Location, report: Callable[[str, int, int], None]) -> Callable[[int], None]:
     """A report of bytes, from several threads, as a stage of the progress bar."""
     try:
         total = sum(load_checkpoint(path, lazily=True).files.values())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import Checkpoint
 from weft.cli.ckpt.listing import table
+from weft.units import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +29,18 @@ class NumbersDiffer:
     name: str
     largest: float
     scale: float
+
+    @property
+    def relative(self) -> float:
+        """The largest difference as a share of the largest magnitude."""
+        return self.largest / self.scale if self.scale else math.inf
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Weights first, then the largest relative difference; a difference that is no number before all others."""
+        if math.isnan(self.largest):
+            return not self.name.startswith("model/"), -math.inf, -math.inf
+        return not self.name.startswith("model/"), -self.relative, -self.largest
 
 
 @dataclass
@@ -50,21 +63,22 @@ class Differences:
         """For people, at most 20 lines of each kind unless `everything`."""
         most = None if everything else _MOST_LINES
         told: list[str] = []
-        for title, rows in (
-            (f"only in {left}", [(name,) for name in self.only_left]),
-            (f"only in {right}", [(name,) for name in self.only_right]),
-            (f"other dtype or shape: {left}, {right}", list(self.layout)),
-            ("largest difference, and the largest magnitude on the left", [
-                (one.name, f"{one.largest:.4g}", f"{one.scale:.4g}")
-                for one in sorted(self.numbers, key=lambda one: -one.largest if one.largest >= 0 else -math.inf)
+        for title, heading, rows in (
+            (f"only in {left}", (), [(name,) for name in self.only_left]),
+            (f"only in {right}", (), [(name,) for name in self.only_right]),
+            ("different dtype or shape", ("tensor", left, right), list(self.layout)),
+            ("different numbers", ("tensor", "relative", "largest |A-B|", "largest |A|"), [
+                (one.name, f"{one.relative:.2g}", f"{one.largest:.4g}", f"{one.scale:.4g}")
+                for one in sorted(self.numbers, key=lambda one: one.rank)
             ]),
-            (f"settings: {left}, {right}", list(self.settings)),
+            ("different settings", ("setting", left, right), list(self.settings)),
         ):  # fmt: skip
             if rows:
-                told += [f"{title} ({len(rows)}):", *(f"  {line}" for line in table(rows[:most]))]
+                shown = [heading] if heading else []
+                told += [f"{title} ({len(rows)}):", *(f"  {line}" for line in table([*shown, *rows[:most]]))]
                 if most is not None and len(rows) > most:
                     told.append(f"  ... and {len(rows) - most} more; --all lists them")
-        return [*told, f"{self.num_equal} tensors are equal in every number"]
+        return [*told, f"identical: {counted(self.num_equal, 'tensor')}"]
 
     def as_json(self) -> dict[str, object]:
         """For --json; a difference that is no number is told as text."""
@@ -134,7 +148,7 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     found = {f"state.{key}": value for key, value in flat(checkpoint.state).items()}
     found |= {f"written_by.{key}": value for key, value in checkpoint.written_by.items()}
     config = checkpoint.path.parent.parent / "config.toml"
-    if checkpoint.path.parent.name == "checkpoints" and config.is_file():
+    if checkpoint.path.parent.name == "checkpoints" and isinstance(config, Path) and config.is_file():
         found |= flat(config_values(config))
     return found
 

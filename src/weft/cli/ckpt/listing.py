@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
 
 from weft.checkpoint import load_checkpoint, step_in_name
+from weft.checkpoint.targets import Location, target_at
 from weft.errors import CheckpointError
 from weft.units import format_bytes
 
@@ -29,22 +29,27 @@ class ListedCheckpoint:
         return asdict(self)
 
 
-def listed(root: Path) -> list[ListedCheckpoint]:
+def listed(root: Location) -> list[ListedCheckpoint]:
     """All step folders in a folder, oldest step first. Bytes are not verified."""
     found = []
+    present = {path.name for path in root.iterdir()}
     for path in root.iterdir():
         step = step_in_name(path.name.split(".")[0])
         if step is not None and path.is_dir():
-            found.append(_one(path, step))
+            found.append(_one(path, step, ".aside" in path.name or f"{path.name}.aside" in present))
     return sorted(found, key=lambda one: (one.step, one.name))
 
 
-def _one(path: Path, step: int) -> ListedCheckpoint:
-    sizes = [status.st_size for file in path.iterdir() if (status := file.lstat()) and not file.is_dir()]
+def _one(path: Location, step: int, is_aside: bool) -> ListedCheckpoint:
+    sizes = target_at(path.parent).file_sizes(path)
     commit = path / "COMMIT"
-    when = datetime.fromtimestamp((commit if commit.is_file() else path).stat().st_mtime)
+    moment = commit if "COMMIT" in sizes else path / next(iter(sizes)) if sizes else path
+    try:
+        when = datetime.fromtimestamp(moment.stat().st_mtime).isoformat(sep=" ", timespec="seconds")
+    except FileNotFoundError:  # deleted meanwhile
+        when = "-"
     plan = written_by = ""
-    state = "set aside" if ".aside" in path.name else "committed" if commit.is_file() else "unfinished"
+    state = "set aside" if is_aside else "committed" if "COMMIT" in sizes else "unfinished"
     if state == "committed":
         try:
             opened = load_checkpoint(path, lazily=True)
@@ -52,12 +57,10 @@ def _one(path: Path, step: int) -> ListedCheckpoint:
             written_by = ", ".join(f"{name} {version}" for name, version in opened.written_by.items())
         except CheckpointError as error:
             state = f"unreadable: {_reason(error, path)}"
-    return ListedCheckpoint(
-        step, path.name, state, when.isoformat(sep=" ", timespec="seconds"), sum(sizes), len(sizes), plan, written_by
-    )
+    return ListedCheckpoint(step, path.name, state, when, sum(sizes.values()), len(sizes), plan, written_by)
 
 
-def _reason(error: CheckpointError, path: Path) -> str:
+def _reason(error: CheckpointError, path: Location) -> str:
     return str(error).removeprefix(f"{path}: ").removesuffix(". Use another checkpoint.")
 
 
@@ -71,7 +74,7 @@ def listing_text(found: list[ListedCheckpoint]) -> list[str]:
 
 
 def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Rows as lines whose columns stand under each other; `right`: columns that end at the same place."""
+    """Return rows as lines with aligned columns. rows: of equal length. right: the columns to align to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     lines = []
     for row in rows:

@@ -24,7 +24,7 @@ def resume_diff(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG.toml] [key=value ...]",
-            help="What the next command would say; by default the config of the last one.",
+            help="The next command's config file and settings; by default the config of the last start.",
             show_default=False,
         ),
     ] = None,
@@ -56,7 +56,9 @@ def was(run: Path) -> dict[str, Any]:
         raise ConfigError(f"RUN={run}: there is no such folder.{hint}")
     starts = [event for event in read_events(run / "events.jsonl") if event.get("event") == "start"]
     if not starts:
-        raise ConfigError(f"RUN={run}: no run was started in it. Give a run's folder, such as runs/quickstart.")
+        raise ConfigError(
+            f"RUN={run}: no run has started in this folder. Give a run's folder, such as runs/quickstart."
+        )
     # Runs of older versions say more from the first start on that this version made.
     return next((event for event in starts if "config" in event), starts[0])
 
@@ -97,7 +99,10 @@ def screen(run: Path, started: Mapping[str, Any], changes: list[tuple[str, str, 
 
     when = datetime.fromtimestamp(float(started.get("time", 0))).isoformat(sep=" ", timespec="seconds")
     if "config" not in started:
-        told = [f"{run}: started {when} by a version that noted neither config nor machine; versions and plan:"]
+        told = [
+            f"{run}: started {when} by a version of Weft that did not record config and machine; comparing versions "
+            "and plan only:"
+        ]
     else:
         told = [f"{run}: started {when} at step {started.get('step', 0)}"]
     if not changes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from weft.checkpoint import load_checkpoint
+from weft.checkpoint.targets import Location
 from weft.cli.ckpt.which import settled_steps
 from weft.errors import CheckpointError
 
 
-def spared_steps(root: Path, every: int) -> set[int]:
+def spared_steps(root: Location, every: int) -> set[int]:
     """Multiples of `every`, the newest step whose weights gave a finite loss, and the one with the best loss."""
     saved = settled_steps(root)
     spared = {step for step in saved if every and step % every == 0}

@@ -14,7 +14,7 @@ from weft.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, check, compare and move checkpoints.")
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help=RUN_HELP)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
 One = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=ONE_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -31,14 +31,15 @@ def list_them(run: Run, as_json: Json = False) -> None:
 @app.command()
 def verify(
     run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help=RUN_HELP)],
-    fast: Annotated[bool, typer.Option("--fast", help="Check sizes and headers only, no digests.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="Check sizes and headers only, without digests.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check every file against its digest. Exit code 0: all are whole; 1: some are damaged; 2: nothing to check."""
     from weft.checkpoint import step_in_name
+    from weft.checkpoint.targets import located
     from weft.cli.ckpt.damage import inspect
 
-    path = Path(run)
+    path = located(run)
     if step_in_name(path.name) is not None or not path.is_dir():
         paths = [path if path.is_dir() else one_of(run)]
     else:
@@ -70,8 +71,8 @@ def show(
 @app.command()
 def diff(
     left: Annotated[str, typer.Argument(metavar="A", help=ONE_HELP)],
-    right: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
-    everything: Annotated[bool, typer.Option("--all", help="Print all lines, not 20 of each kind.")] = False,
+    right: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare A with, in the same form.")],
+    everything: Annotated[bool, typer.Option("--all", help="Print all lines instead of 20 of each kind.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints: tensors, numbers, settings. Exit code 0: they are equal; 1: they differ."""
@@ -86,11 +87,12 @@ def diff(
 @app.command()
 def export(
     run: One,
-    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder to create.")],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
-    group: Annotated[str, typer.Option(help="model, or ema where a script saved one.")] = "model",
+    group: Annotated[str, typer.Option(help="model, or ema if a script saved one.")] = "model",
     like: Annotated[
-        Path | None, typer.Option(help="A Hugging Face model's folder; writes one like it, with its tokenizer.")
+        Path | None,
+        typer.Option(help="Folder of a Hugging Face model: write a folder of the same form, with its tokenizer."),
     ] = None,
 ) -> None:
     """Write the whole weights of a checkpoint as safetensors files, or as a Hugging Face folder."""
@@ -98,7 +100,7 @@ def export(
     from weft.cli.ckpt.whole_weights import DTYPES, export_weights
 
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: weights are written in one of three formats. Use {', '.join(DTYPES)}.")
+        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
     opened = load_checkpoint(one_of(run), verify=True)
     files = export_weights(opened, out, group=group, dtype=dtype, like=like)
     say(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
@@ -107,38 +109,45 @@ def export(
 @app.command()
 def prune(
     run: Run,
-    keep_last: Annotated[int, typer.Option(min=1, help="Keep this many of the newest.")],
-    every: Annotated[int, typer.Option(min=0, help="Keep each step that is a multiple of this; 0: none.")] = 0,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete them. Without it nothing is deleted.")] = False,
+    keep_last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
+    every: Annotated[int, typer.Option(min=0, help="Also keep steps that are a multiple of this; 0: off.")] = 0,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without --yes, only list what would be deleted.")] = False,
 ) -> None:
     """Delete old checkpoints, never the newest whole one, the best one, nor the newest that was evaluated."""
     from weft.checkpoint import prune_checkpoints
+    from weft.checkpoint.targets import target_at
     from weft.cli.ckpt.spared import spared_steps
-    from weft.units import format_bytes
+    from weft.units import counted, format_bytes
 
     root = root_of(run)
     spared = spared_steps(root, every)
-    sizes = {path: sum(file.lstat().st_size for file in path.iterdir()) for path in settled_steps(root).values()}
+    sizes = {path: sum(target_at(root).file_sizes(path).values()) for path in settled_steps(root).values()}
     gone = prune_checkpoints(root, keep_last, spared=spared, delete=yes)
-    total = format_bytes(sum(sizes.get(path, 0) for path in gone))
+    found = f"{counted(len(gone), 'checkpoint')}, {format_bytes(sum(sizes.get(path, 0) for path in gone))}"
     _print([f"{'deleted' if yes else 'would delete'} {path}" for path in gone])
     if yes or not gone:
-        say(f"{len(gone)} checkpoints deleted, {total} freed.")
+        say(f"deleted {found}.")
     else:
-        say(f"nothing was deleted. Repeat the command with --yes to delete {len(gone)} checkpoints, {total}.")
+        say(f"dry run: add --yes to delete {found}.")
 
 
 @app.command("import")
 def import_them(
-    source: Annotated[Path, typer.Argument(help="A folder of torch.distributed.checkpoint or DeepSpeed ZeRO.")],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, which need not exist yet.")],
+    source: Annotated[
+        Path, typer.Argument(help="Checkpoint folder of torch.distributed.checkpoint or DeepSpeed ZeRO.")
+    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run; created if missing.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Optimizer steps done.", show_default="as the source says")
+        int | None,
+        typer.Option(
+            min=0, help="Number of optimizer steps that the checkpoint has done.", show_default="as the source says"
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name of the table of weights, where the source has several.", show_default=False)
+        str | None,
+        typer.Option(help="Name of the state dict with the weights, if the source has several.", show_default=False),
     ] = None,
-    limit: Annotated[str, typer.Option(help="Most time that reading may take.")] = "30min",
+    limit: Annotated[str, typer.Option(help="Time limit for reading.")] = "30min",
 ) -> None:
     """Import weights and optimizer states of another trainer; weft train and run.load go on from them.
 
@@ -146,7 +155,7 @@ def import_them(
     """
     from weft.checkpoint import step_in_name
     from weft.train.foreign import bring_in
-    from weft.units import parse_seconds
+    from weft.units import counted, parse_seconds
 
     try:
         limit_s = parse_seconds(limit)
@@ -155,13 +164,13 @@ def import_them(
     holds_steps = run.is_dir() and any(step_in_name(path.name) is not None for path in run.iterdir())
     root = run if holds_steps or run.name == "checkpoints" else run / "checkpoints"
     found = bring_in(source, root, step=step, model_key=model, limit_s=limit_s)
-    counts = f"{found.num_weights} weights and {found.num_states} states"
-    say(f"{found.kind}: {counts} of step {found.step}, in {found.path}.")
+    counts = f"{counted(found.num_weights, 'weight')} and {counted(found.num_states, 'optimizer state')}"
+    say(f"imported {counts} of {found.kind}, step {found.step}, into {found.path}.")
     if found.left_out:
         shown = ", ".join(found.left_out[:5]) + (
             f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
         )
-        say(f"left out, since no checkpoint of Weft has it: {shown}.")
+        say(f"skipped, because Weft's checkpoints have no place for it: {shown}.")
 
 
 def _print(lines: list[str]) -> None:

@@ -34,7 +34,9 @@ def export_weights(
     if group not in checkpoint.groups:
         checkpoint.tensors(group)  # says which groups there are
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"OUT={out}: it exists, and nothing is overwritten. Give another name, or delete it.")
+        raise ConfigError(
+            f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-export-") as work:
@@ -114,7 +116,7 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
             model = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(
-            f"--like {like}: transformers cannot make its model ({error}). Give another folder."
+            f"--like {like}: transformers cannot build its model ({error}). Give another folder."
         ) from error
     wanted: torch.dtype | None = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
     pretrained_from_whole(model, checkpoint.tensors(group), out, wanted)

@@ -40,7 +40,7 @@ def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
     if imported.typos:
         count = len(imported.typos)
         keys = "1 key is" if count == 1 else f"{count} keys are"
-        say(f"warning: {keys} not DeepSpeed's, and left out: {', '.join(line.key for line in imported.typos)}.")
+        say(f"warning: {keys} unknown to DeepSpeed and ignored: {', '.join(line.key for line in imported.typos)}.")
     if out is not None:
         say(f"wrote {out}.")
 
@@ -55,7 +55,7 @@ def sections(imported: Imported) -> list[tuple[str, Sequence[str]]]:
     every = [
         ("Warning: typos", [f"{line.key}: {_after(line)}" for line in imported.typos]),
         ("Refused today", refusals(imported)),
-        ("Left to you, Weft's own values stand", [", ".join(imported.open)] if imported.open else []),
+        ("Left to you; Weft's defaults apply", [", ".join(imported.open)] if imported.open else []),
         ("Differences", imported.notes),
     ]
     return [(title, lines) for title, lines in every if lines]
@@ -113,9 +113,9 @@ def _write(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"--out {path}: the file is there already. Name another, or remove it.") from None
+        raise ConfigError(f"--out {path}: the file exists. Give another name, or delete it.") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"--out {path}: it cannot be written ({reason}). Name a file in a folder that is there."
+            f"--out {path}: it cannot be written ({reason}). Name a file in an existing folder."
         ) from None

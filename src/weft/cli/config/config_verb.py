@@ -23,11 +23,13 @@ def show(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG.toml] [key=value ...]",
-            help="A config file, and settings that change it. Without a file, the built-in defaults.",
+            help="A config file, and settings that override it. Without a file, the defaults.",
             show_default=False,
         ),
     ] = None,
-    origin: Annotated[bool, typer.Option("--origin", help="List every value with the place where it was set.")] = False,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="List every value with the file and line that set it.")
+    ] = False,
 ) -> None:
     """Check a config and print it in full, as a TOML file."""
     from weft.spec.files import format_config, load_config, show_origins
@@ -57,11 +59,11 @@ def schema() -> None:
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed config, such as ds_config.json.")],
     world_size: Annotated[
-        int | None, typer.Option("--world-size", help="Number of ranks; without it one axis of the plan is '*'.")
+        int | None, typer.Option("--world-size", help="Number of ranks; without it, one axis of the plan is '*'.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the config here, as TOML.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 2 if a key is a typo.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 2 if the file has unknown keys.")] = False,
 ) -> None:
     """Translate a DeepSpeed config, and say what became of each key."""
     from weft.cli.config.config_import import print_import

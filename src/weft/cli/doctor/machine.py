@@ -38,7 +38,7 @@ def processor() -> Iterator[CheckLine]:
     cores = f"{usable_cores()} usable of {psutil.cpu_count()} logical, {physical or '?'} physical"
     yield CheckLine("machine", "cpu", f"{model or platform.processor() or 'unknown'}; {cores}")
     yield CheckLine(
-        "machine", "cpu flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of those that matter"
+        "machine", "cpu flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of the relevant ones"
     )
 
 

@@ -71,12 +71,12 @@ def variables() -> Iterator[CheckLine]:
     shown = []
     for name, value in env.report(_PREFIXES).items():
         shown.append(f"{name} is set" if name.startswith(_PRESENCE) else f"{name}={value}")
-    yield CheckLine("environment", "variables", "; ".join(shown) or "none of those that matter")
+    yield CheckLine("environment", "variables", "; ".join(shown) or "no relevant variables")
 
 
 def _port_range() -> str:
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-        return f"free ports are taken from {low} to {high}"
+        return f"the system assigns ports {low} to {high}"
     except (OSError, ValueError):
-        return "the system's range of free ports is not known"
+        return "the system's port range is unknown"

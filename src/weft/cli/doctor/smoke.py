@@ -12,7 +12,7 @@ from weft import env
 from weft.cli.doctor.line import CheckLine
 
 _LIMIT_S = 20.0
-_REMEDY = "The lines about network and limits may say why; GLOO_SOCKET_IFNAME=lo keeps gloo on this machine."
+_REMEDY = "See the lines about network and limits; GLOO_SOCKET_IFNAME=lo keeps gloo on this machine."
 
 
 class TwoRanks:
@@ -50,7 +50,7 @@ class TwoRanks:
             self.close()
         for rank, (process, (out, err)) in enumerate(zip(self._ranks, ends, strict=True)):
             if process.returncode or "sum 3.0" not in out:
-                last = (err.strip().splitlines() or ["no word"])[-1]
+                last = (err.strip().splitlines() or ["no output"])[-1]
                 yield CheckLine(
                     "network", "two ranks", f"gloo all_reduce failed on rank {rank}: {last}", "fail", _REMEDY
                 )

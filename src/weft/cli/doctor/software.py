@@ -59,6 +59,7 @@ def torch_build() -> Iterator[CheckLine]:
     """torch, its CUDA, the devices it sees, and the backends its ranks can talk through."""
     import torch
     import torch.distributed as dist
+    from torch.cuda import nccl
 
     cuda = torch.version.cuda or "none (CPU build)"
     yield CheckLine(
@@ -69,9 +70,9 @@ def torch_build() -> Iterator[CheckLine]:
         yield CheckLine("software", "distributed", "torch was built without it", "fail", remedy)
         return
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
-    nccl = f"; NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backends else ""
+    release = f"; NCCL {'.'.join(map(str, nccl.version()))}" if "nccl" in backends else ""
     status, remedy = ("ok", "") if "gloo" in backends else ("fail", "Install a build of torch with gloo.")
-    yield CheckLine("software", "backends", f"{', '.join(backends)}{nccl}", status, remedy)
+    yield CheckLine("software", "backends", f"{', '.join(backends)}{release}", status, remedy)
     count = torch.cuda.device_count()
     devices = f"{count} x cuda" if count else "cpu only"
     yield CheckLine("software", "torch devices", f"{devices}; {torch.get_num_threads()} threads in one process")

@@ -35,7 +35,9 @@ _CHECKS = (
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Wrap the report for a bug report.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Format the report as Markdown, for a bug report.")
+    ] = False,
 ) -> None:
     """Check this machine. Exit code 0, or 1 where something must be changed before training works.
 

@@ -8,6 +8,7 @@ from weft.lazy import loads
 
 __all__ = [
     "RankFailed",
+    "Restarts",
     "Stopped",
     "count_ranks",
     "exit_code_of",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weft.cli.launcher.failure import exit_code_of
     from weft.cli.launcher.launch import RankFailed, Stopped, launch_ranks
     from weft.cli.launcher.rank import run_as_rank, second_handle
+    from weft.cli.launcher.restarts import Restarts
     from weft.cli.launcher.typed import typed_command
     from weft.cli.launcher.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
 
@@ -32,6 +34,7 @@ __getattr__ = loads(
     __name__,
     {
         "RankFailed": ".launch",
+        "Restarts": ".restarts",
         "Stopped": ".launch",
         "count_ranks": ".world",
         "exit_code_of": ".failure",

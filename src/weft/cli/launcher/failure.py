@@ -31,7 +31,8 @@ class Failure:
     exit_code: of the process; negative for the number of the signal that ended it.
     kind: the exception's type name, "" where the rank left no word.
     expected: raised on purpose (a WeftError), so that its sentence is all that is needed.
-    when: seconds since the epoch.
+    when: seconds since the epoch. first_bad: of a run that halted, its first bad step, counted from 1. in_data: the
+    exception came from the data of `step`.
     """
 
     rank: int
@@ -43,6 +44,8 @@ class Failure:
     lost_peer: bool = False
     step: int | None = None
     when: float = 0.0
+    first_bad: int | None = None
+    in_data: bool = False
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
@@ -59,6 +62,8 @@ class Failure:
             lost_peer=_lost_peer(error),
             step=step if isinstance(step, int) else None,
             when=time.time(),
+            first_bad=getattr(error, "first_bad", None),
+            in_data=getattr(error, "in_data", False),
         )
 
     def sentence(self) -> str:
@@ -67,17 +72,17 @@ class Failure:
         if self.expected:
             return self.message
         if self.kind == "SystemExit":
-            return f"rank {self.rank} left with exit code {self.exit_code}{at_step}: sys.exit was called."
+            return f"rank {self.rank} exited with code {self.exit_code}{at_step}: it called sys.exit."
         if self.kind:
             first_line = self.message.strip().splitlines()[0] if self.message.strip() else ""
             return f"rank {self.rank} failed{at_step}: {self.kind}{': ' if first_line else ''}{first_line}"
         if self.exit_code < 0:
             return f"rank {self.rank} was killed by signal {_signal_text(-self.exit_code)}"
-        return f"rank {self.rank} left with exit code {self.exit_code} and said nothing about why."
+        return f"rank {self.rank} exited with code {self.exit_code} without reporting why."
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code a process ends with for this exception: a WeftError's own, 130 for Ctrl-C, else 1."""
+    """Return the exit code a process ends with for this exception: a WeftError's own, 130 for Ctrl-C, else 1."""
     if isinstance(error, WeftError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -131,8 +136,8 @@ def _signal_text(number: int) -> str:
     causes = {
         "SIGKILL": "Is the machine out of memory? Look at `dmesg`; use a smaller train.global_batch or model.",
         "SIGBUS": "Is /dev/shm or the disk full? `weft doctor` shows both.",
-        "SIGSEGV": "This is a fault in compiled code; the log holds the Python stack.",
-        "SIGABRT": "Compiled code gave up; the log holds its last words.",
-        "SIGTERM": "Someone else asked it to stop.",
+        "SIGSEGV": "Compiled code crashed; the log has the Python stack.",
+        "SIGABRT": "Compiled code aborted; the log has its last output.",
+        "SIGTERM": "Another program asked it to stop.",
     }
     return f"{number} ({name}). {causes.get(name, '')}".rstrip()

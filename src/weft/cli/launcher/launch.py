@@ -45,7 +45,13 @@ class RankFailed(WeftError):
 
 
 class Stopped(WeftError):
-    """A signal ended the run, as its sender wished. saved: whether the ranks ended by themselves, with all saved."""
+    """A signal ended the run, as its sender wished.
+
+    Args:
+        signum: the signal.
+        text: what the user reads.
+        saved: whether the ranks ended by themselves, with all saved; the exit code is then 0, else 128 + signum.
+    """
 
     def __init__(self, signum: int, text: str, *, saved: bool = False):
         super().__init__(text)
@@ -66,14 +72,21 @@ def launch_ranks(
 ) -> None:
     """Run `command` once per rank and return when all of them succeeded.
 
-    logs: folder where ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
-    variables: environment of the ranks, on top of this process's own.
-    settings, lock: what each rank gets over its line: bytes, and the descriptor of a lock to hold (see switchboard.py).
-    notice: called with one line when a signal asks the ranks to stop.
-    grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit. peer_grace_s: the same once
-    another rank has failed.
+    Args:
+        command: the command line of a rank.
+        num_ranks: how many are started.
+        logs: folder where ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
+        variables: environment of the ranks, on top of this process's own.
+        settings: bytes that each rank gets over its line (see switchboard.py).
+        lock: the descriptor of a lock that each rank holds, got over its line; None: there is none.
+        notice: called with one line when a signal asks the ranks to stop.
+        grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit.
+        peer_grace_s: the same once another rank has failed.
 
-    Raises RankFailed, Stopped (a signal came), or LaunchError when the ranks could not be started.
+    Raises:
+        RankFailed: where a rank failed.
+        Stopped: where a signal came.
+        LaunchError: when the ranks could not be started.
     """
     _silence_torchelastic()
     watch = _Watch(grace_s, peer_grace_s, notice)
@@ -119,13 +132,13 @@ def _run_agent(command: list[str], num_ranks: int, watch: _Watch) -> dict[int, i
             max_restarts=0,
             monitor_interval=_MONITOR_S,
         )
-        result = StartedAgent(watch.begin, spec, InheritedStreams(), exit_barrier_timeout=5).run()
+        result = StartedAgent(watch.begin, spec, InheritedStreams(), exit_barrier_timeout=5).result()
     except (OSError, RuntimeError) as error:
         raise LaunchError(f"the ranks could not be started: {error}. `weft doctor` checks what they need.") from error
     finally:
         watch.end()
     if result is None:
-        raise LaunchError("the rendezvous ended before the ranks were started. Run the command again.")
+        raise LaunchError("the rendezvous ended before the ranks started. Run the command again.")
     return {rank: failure.exitcode for rank, failure in result.failures.items()}
 
 
@@ -150,10 +163,13 @@ def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[
         first = first_failure(cause)
         raise RankFailed(first, log_path(logs, first.rank))
     if not failures:
-        raise Stopped(signum, f"stopped by {name}, and everything is saved. Run the same command to go on.", saved=True)
+        raise Stopped(signum, f"stopped by {name}; everything is saved. Run the same command to resume.", saved=True)
     if any(watch.has_sent(rank, signal.SIGKILL) for rank in watch.pids):
-        raise Stopped(signum, f"stopped by {name} before the ranks could save. Run the same command to go on.")
-    raise Stopped(signum, f"stopped by {name} before training began. Run the same command to go on.")
+        raise Stopped(
+            signum,
+            f"stopped by {name} before the ranks could save. Run the same command to resume from the last checkpoint.",
+        )
+    raise Stopped(signum, f"stopped by {name} before training began. Run the same command to start again.")
 
 
 def _silence_torchelastic() -> None:
@@ -220,7 +236,7 @@ class _Watch:
         if self.first_signal is None:
             self.first_signal, self._first_signal_at = signum, now
             if self.notice is not None:
-                again = " (Ctrl-C again: at once, unsaved)" if signum == signal.SIGINT else ""
+                again = " (Ctrl-C again stops at once, without saving)" if signum == signal.SIGINT else ""
                 self.notice(f"stopping after this step{again}")
             self._send(signal.SIGTERM)
             self._kill_after(self.grace_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 
@@ -19,7 +20,13 @@ class StartedAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._begin = begin
 
+    def result(self) -> RunResult | None:
+        """Of `run`, which has no types. None where the rendezvous ended before the workers were started."""
+        untyped: Any = self
+        return untyped.run()
+
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        pids = super()._start_workers(worker_group)
+        untyped: Any = super()
+        pids: dict[int, Any] = untyped._start_workers(worker_group)
         self._begin(pids)
         return pids

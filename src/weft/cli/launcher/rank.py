@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from weft import env
 from weft.cli.launcher.failure import Failure, error_path, log_path, write_failure
@@ -27,6 +27,9 @@ from weft.cli.launcher.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
 from weft.monitor.screen import busy
 from weft.train.run import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,8 +40,13 @@ RankBody = Callable[[TextIO | None], object]
 def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine | None = None) -> None:
     """Run `body` as one rank; on failure say so and end the process with the error's exit code.
 
-    The failure goes to the launcher over `line`, or where there is none to the old stderr, and into a record in `logs`.
     From here on, file descriptors 1 and 2 lead to logs/rank_N.log. The process dies with its launcher.
+
+    Args:
+        logs: folder of the logs, and of a record of the failure.
+        place: which rank it is of how many.
+        body: what the rank does; called with the stream of the terminal.
+        line: the failure goes to the launcher over it; None: to the old stderr.
     """
     _die_with_launcher()
     outcry = None
@@ -93,13 +101,13 @@ def _redirect(log: Path, place: RankEnv) -> tuple[TextIO | None, TextIO | None]:
 
 
 def second_handle(descriptor: int) -> TextIO:
-    """A stream of its own to where the descriptor leads now."""
+    """Return a stream of its own to where the descriptor leads now."""
     return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
 
 
 def _tell(outcry: TextIO, failure: Failure, log: Path) -> None:
     if failure.lost_peer:
-        text = f"rank {failure.rank} lost the other ranks; one of them says why.\n"
+        text = f"rank {failure.rank} lost its connection to another rank; see that rank's error.\n"
     else:
         text = f"{'' if failure.expected else failure.traceback}error: {failure.sentence()}\n"
     outcry.write(f"{text}  (rank {failure.rank}; its output is in {log})\n")
@@ -109,7 +117,7 @@ def _tell(outcry: TextIO, failure: Failure, log: Path) -> None:
 class _Lossy(io.FileIO):
     """Drops what a full disk does not take: a line that is lost from a log ends no training and hides no failure."""
 
-    def write(self, data: bytes | memoryview, /) -> int:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
             return super().write(data)
         except OSError:
@@ -151,7 +159,7 @@ def main() -> None:
     run_dir = Path(sys.argv[1])
     place, line = env.rank_env(), launcher_line()
     if place is None or line is None:
-        sys.exit("error: `weft train` starts this module, and sets RANK and WEFT_LINE for it. Run: weft train.")
+        sys.exit("error: this module is part of `weft train`, which sets RANK and WEFT_LINE. Run: weft train.")
 
     alarm = second_handle(2)  # where a rank tells that it waits for another, when the first cannot
 

@@ -5,10 +5,10 @@ torch's own rendezvous handlers open their stores on every interface, without a 
 
 from __future__ import annotations
 
-from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from weft.mesh import LOOPBACK, loopback_store
+from weft.private_torch import PrefixStore, Store
 
 
 class OneMachine(RendezvousHandler):

@@ -135,7 +135,7 @@ class LauncherLine:
         while len(self.settings) < length:
             part = self._call.recv(length - len(self.settings))
             if not part:
-                raise ConnectionResetError("the launcher hung up")
+                raise ConnectionResetError("the launcher closed the connection")
             self.settings += part
 
     def tell(self, failure: Failure) -> None:

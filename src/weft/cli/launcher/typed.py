@@ -11,7 +11,7 @@ _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def typed_command(argv: Sequence[str] | None = None, parent: Sequence[str] | None = None) -> list[str]:
-    """This process's command line as a person types it; of a rank of torchrun, torchrun's.
+    """Return this process's command line as a person types it; of a rank of torchrun, torchrun's.
 
     argv: of this process; parent: the command line of the process that started it. By default both are looked up.
     A rank cannot know the srun command that started it, so this is the rank's own command.

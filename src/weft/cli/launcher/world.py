@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
 
 def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
-    """Ranks that the plan asks for on a machine with `gpus` visible GPUs and `cores` usable cores.
+    """Return the number of ranks that the plan asks for on a machine.
 
-    Raises LaunchError where the machine lacks what was asked for, PlanError where a '*' does not come out even.
+    Args:
+        config: its plan, launch.device and launch.ranks.
+        gpus: visible GPUs.
+        cores: usable cores.
+
+    Raises:
+        LaunchError: where the machine lacks what was asked for.
+        PlanError: where a '*' does not come out even.
     """
     device, wanted = config.launch.device, config.launch.ranks
     if device == "cuda" and gpus == 0:
@@ -32,7 +39,7 @@ def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
     num_ranks = stands_for if is_auto(config.plan) else Plan.parse(config.plan, stands_for).world_size
     if wanted not in ("all", num_ranks):
         raise LaunchError(
-            f"launch.ranks={wanted}: the plan {config.plan!r} is made for {num_ranks} ranks. "
+            f"launch.ranks={wanted}: the plan {config.plan!r} needs {num_ranks} ranks. "
             f"Use launch.ranks={num_ranks}, or leave it out."
         )
     if on_gpus and num_ranks > gpus:
@@ -45,28 +52,28 @@ def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started: what a time limit has already used up."""
+    """Return the seconds since this process was started: what a time limit has already used up."""
     import psutil
 
     return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def threads_variables(num_ranks: int, cores: int) -> dict[str, str]:
-    """OMP_NUM_THREADS for each rank: its share of the cores, unless the user has set it."""
+    """Return OMP_NUM_THREADS for each rank: its share of the cores, unless the user has set it."""
     if env.get("OMP_NUM_THREADS"):
         return {}
     return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
 
 
 def visible_gpus() -> int:
-    """GPUs that torch may use here, after CUDA_VISIBLE_DEVICES; does not start CUDA in this process."""
+    """Count the GPUs that torch may use here, after CUDA_VISIBLE_DEVICES; does not start CUDA in this process."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: its affinity, and no more than the container's CPU quota."""
+    """Return the number of cores this process may run on: its affinity, and no more than the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _quota_cores(cores)))
 

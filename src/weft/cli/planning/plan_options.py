@@ -32,10 +32,12 @@ Fix = Annotated[
     str, typer.Option("--fix", metavar="WORDS", help="Fix these fields of the plan: 'tp=8 zero=1'.", show_default=False)
 ]
 BuiltOnly = Annotated[
-    bool, typer.Option("--built-only/--all-plans", help="Only plans that the runtime can run today, or all.")
+    bool, typer.Option("--built-only/--all-plans", help="Search only plans that Weft runs today, or all plans.")
 ]
 Top = Annotated[int, typer.Option("--top", min=1, max=200, help="Number of layouts to list.")]
-WhyNotPlan = Annotated[str | None, typer.Option("--why-not", metavar="PLAN", help="Say why this plan was not chosen.")]
+WhyNotPlan = Annotated[
+    str | None, typer.Option("--why-not", metavar="PLAN", help="Explain why this plan was not chosen.")
+]
 Compare = Annotated[
     tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Compare two plans term by term.")
 ]
@@ -80,7 +82,7 @@ ProfileFile = Annotated[
 ]
 Learn = Annotated[
     Path | None,
-    typer.Option("--learn", metavar="RUN", help="First improve the profile with the measurements of a finished run."),
+    typer.Option("--learn", metavar="RUN", help="First correct the profile by the measurements of a finished run."),
 ]
 Refine = Annotated[
     float,

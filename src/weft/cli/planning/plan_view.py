@@ -48,10 +48,10 @@ def _heading(console: Console, answer: Answer[Candidate]) -> None:
         f"[bold]{question.model.name}[/], {format_count(question.job.shape.num_params)} parameters, on "
         f"[bold]{question.cluster}[/]: {question.work}{assumed}"
     )
-    kind = "plans that run today" if question.built_only else "plans, those that are not built yet too"
+    kind = "plans" if question.built_only else "plans, including those that Weft does not run yet"
     console.print(
-        f"{answer.num_plans:,} {kind}: rules refuse {answer.num_plans - answer.num_estimated:,}, "
-        f"{answer.num_estimated:,} were estimated in {answer.seconds:.2f} s, {answer.num_fit:,} of them fit",
+        f"{answer.num_plans:,} {kind}: {answer.num_plans - answer.num_estimated:,} break a rule, "
+        f"{answer.num_estimated:,} estimated in {answer.seconds:.2f} s, {answer.num_fit:,} fit in memory",
         style="dim",
     )
     if answer.left_out:
@@ -88,7 +88,7 @@ def _reasons(answer: Answer[Candidate]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="\nrefused", title_justify="left")
     table.add_column("plans", justify="right", no_wrap=True)
     table.add_column("reason", no_wrap=True)
-    table.add_column("one of them, and what is wrong with it", overflow="fold")
+    table.add_column("an example and its error", overflow="fold")
     for each in answer.refused:
         table.add_row(f"{each.count:,}", each.name, f"{each.example}\n{each.message}")
     return table
@@ -102,11 +102,11 @@ def _nothing(console: Console, answer: Answer[Candidate]) -> None:
     if answer.nearest is not None:
         one = answer.nearest
         console.print(
-            f"The one that needs least: {one.plan}\n  {format_bytes(one.total_bytes)} on the fullest rank, of "
-            f"{format_bytes(one.usable_bytes)}.",
+            f"The plan that needs the least memory: {one.plan}\n  {format_bytes(one.total_bytes)} on the fullest "
+            f"rank, of {format_bytes(one.usable_bytes)}.",
             markup=False,
         )
-    console.print("The nearest that does:")
+    console.print("The nearest changes that fit:")
     for found in nearest_yes(question):
         best = found.answer.best
         if best is not None:
@@ -123,7 +123,7 @@ def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Ta
     table.add_column("best plan", overflow="fold")
     base = answer.best
     if base is not None:
-        table.add_row("(as it is)", *_scenario(base, base), str(base.plan))
+        table.add_row("(unchanged)", *_scenario(base, base), str(base.plan))
     for each in scenarios:
         best = each.answer.best
         if best is None:

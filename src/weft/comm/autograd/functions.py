@@ -28,50 +28,84 @@ from weft.private_torch import Function, split
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The same tensor; its gradient is summed over the axis, whose ranks each go on with a part of the work."""
+    """Return the same tensor; its gradient is summed over the axis, whose ranks each go on with a part of the work."""
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 
 def sum_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of the ranks' tensors; each gets the gradient of the sum."""
+    """Sum the ranks' tensors; each gets the gradient of the sum."""
     return x if axis.size == 1 else _SumOver.apply(x, axis)
 
 
 def gather_from(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The ranks' tensors joined along dim; ranks go on with parts of the work, so gradients are summed and cut."""
+    """Join the ranks' tensors along dim; ranks go on with parts of the work, so gradients are summed and cut.
+
+    Args:
+        x: of one shape on all ranks.
+        axis: the ranks.
+        dim: grows by the size of the axis.
+    """
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim % x.dim())
 
 
 def gather_slice(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The ranks' tensors joined along dim; ranks go on with the same work, so gradients are only cut."""
+    """Join the ranks' tensors along dim; ranks go on with the same work, so gradients are only cut.
+
+    Args:
+        x: of one shape on all ranks.
+        axis: the ranks.
+        dim: grows by the size of the axis.
+    """
     return x if axis.size == 1 else _GatherSlice.apply(x, axis, dim % x.dim())
 
 
 def scatter_sum(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's slice along dim of the sum of the ranks' tensors. CommError where dim is no multiple of the ranks."""
+    """Return this rank's slice along dim of the sum of the ranks' tensors.
+
+    Args:
+        x: of one shape on all ranks.
+        axis: the ranks.
+        dim: shrinks by the size of the axis; CommError where it is no multiple of it.
+    """
     return x if axis.size == 1 else _ScatterSum.apply(x, axis, dim % x.dim())
 
 
 def slice_to(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's slice along dim of a tensor that is equal on all ranks. CommError as `scatter_sum`."""
+    """Return this rank's slice along dim of a tensor that is equal on all ranks.
+
+    Args:
+        x: the same on all ranks.
+        axis: the ranks.
+        dim: shrinks by the size of the axis; CommError where it is no multiple of it.
+    """
     return x if axis.size == 1 else _SliceTo.apply(x, axis, dim % x.dim())
 
 
 def exchange(
     x: torch.Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], most: int | None = None
 ) -> torch.Tensor:
-    """Rows to and from each rank, as many as `send` and `receive` say; gradients travel back the same way.
+    """Exchange rows with each rank, as many as `send` and `receive` say; gradients travel back the same way.
 
-    most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
+    Args:
+        x: (sum of `send`, ...), the rows for each rank one after another.
+        axis: the ranks.
+        send: rows for each rank, in order of the axis.
+        receive: rows from each rank.
+        most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
     """
     return x if axis.size == 1 else _Exchange.apply(x, axis, tuple(send), tuple(receive), most)
 
 
 def exchange_dims(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) -> torch.Tensor:
-    """Each rank's part of `split_dim` from all ranks, joined along `join_dim` in order of the axis.
+    """Return each rank's part of `split_dim` from all ranks, joined along `join_dim` in order of the axis.
 
-    Shape: split_dim shrinks by the size of the axis, join_dim grows by it. The exchange of Ulysses (Jacobs et al. 2023,
-    arXiv 2309.14509) with split_dim heads and join_dim sequence.
+    The exchange of Ulysses (Jacobs et al. 2023, arXiv 2309.14509) with split_dim heads and join_dim sequence.
+
+    Args:
+        x: of one shape on all ranks.
+        axis: the ranks.
+        split_dim: shrinks by the size of the axis.
+        join_dim: grows by it.
     """
     return x if axis.size == 1 else _ExchangeDims.apply(x, axis, split_dim % x.dim(), join_dim % x.dim())
 

@@ -60,7 +60,7 @@ def share(x: Tensor, axis: Axis, dim: int) -> int:
     size, rest = divmod(x.shape[dim], axis.size)
     if rest:
         raise CommError(
-            f"axis {axis.name}: dim {dim} of shape {tuple(x.shape)} is no multiple of its {axis.size} ranks. "
+            f"axis {axis.label}: dim {dim} of shape {tuple(x.shape)} is not a multiple of its {axis.size} ranks. "
             f"Pad it to {x.shape[dim] + axis.size - rest}."
         )
     return size

@@ -74,7 +74,10 @@ class Link(Protocol):
         ...
 
     def late(self) -> tuple[int, ...]:
-        """Global ranks that this rank waits for; empty where the transport does not know. Any thread may ask."""
+        """Return the global ranks that this rank waits for; empty where the transport does not know.
+
+        Any thread may ask.
+        """
         ...
 
     def look(self, operation: Operation, waited_s: float) -> None:
@@ -115,7 +118,7 @@ class Patience:
 
 
 def unobserved() -> AbstractContextManager[object]:
-    """No dispatch mode sees what is done inside, but for one that tensors without values need: that one stays.
+    """Hide what is done inside from dispatch modes, but for one that tensors without values need: that one stays.
 
     What a wait carries on depends on time, so it differs between two runs of the same forward; selective recompute
     counts operations by such a mode, and would take the second run for another computation.
@@ -126,7 +129,13 @@ def unobserved() -> AbstractContextManager[object]:
 def finish(operation: Operation, link: Link, links: list[Link]) -> None:
     """Carry on all `links` until `operation` is finished.
 
-    Raises CommError, naming axis and operation, when a rank is gone or the group's timeout is over.
+    Args:
+        operation: has been started.
+        link: the one that carries it.
+        links: all of this rank, `link` among them.
+
+    Raises:
+        CommError: naming axis and operation, when a rank is gone or the group's timeout is over.
     """
     if link.self_driven:
         link.block(operation)
@@ -149,9 +158,9 @@ def finish(operation: Operation, link: Link, links: list[Link]) -> None:
 
 
 def failed(operation: Operation, error: Exception) -> CommError:
-    """The CommError for what the backend raised."""
+    """Make the CommError for what the backend raised."""
     text = str(error).strip().splitlines()
     return CommError(
         f"{operation}: {text[0] if text else type(error).__name__}. "
-        f"Look at the logs of the other ranks: one of them has probably ended or takes another path."
+        f"Look at the logs of the other ranks: one of them has probably ended, or called something else."
     )

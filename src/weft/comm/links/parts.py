@@ -11,10 +11,14 @@ from weft.comm.private_torch import foreach_copy
 
 
 class Parts:
-    """`numel` elements, of which each part (first element, 1-D tensor) holds some; they do not overlap.
+    """A flat tensor of which each part holds some elements; they do not overlap.
 
-    Elements that no part holds count as zero; where the result is written, they are left as they are. dtype: of the
-    flat tensor, where parts may be of others; by default that of the first part.
+    Elements that no part holds count as zero; where the result is written, they are left as they are.
+
+    Args:
+        parts: (first element, 1-D tensor) of each.
+        numel: elements of the flat tensor.
+        dtype: of the flat tensor, where parts may be of others; by default that of the first part.
     """
 
     def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], numel: int, dtype: torch.dtype | None = None):
@@ -27,11 +31,11 @@ class Parts:
         self.nbytes = numel * self.itemsize
 
     def numel(self) -> int:
-        """Elements of the flat tensor."""
+        """Return the number of elements of the flat tensor."""
         return self._numel
 
     def cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """What lies in [first, last): where, counted from `first`, and the elements in the flat tensor's format."""
+        """Yield what lies in [first, last): where from `first` on, and the elements (n,) in the flat tensor's dtype."""
         return ((place, piece.to(self.dtype)) for place, piece in self._cut(first, last))
 
     def _cut(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -45,7 +49,7 @@ class Parts:
                 yield slice(low - first, high - first), tensor if whole else tensor[low - start : high - start]
 
     def copy_to(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write what lies from `first` on into a flat tensor, zeros between. Returns the tensor."""
+        """Write what lies from `first` on into a flat tensor (n,) of any dtype, zeros between, and return it."""
         pieces = list(self._cut(first, first + flat.numel()))
         if sum(piece.numel() for _, piece in pieces) < flat.numel():
             flat.zero_()
@@ -55,5 +59,5 @@ class Parts:
         return flat
 
     def joined(self) -> torch.Tensor:
-        """One flat tensor of all."""
+        """Return one flat tensor of all, (numel,) of `dtype`."""
         return self.copy_to(torch.empty(self._numel, dtype=self.dtype, device=self.device))

@@ -36,7 +36,7 @@ assert SIGNATURES + NUM_SLOTS <= _LINE
 
 
 def host_mark() -> tuple[bytes, str]:
-    """(16 bytes that are equal on ranks which can share memory, ""), or (b"", why this rank cannot)."""
+    """Return (16 bytes that are equal on ranks which can share memory, ""), or (b"", why this rank cannot)."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return b"", f"this machine is {platform.machine()}, and shared memory relies on the order of x86-64's stores"
     if not hasattr(os, "memfd_create"):
@@ -56,7 +56,13 @@ def slot_bytes(size: int) -> int:
 
 
 class Segment:
-    """The mapped memory, seen from one rank. Memory and file go when the object goes."""
+    """The mapped memory, seen from one rank. Memory and file go when the object goes.
+
+    Args:
+        fd: descriptor of the memory; it is closed with the object.
+        rank: this one's place on the axis.
+        size: ranks on the axis.
+    """
 
     def __init__(self, fd: int, rank: int, size: int):
         # The lock on this rank's byte ends with the process, however it ends: `has_ended` of the others sees it.
@@ -72,7 +78,7 @@ class Segment:
 
     @staticmethod
     def total_bytes(size: int) -> int:
-        """Bytes of the whole segment for `size` ranks."""
+        """Return the bytes of the whole segment for `size` ranks."""
         return Segment._slots_at(size) + size * NUM_SLOTS * slot_bytes(size)
 
     @staticmethod
@@ -81,7 +87,7 @@ class Segment:
 
     @classmethod
     def make(cls, size: int) -> tuple[Segment, tuple[int, int, bytes]]:
-        """Rank 0: new memory, and the address (process, descriptor, token) that the others `find` it by."""
+        """Make new memory on rank 0, and the address (process, descriptor, token) that the others `find` it by."""
         fd = os.memfd_create("weft-axis")
         try:
             os.posix_fallocate(fd, 0, cls.total_bytes(size))
@@ -95,7 +101,16 @@ class Segment:
 
     @classmethod
     def find(cls, address: tuple[int, int, bytes], rank: int, size: int) -> Segment:
-        """The other ranks: map the memory at `address`. Raises OSError when it is not there."""
+        """Map the memory that rank 0 made, on the other ranks.
+
+        Args:
+            address: (process, descriptor, token) of that memory.
+            rank: this one's place on the axis.
+            size: ranks on the axis.
+
+        Raises:
+            OSError: when it is not there.
+        """
         pid, descriptor, token = address
         fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(fd).st_size != cls.total_bytes(size) or os.pread(fd, 16, 0) != token:
@@ -104,11 +119,11 @@ class Segment:
         return cls(fd, rank, size)
 
     def count(self, rank: int, which: int) -> int:
-        """A counter of `rank`: PUBLISHED, REDUCED, CONSUMED, FAILED; SIGNATURES + slot for a signature."""
+        """Return a counter of `rank`: PUBLISHED, REDUCED, CONSUMED, FAILED; SIGNATURES + slot for a signature."""
         return self._lines[rank * _LINE + which]
 
     def lowest(self, which: int) -> int:
-        """The lowest value of a counter over all ranks."""
+        """Return the lowest value of a counter over all ranks."""
         return min(self._lines[which : self.size * _LINE : _LINE])
 
     def tell(self, which: int, value: int) -> None:
@@ -116,7 +131,7 @@ class Segment:
         self._lines[self.rank * _LINE + which] = value
 
     def slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """`slots(dtype)[slot][rank]`: a slot's memory as a flat tensor."""
+        """Return each slot's memory as flat tensors (bytes / itemsize,) of `dtype`: `slots(dtype)[slot][rank]`."""
         if dtype not in self._slots:
             flat = torch.frombuffer(self._memory, dtype=dtype, offset=self._slots_at(self.size))
             slots = flat.view(self.size, NUM_SLOTS, -1)
@@ -124,7 +139,7 @@ class Segment:
         return self._slots[dtype]
 
     def has_ended(self, rank: int) -> bool:
-        """True when the process of `rank` has ended, or has dropped its mesh."""
+        """Return True when the process of `rank` has ended, or has dropped its mesh."""
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
         except OSError:

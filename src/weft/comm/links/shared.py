@@ -23,7 +23,14 @@ from weft.errors import CommError
 
 
 class SharedLink:
-    """Ranks of one host, joined by a segment. `ranks`: their global ranks, in order of the axis."""
+    """Ranks of one host, joined by a segment.
+
+    Args:
+        segment: the shared memory.
+        ranks: their global ranks, in order of the axis.
+        timeout_s: seconds without word after which an operation fails.
+        reason: why this link was chosen, in words.
+    """
 
     transport = "shared memory"
     self_driven = False
@@ -43,9 +50,11 @@ class SharedLink:
 
     @property
     def busy(self) -> bool:
+        """Whether a piece is under way."""
         return self._consumed < self._enqueued
 
     def start(self, operation: Operation) -> None:
+        """Line up the operation's pieces, and carry on as far as that goes."""
         self._refuse_if_broken(operation)
         with unobserved():
             way = route(operation, self._segment.rank, self._segment.size, self._combine)
@@ -58,9 +67,11 @@ class SharedLink:
         self.advance()
 
     def block(self, operation: Operation) -> bool:
+        """Return False: there is no backend to wait in."""
         return False
 
     def advance(self) -> bool:
+        """Publish, reduce and collect pieces as long as one moves; True when one did."""
         moved = False
         with self._lock, torch.no_grad(), unobserved():
             while self._publish() or self._reduce() or self._collect():
@@ -125,10 +136,12 @@ class SharedLink:
         )
 
     def late(self) -> tuple[int, ...]:
+        """Return the global ranks whose counters lie behind what this rank needs."""
         segment = self._segment
         return tuple(self._ranks[at] for at in range(segment.size) if at != segment.rank and self._holds_up(at))
 
     def look(self, operation: Operation, waited_s: float) -> None:
+        """Raise CommError where a late rank has ended or given up, or `waited_s` is above the group's timeout."""
         self._refuse_if_broken(operation)
         segment = self._segment
         late = [rank for rank in range(segment.size) if rank != segment.rank and self._holds_up(rank)]
@@ -137,13 +150,13 @@ class SharedLink:
         # What a rank wrote before it ended counts: look once more, after its end was seen.
         if (ended or failed) and not self.advance():
             # Those that gave up did so because of others: name them only where no other cause is seen.
-            verb = "has ended" if ended else "has given up on this axis"
+            verb = "has ended" if ended else "has failed on this axis"
             self._fail(f"{operation}: {self._names(ended or failed)} {verb}. Look at its log for the cause.")
         if waited_s > self._timeout_s:
             names = self._names(late) or "the other ranks"
             self._fail(
-                f"{operation}: no word from {names} in {self._timeout_s:g} s, the limit of the group. "
-                f"Look at the log and the stack of that rank; if it is only slow, use a longer launch.timeout, "
+                f"{operation}: no word from {names} in {self._timeout_s:g} s, the timeout of the group. Look at the "
+                "log and the stack of that rank; if it is only slow, raise launch.timeout, "
                 f"or weft.init(..., timeout=...)."
             )
 

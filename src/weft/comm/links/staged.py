@@ -36,19 +36,23 @@ class StagedLink:
 
     @property
     def busy(self) -> bool:
+        """Whether an operation is under way."""
         return bool(self._under_way)
 
     def start(self, operation: Operation) -> None:
+        """Copy the operation's input to the host, and start it there."""
         with torch.no_grad(), unobserved():
             on_host = _on_host(operation)
         self._under_way.append(_Staged(operation, on_host))
         self._inner.start(on_host)
 
     def advance(self) -> bool:
+        """Carry on the link of the host, and bring finished results to the device."""
         moved = self._inner.advance()
         return self._bring_back() or moved
 
     def block(self, operation: Operation) -> bool:
+        """Wait on the host's link, and bring the result to the device; False where that link cannot."""
         staged = next((one for one in self._under_way if one.on_device is operation), None)
         if staged is None:
             return operation.finished
@@ -58,9 +62,11 @@ class StagedLink:
         return True
 
     def late(self) -> tuple[int, ...]:
+        """Return the global ranks that the host's link waits for."""
         return self._inner.late()
 
     def look(self, operation: Operation, waited_s: float) -> None:
+        """Raise what the host's link raises."""
         staged = next((one for one in self._under_way if one.on_device is operation), None)
         self._inner.look(staged.on_host if staged is not None else operation, waited_s)
 

@@ -23,10 +23,20 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     most: int | None = None,
 ) -> torch.Tensor:
-    """Rows of dim 0 to each rank of the axis, in its order, and theirs from each. Returns the rows received.
+    """Send rows of dim 0 to each rank of the axis, in its order, and return the rows received from each.
 
-    send, receive: rows to and from each rank; by default all ranks exchange equal shares. most: as `start_all_to_all`.
-    Over an axis of size 1 the tensor itself. Raises CommError where the counts do not fit the tensors.
+    Over an axis of size 1 the tensor itself.
+
+    Args:
+        tensor: (rows, ...) of any dtype.
+        axis: the ranks.
+        out: contiguous (rows received, ...); None: a new tensor.
+        send: rows to each rank; None: all ranks exchange equal shares.
+        receive: rows from each rank; None with `send`.
+        most: as `start_all_to_all`.
+
+    Raises:
+        CommError: where the counts do not fit the tensors.
     """
     return start_all_to_all(tensor, axis, out, send=send, receive=receive, most=most).wait()
 
@@ -42,9 +52,18 @@ def start_all_to_all(
 ) -> Pending:
     """Begin `all_to_all`; neither tensor nor out must be touched before `wait()` of what this returns.
 
-    most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
+    Args:
+        tensor: as `all_to_all` takes it.
+        axis: the ranks.
+        out: as `all_to_all` takes it.
+        send: as `all_to_all` takes it.
+        receive: as `all_to_all` takes it.
+        most: the most rows that any rank sends to any other, where the caller knows it: else ranks ask each other.
+
+    Raises:
+        CommError: where `out` or the counts do not fit the tensors.
     """
-    name = f"all_to_all over {axis.name}"
+    name = f"all_to_all over {axis.label}"
     if axis.size == 1:
         if out is None:
             return Pending(tensor)
@@ -62,7 +81,7 @@ def start_all_to_all(
     width = tensor[:1].numel() if tensor.shape[0] else out[:1].numel()
     operation = Operation(
         "all_to_all",
-        axis.name,
+        axis.label,
         tensor.detach().reshape(-1),
         out.detach().view(-1),
         send=tuple(rows * width for rows in send),
@@ -73,15 +92,28 @@ def start_all_to_all(
 
 
 def shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
-    """This rank's tensor to the rank `by` further around the axis; returns that of the rank `by` before.
+    """Send this rank's tensor to the rank `by` further around the axis, and return that of the rank `by` before.
 
-    All ranks' tensors have one shape. Over an axis of size 1 the tensor itself.
+    Over an axis of size 1 the tensor itself.
+
+    Args:
+        tensor: of one shape on all ranks.
+        axis: the ranks.
+        by: may be negative.
+        out: of the tensor's shape; None: a new tensor.
     """
     return start_shift(tensor, axis, by, out).wait()
 
 
 def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor | None = None) -> Pending:
-    """Begin `shift`; neither tensor nor out must be touched before `wait()` of what this returns."""
+    """Begin `shift`; neither tensor nor out must be touched before `wait()` of what this returns.
+
+    Args:
+        tensor: as `shift` takes it.
+        axis: the ranks.
+        by: may be negative.
+        out: as `shift` takes it.
+    """
     if axis.size == 1 or by % axis.size == 0:
         return Pending(tensor if out is None else out.copy_(tensor))
     if out is None:
@@ -91,7 +123,7 @@ def start_shift(tensor: torch.Tensor, axis: Axis, by: int = 1, out: torch.Tensor
     flat = tensor.detach().reshape(-1)
     operation = Operation(
         "all_to_all",
-        axis.name,
+        axis.label,
         flat,
         out.detach().view(-1),
         send=tuple(send),

@@ -15,7 +15,17 @@ from weft.mesh import Axis
 
 
 class Message:
-    """A message under way between two ranks; `wait()` returns its tensor, and may be called again."""
+    """A message under way between two ranks; `wait()` returns its tensor, and may be called again.
+
+    Args:
+        tensor: sent, or received into.
+        axis: the ranks.
+        what: "send" or "receive".
+        peer: the other rank's place on the axis.
+        work: of the backend; None: there is nothing to wait for.
+        start: when it began, by time.perf_counter.
+        staged: where the backend reads or writes, if it cannot reach the tensor.
+    """
 
     def __init__(
         self,
@@ -34,7 +44,11 @@ class Message:
         self._seconds = time.perf_counter() - start
 
     def wait(self) -> torch.Tensor:
-        """The tensor, sent or received. Raises CommError when the other rank is gone."""
+        """Return the tensor, sent or received.
+
+        Raises:
+            CommError: when the other rank is gone.
+        """
         if self._work is not None:
             pulse = self._axis.pulse
             pulse.waiting = self
@@ -45,7 +59,7 @@ class Message:
                 work.wait()
             except RuntimeError as error:
                 nothing = torch.empty(0)
-                raise failed(Operation(self._what, self._axis.name, nothing, nothing), error) from error
+                raise failed(Operation(self._what, self._axis.label, nothing, nothing), error) from error
             if self._staged is not None and self._what == "receive":
                 self._tensor.detach().copy_(self._staged)
             self._staged = None
@@ -57,30 +71,42 @@ class Message:
         return self._tensor
 
     def where(self) -> tuple[str, tuple[int, ...]]:
-        """The message in words and the other rank."""
-        return f"{self._what} over {self._axis.name}", (self._peer,)
+        """Return the message in words and the other rank."""
+        return f"{self._what} over {self._axis.label}", (self._peer,)
 
     def late(self) -> tuple[int, ...]:
-        """The other rank: a message waits for no one else."""
+        """Return the other rank: a message waits for no one else."""
         return (self._peer,)
 
 
-def start_send(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Message:
-    """Begin to send a contiguous tensor to rank `to` of the axis; it must not be changed before `wait()`."""
+def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
+    """Begin to send a contiguous tensor; it must not be changed before `wait()`.
+
+    Args:
+        tensor: of any dtype and shape.
+        axis: the ranks.
+        to: the receiver's place on the axis.
+    """
     start = time.perf_counter()
     _check_peer("send", axis, to, tensor)
     tensor = tensor.detach()
     staged = tensor.cpu() if _needs_host(axis, tensor) else None
-    work = dist.isend(tensor if staged is None else staged, dst=axis.ranks[to], group=axis.group, tag=tag)
+    work = dist.isend(tensor if staged is None else staged, dst=axis.ranks[to], group=axis.group)
     return Message(tensor, axis, "send", to, work, start, staged)
 
 
-def start_receive(out: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Message:
-    """Begin to receive into a contiguous tensor from rank `source` of the axis."""
+def start_receive(out: torch.Tensor, axis: Axis, source: int) -> Message:
+    """Begin to receive into a contiguous tensor.
+
+    Args:
+        out: of the dtype and shape of what is sent.
+        axis: the ranks.
+        source: the sender's place on the axis.
+    """
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
     staged = torch.empty_like(out, device="cpu") if _needs_host(axis, out) else None
-    work = dist.irecv(out.detach() if staged is None else staged, src=axis.ranks[source], group=axis.group, tag=tag)
+    work = dist.irecv(out.detach() if staged is None else staged, src=axis.ranks[source], group=axis.group)
     return Message(out, axis, "receive", source, work, start, staged)
 
 
@@ -93,6 +119,6 @@ def _needs_host(axis: Axis, tensor: torch.Tensor) -> bool:
 
 def _check_peer(what: str, axis: Axis, peer: int, tensor: torch.Tensor) -> None:
     if not 0 <= peer < axis.size or peer == axis.rank:
-        raise CommError(f"{what} over {axis.name}: rank {peer} is no other rank of it. Use 0 to {axis.size - 1}.")
+        raise CommError(f"{what} over {axis.label}: rank {peer} is not another rank of it. Use 0 to {axis.size - 1}.")
     if not tensor.is_contiguous():
-        raise CommError(f"{what} over {axis.name}: the tensor is not contiguous. Pass tensor.contiguous().")
+        raise CommError(f"{what} over {axis.label}: the tensor is not contiguous. Pass tensor.contiguous().")

@@ -36,9 +36,16 @@ _TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}al
 class Watch(threading.Thread):
     """Watches one rank; `close` ends it. A later watch of the same process takes over what this one watched.
 
-    tell: shows a line to people. warn_after_s: of standing still. limit_s, limit_name: the group's timeout and the
-    setting that changes it. stacks: where Python stacks go; where_stacks: that place in words. owns_process: nobody
-    else uses faulthandler's timer, so that stacks come even from a rank whose interpreter is stuck.
+    Args:
+        mesh: of this rank.
+        tell: shows a line to people.
+        warn_after_s: seconds of standing still.
+        limit_s: the group's timeout in seconds.
+        limit_name: the setting that changes it.
+        stacks: where Python stacks go; None: stderr.
+        where_stacks: that place in words.
+        owns_process: nobody else uses faulthandler's timer, so that stacks come even from a rank whose interpreter is
+            stuck.
     """
 
     def __init__(
@@ -61,6 +68,8 @@ class Watch(threading.Thread):
         self._where_stacks = where_stacks
         self._owns_process = owns_process
         self._tick_s = min(1.0, warn_after_s / 4)
+        #: The ranks need a moment to say where they stand before one of them tells people, which is after warn_after_s.
+        self._grace_s = 3 * self._tick_s
         self._pulses: list[Pulse] = [mesh.pulse]
         self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
         self._end = threading.Event()
@@ -96,6 +105,7 @@ class Watch(threading.Thread):
         self.close()
 
     def run(self) -> None:
+        """Watch until `close`: the thread's own function."""
         while not self._end.wait(self._tick_s):
             self._put_off_timer()
             try:
@@ -125,7 +135,7 @@ class Watch(threading.Thread):
                 self._go_on(told, is_teller, seconds)
             return
         self._still_s += passed_s
-        if self._still_s >= self._warn_after_s:
+        if self._still_s >= self._warn_after_s - self._grace_s:
             self._stand_still()
 
     def _forget(self, now: float) -> None:
@@ -150,14 +160,12 @@ class Watch(threading.Thread):
     def _shall_tell(self, store: Store) -> bool:
         """One rank tells: the first, which has the terminal, if it can; else the first of those that wait."""
         assert self._said is not None
-        grace_s = 3 * self._tick_s
         over_s = self._still_s - self._warn_after_s
         if not self._is_teller:
-            may = store.check([_WAITER]) if self._rank == 0 else bool(self._said.waits_for) and over_s >= 2 * grace_s
+            may = store.check([_WAITER]) if self._rank == 0 else bool(self._said.waits_for) and over_s >= self._grace_s
             me = str(self._rank)
             self._is_teller = may and store.compare_set(_TELLER, "", me).decode() == me
-        # The others need a moment to say where they stand.
-        return self._is_teller and over_s >= grace_s
+        return self._is_teller and over_s >= 0
 
     def _tell_people(self, store: Store) -> None:
         assert self._said is not None
@@ -181,7 +189,9 @@ class Watch(threading.Thread):
         if self._said is None or not self._said.waits_for or self._told is not None or self._end.is_set():
             return
         self._told = self._report(
-            self._said, lambda _: None, lambda rank: f"Nothing is known of rank {rank}: the ranks' store is silent."
+            self._said,
+            lambda _: None,
+            lambda rank: f"The state of rank {rank} is unknown: the ranks' store does not answer.",
         )
         self._tell(self._told.text)
         self._dump()
@@ -190,7 +200,9 @@ class Watch(threading.Thread):
         """Something moved: take back what was said."""
         if told is not None and not told.is_calm:
             names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
-            self._tell(f"{names} {'go' if len(told.culprits) != 1 else 'goes'} on after {format_seconds(seconds)}.")
+            self._tell(
+                f"{names} {'continue' if len(told.culprits) != 1 else 'continues'} after {format_seconds(seconds)}."
+            )
         store = self._open()
         store.delete_key(f"{_PREFIX}{self._rank}")
         if is_teller:
@@ -205,7 +217,7 @@ class Watch(threading.Thread):
             return own
         # A device works behind the host: what it has not finished is what this rank waits for.
         dump = nccl_trace()
-        names = {str(axis.group.group_name): (axis.name, axis.ranks) for axis in axes if axis.group is not None}
+        names = {str(axis.group.group_name): (axis.label, axis.ranks) for axis in axes if axis.group is not None}
         what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
         return stand(self._rank, self._since, _OnDevice(what, ranks), phases, own.in_step) if what else own
 

@@ -147,18 +147,18 @@ def main_frame() -> str:
 def process_state(rank: int, pid: int | None) -> str:
     """What this machine knows of a rank's process. pid: None where it runs on another machine, or is not known."""
     if pid is None:
-        return f"Rank {rank} gives no sign; it is on another machine."
+        return f"Rank {rank} does not respond; it is on another machine."
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return f"Process {pid} of rank {rank} has ended."
     if state in "Tt":
-        return f"Process {pid} of rank {rank} is stopped; `kill -CONT {pid}` lets it go on."
+        return f"Process {pid} of rank {rank} is stopped; `kill -CONT {pid}` resumes it."
     if state in "ZX":
         return f"Process {pid} of rank {rank} has ended."
     if state == "D":
         return f"Process {pid} of rank {rank} waits for a disk or a device (state D)."
-    return f"Process {pid} of rank {rank} runs, and has not come there yet."
+    return f"Process {pid} of rank {rank} is running, and has not reached it yet."
 
 
 def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:

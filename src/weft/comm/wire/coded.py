@@ -22,7 +22,7 @@ class CodedGather(Pending):
         codes = _encoded(coder, role, row_1N)
         self._codes = codes.new_empty((axis.size, codes.shape[1]))
         self._numel, self._wire, self._into = row_1N.shape[1], coder.wire, out
-        operation = Operation("all_gather", axis.name, codes.view(-1), self._codes.view(-1))
+        operation = Operation("all_gather", axis.label, codes.view(-1), self._codes.view(-1))
         super().__init__(out, axis, operation, out, counts)
 
     def wait(self) -> torch.Tensor:
@@ -51,7 +51,7 @@ class CodedSum(Pending):
         name = "all_reduce" if whole else "reduce_scatter"
         operation = Operation(
             "all_to_all",
-            f"{axis.name} ({name})",
+            f"{axis.label} ({name})",
             codes.view(-1),
             self._codes.view(-1),
             send=counts,
@@ -101,10 +101,23 @@ class CodedSum(Pending):
 def sum_coded(
     name: str, what: torch.Tensor | Parts, axis: Axis, out: torch.Tensor, op: str, coder: Coder, *, whole: bool
 ) -> Pending:
-    """Begin an all_reduce (whole) or a reduce_scatter of what a wire encodes, into `out`."""
+    """Begin an all_reduce or a reduce_scatter of what a wire encodes, into `out`.
+
+    Args:
+        name: the operation and its axis, for errors.
+        what: a tensor of any shape, or parts of a flat one.
+        axis: the ranks.
+        out: contiguous: all elements, or this rank's 1/size of them.
+        op: one of the wire's.
+        coder: encodes, and keeps what its wire keeps.
+        whole: all_reduce; else reduce_scatter.
+
+    Raises:
+        CommError: for an op that the wire cannot combine.
+    """
     if op not in coder.wire.ops:
         raise CommError(
-            f"{name}: op={op!r} of what travels as {coder.wire.spec.name}. Use {' or '.join(coder.wire.ops)}, "
+            f"{name}: op={op!r} does not work on wire {coder.wire.spec.name}. Use {' or '.join(coder.wire.ops)}, "
             f"or leave wire= out."
         )
     numel = what.numel()
@@ -120,7 +133,14 @@ def sum_coded(
 
 
 def gather_coded(shard: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder) -> Pending:
-    """Begin an all_gather of encoded shards into `out`. This rank's own part is decoded too: all have the same bits."""
+    """Begin an all_gather of encoded shards into `out`. This rank's own part is decoded too: all have the same bits.
+
+    Args:
+        shard: of any shape, with as many elements on every rank.
+        axis: the ranks.
+        out: contiguous, of the shard's dtype, size * numel elements.
+        coder: encodes, and keeps what its wire keeps.
+    """
     return CodedGather(shard.detach().reshape(1, -1), axis, out, coder, "shard", counts=True)
 
 

@@ -35,16 +35,16 @@ class Coder:
         return bool(self._kept or self._next)
 
     def commit(self) -> None:
-        """The step was taken."""
+        """Take over the states of this step: it was taken."""
         self._kept.update(self._next)
         self._next = {}
 
     def discard(self) -> None:
-        """It was not."""
+        """Forget the states of this step: it was not taken."""
         self._next = {}
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is kept, as (`role/name`, tensor)."""
+        """Yield what is kept, as (`role/name`, tensor)."""
         for key, state in self._kept.items():
             yield from ((f"{key}/{name}", tensor) for name, tensor in state.items())
 
@@ -75,22 +75,22 @@ class Coders:
         return any(coder.carries for coder in self._coders.values())
 
     def commit(self) -> None:
-        """The step was taken."""
+        """Take over the states of this step: it was taken."""
         for coder in self._coders.values():
             coder.commit()
 
     def discard(self) -> None:
-        """It was not."""
+        """Forget the states of this step: it was not taken."""
         for coder in self._coders.values():
             coder.discard()
 
     def forget(self) -> None:
-        """Tensors lie otherwise from here: nothing is owed to anyone."""
+        """Forget all states: tensors lie otherwise from here, and nothing is owed to anyone."""
         for coder in self._coders.values():  # which others hold
             coder.load({})
 
     def states(self) -> dict[str, torch.Tensor]:
-        """What this rank keeps, as `tensor/role/name`."""
+        """Return what this rank keeps, as `tensor/role/name`."""
         return {f"{name}/{key}": t for name, coder in self._coders.items() for key, t in coder.states()}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:

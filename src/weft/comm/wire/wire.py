@@ -36,24 +36,30 @@ class Wire:
         self.spec = spec
 
     def added_in(self, dtype: torch.dtype) -> torch.dtype | None:
-        """The format in which links add up tensors of `dtype`; None where each summand must be decoded first."""
+        """Return the format in which links add up tensors of `dtype`; None where each summand must be decoded first."""
         del dtype
         return None
 
     def encode(self, x_RN: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """R rows of N values as uint8 of shape (R, bytes), each row to be decoded by itself, and the next state.
+        """Return R rows of N values as uint8 of shape (R, bytes), each row to be decoded by itself, and the next state.
 
         state: what the last step's `encode` of these rows gave; None in the first step. `x_RN` must not be changed.
         """
         raise NotImplementedError
 
     def decode(self, codes_RC: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The values of each row, a new tensor of shape (R, numel)."""
+        """Return the values of each row, a new tensor of shape (R, numel).
+
+        Args:
+            codes_RC: what `encode` gave: uint8 (R, bytes).
+            numel: values of a row.
+            dtype: of the values.
+        """
         raise NotImplementedError
 
 
 def find_wire(name: str) -> Wire:
-    """The wire of that name, which the plan's `reduce` says."""
+    """Return the wire of that name, which the plan's `reduce` says."""
     spec = wire_spec(name)
     module, _, cls = spec.codec.partition(":")
     return getattr(importlib.import_module(module), cls)(spec)

@@ -11,7 +11,7 @@ import torch
 
 
 def parts_of(batch: Any) -> list[Any] | None:
-    """What a container holds, in its order; None for anything that is no container."""
+    """Return what a container holds, in its order; None for anything that is no container."""
     if isinstance(batch, Mapping):
         return list(batch.values())
     if isinstance(batch, tuple | list):
@@ -22,7 +22,7 @@ def parts_of(batch: Any) -> list[Any] | None:
 
 
 def with_parts(batch: Any, parts: list[Any]) -> Any:
-    """A container of the same type, such as Hugging Face's BatchEncoding, with other parts in the same places."""
+    """Return a container of the same type, such as Hugging Face's BatchEncoding, with other parts in its places."""
     if type(batch) in (dict, tuple, list):
         return dict(zip(batch, parts, strict=True)) if isinstance(batch, dict) else type(batch)(parts)
     if isinstance(batch, MutableMapping):
@@ -41,7 +41,7 @@ def with_parts(batch: Any, parts: list[Any]) -> Any:
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, in order."""
+    """Yield the tensors of a batch, in order."""
     if isinstance(batch, torch.Tensor):
         yield batch
     for part in parts_of(batch) or ():
@@ -49,7 +49,7 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    """The same batch with every tensor changed; what is neither tensor nor container stays as it is."""
+    """Change every tensor of a batch; what is neither tensor nor container stays as it is."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     parts = parts_of(batch)
@@ -57,7 +57,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> A
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """The batch on `device`; pinned tensors travel without the host waiting. Objects with a `to` move themselves."""
+    """Move a batch to `device`; pinned tensors travel without the host waiting."""
     if isinstance(batch, torch.Tensor):
         if batch.device == device:
             return batch

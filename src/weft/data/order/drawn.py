@@ -41,26 +41,23 @@ def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
     """The loader's global batches. Raises DataError where ranks could not agree on them."""
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            "loader.dataset: an IterableDataset has no indices that ranks could share out. "
-            "Use a map-style dataset, or give each rank its own stream and call the step with it."
+            "loader.dataset: an IterableDataset has no indices that Weft could divide among ranks. Use a map-style "
+            "dataset, or give each rank its own stream and call the step with it."
         )
     if loader.batch_sampler is None:
         raise DataError(
-            "batch_size=None: the loader makes no batches that ranks could share out. "
-            "Give batch_size, the samples of the global batch, or a batch_sampler that lists their indices."
+            "batch_size=None: the loader makes no batches, which Weft divides among ranks. Give batch_size, the "
+            "samples of the global batch, or a batch_sampler that lists their indices."
         )
     if loader.batch_size is None:
         return _Drawn("batch_sampler", loader.batch_sampler, None, False, seed)
     sampler, batch_size = loader.sampler, loader.batch_size
-    num_samples = len(loader.dataset)  # pyright: ignore[reportArgumentType]
-    if type(sampler) is SequentialSampler or _is_plain_shuffle(sampler, num_samples):
-        shuffles = isinstance(sampler, RandomSampler)
-        return _Computed(num_samples, batch_size, loader.drop_last, seed if shuffles else None)
+    # The sampler says how many: it may be of fewer than the dataset has, and a dataset need not know its length.
+    if type(sampler) is SequentialSampler:
+        return _Computed(len(sampler), batch_size, loader.drop_last, None)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return _Computed(len(sampler), batch_size, loader.drop_last, seed)
     return _Drawn("sampler", sampler, batch_size, loader.drop_last, seed)
-
-
-def _is_plain_shuffle(sampler: Any, num_samples: int) -> bool:
-    return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == num_samples
 
 
 class _Cut(Sequence[Any]):
@@ -111,9 +108,9 @@ class _Drawn:
         first = self._draw(0)
         if first != self._draw(0):
             raise DataError(
-                f"{self._name}: with equal seeds it gave other indices the second time, so ranks could not agree on a "
-                f"batch, nor a resumed run go on. Let it draw from torch's, numpy's or Python's global generator, or "
-                f"from one that set_epoch(epoch) seeds."
+                f"{self._name}: with equal seeds it gave other indices the second time, so ranks would disagree on a "
+                f"batch, and a resumed run could not continue. Let it draw from torch's, numpy's or Python's global "
+                f"generator, or from one that set_epoch(epoch) seeds."
             )
         self._epoch, self._drawn = 0, first
 
@@ -141,7 +138,7 @@ class _Drawn:
             length = len(self._sampler)
         except (TypeError, NotImplementedError):
             raise DataError(
-                f"{self._name}: it has no length, so nobody knows where an epoch ends. Give it a method __len__."
+                f"{self._name}: it has no length, so the end of an epoch is unknown. Give it a method __len__."
             ) from None
         with _seeded(_epoch_seed(self._seed, epoch), self._sampler, epoch):
             drawn = list(islice(iter(self._sampler), length))

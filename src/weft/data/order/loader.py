@@ -25,7 +25,17 @@ class Loader:
     """The microbatches of one data-parallel rank.
 
     At step s they hold the samples that `weft.spec.shares.microbatch_samples` names, counted from s * global_batch.
-    Raises DataError where the samples do not come out even.
+
+    Args:
+        stream: where samples come from.
+        global_batch: samples of a step, over all ranks.
+        accumulation: microbatches of one rank in a step.
+        dp_rank: this rank's place on the data-parallel axes.
+        dp_size: ranks on them.
+        pin: put tensors in pinned memory.
+
+    Raises:
+        DataError: where the samples do not come out even.
     """
 
     def __init__(
@@ -49,7 +59,7 @@ class Loader:
         self._own = shares.microbatch_samples(global_batch, dp_size, accumulation, dp_rank)
 
     def batches(self, step: int) -> list[Batch]:
-        """The microbatches of optimizer step `step`, 0 and up."""
+        """Return the microbatches of optimizer step `step`, 0 and up."""
         first = step * self._global_batch
         return [
             build_batch(self._stream, range(first + own.start, first + own.stop), len(own), pin=self._pin)
@@ -57,15 +67,25 @@ class Loader:
         ]
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
-        """The same for steps start_step .. end_step - 1, built ahead in a thread. Close it, or use it in `with`."""
+        """Return the microbatches of steps start_step .. end_step - 1, built ahead in a thread.
+
+        Close it, or use it in `with`.
+        """
         return Prefetch(self, start_step, end_step)
 
 
 class EvalBatches:
     """A fixed evaluation set: each of its samples once, spread evenly over the sources, equal at any number of ranks.
 
-    stream: with shuffle=False. num_samples: at most this many (None: all). num_rows: sequences in a batch of one rank.
     All ranks get the same number of batches; rows beyond the set are padding with no label.
+
+    Args:
+        stream: with shuffle=False.
+        num_samples: at most this many; None: all.
+        num_rows: sequences in a batch of one rank.
+        dp_rank: this rank's place on the data-parallel axes.
+        dp_size: ranks on them.
+        pin: put tensors in pinned memory.
     """
 
     def __init__(
@@ -135,7 +155,13 @@ class StepBatches(Protocol):
 
 
 class Prefetch:
-    """Builds batches in a thread, two steps ahead; an error there is raised where the batch is asked for."""
+    """Builds batches in a thread, two steps ahead; an error there is raised where the batch is asked for.
+
+    Args:
+        loader: asked for each step's batches.
+        start_step: the first step.
+        end_step: the step after the last.
+    """
 
     def __init__(self, loader: StepBatches, start_step: int, end_step: int):
         self._queue: queue.Queue[list[Any] | BaseException | None] = queue.Queue(maxsize=_PREFETCH)

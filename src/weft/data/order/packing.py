@@ -86,6 +86,12 @@ def write_plan(folder: Path, packing: str, seq_len: int, offsets: np.ndarray) ->
     """Compute the plan of a split and keep it beside the shards, unless it is there as it was written.
 
     Call it under the split's lock.
+
+    Args:
+        folder: of the split's shards.
+        packing: "concat" (which needs no plan), "fit" or "pad".
+        seq_len: tokens of a sequence.
+        offsets: int64 (documents + 1,), where each document starts and the last one ends.
     """
     path = plan_path(folder, packing, seq_len)
     digest = path.with_suffix(".digest")

@@ -34,7 +34,10 @@ class SampleView:
 
 
 def view_sample(sample: Sample, tokenizer: Tokenizer) -> SampleView:
-    """A token counts as trained where it is the label of the token before it."""
+    """Return what a sample looks like: its text in trained and masked segments, and their counts.
+
+    A token counts as trained where it is the label of the token before it.
+    """
     size = sample.num_inputs
     labels = sample.labels[:size]
     ids = sample.input_ids[:size].tolist()
@@ -52,12 +55,12 @@ def view_sample(sample: Sample, tokenizer: Tokenizer) -> SampleView:
 
 
 def visible(text: str) -> str:
-    """Control characters as escapes, so that data cannot steer the terminal; newlines and tabs stay."""
+    """Show control characters as escapes, so that data cannot steer the terminal; newlines and tabs stay."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text.replace("\r\n", "\n"))
 
 
 def marked(view: SampleView) -> str:
-    """The sample without colours: masked text stands in [[double brackets]]."""
+    """Return the sample without colours: masked text stands in [[double brackets]]."""
     parts = []
     for trained, group in groupby(view.segments, key=lambda segment: segment.trained):
         text = "".join(visible(segment.text) for segment in group)

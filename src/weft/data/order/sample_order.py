@@ -82,5 +82,5 @@ def _scramble_array(value: np.ndarray, key: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def permutation(size: int, *parts: int | str) -> Permutation:
-    """The permutation of range(size) that the parts name, such as a seed, a source and an epoch."""
+    """Return the permutation of range(size) that the parts name, such as a seed, a source and an epoch."""
     return Permutation(size, derive_key(*parts))

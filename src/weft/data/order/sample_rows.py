@@ -7,7 +7,7 @@ from typing import Any
 
 
 def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """How many rows each sample brings to tensors that a collate function concatenates, such as patches of images.
+    """Tell how many rows a sample brings to tensors that a collate function concatenates, such as patches of images.
 
     One tuple for each tensor, array or list of the samples whose length is not 1 for all, without repetitions; a
     sample without it brings none.

@@ -30,15 +30,22 @@ class AsBatch(Protocol):
 
 
 class ShardedLoader:
-    """This rank's part of a DataLoader whose `batch_size` is the global batch.
+    """One rank's part of a DataLoader whose `batch_size` is the global batch.
 
     The order is a function of (seed, epoch): the same global batches at any number of ranks. A sampler or batch_sampler
     of the user's is drawn with random numbers seeded by them, alike on all ranks. What ranks get differs by at most one
     sample. One pass of `for` is one epoch, or what is left of it after `load_state_dict`. State is two integers.
 
-    num_microbatches: that a rank's samples are cut into. as_batch: makes of them what `for` gives; None: their plain
-    batch, for which there must be one microbatch. takes_empty: asked as an epoch begins whether a batch may leave a
-    rank without a sample; None: it may not, and that is looked at here.
+    Args:
+        loader: the user's; its collate_fn, workers and memory are kept.
+        dp_rank: this rank's place on the data-parallel axes.
+        dp_size: ranks on them.
+        seed: of the order.
+        num_microbatches: that a rank's samples are cut into.
+        as_batch: makes of them what `for` gives; None: their plain batch, for which there must be one microbatch.
+        takes_empty: asked as an epoch begins whether a batch may leave a rank without a sample; None: it may not, and
+            that
+            is looked at here.
     """
 
     def __init__(
@@ -86,7 +93,7 @@ class ShardedLoader:
         return self._slices.num_batches
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and the next batch in it."""
+        """Return the epoch, and the next batch in it."""
         return {"epoch": self._slices.epoch, "next_batch": self._slices.next_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

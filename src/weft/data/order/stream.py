@@ -80,10 +80,18 @@ class _Source:
 class SampleStream:
     """An endless stream of sequences from one source or several.
 
-    sources: of `PreparedData.train` or `.eval`. packing, borders: as in the data section; packing None takes each
-    source's own.
-    shuffle=False gives the sequences in stored order, source after source; weights do not apply then, and there may
-    be no source at all. Raises DataError for shards that are missing or cut off, and for shuffle without a source.
+    Args:
+        sources: of `PreparedData.train` or `.eval`.
+        seed: of the order and the mixture.
+        seq_len: tokens of a sequence.
+        packing: as in the data section; None takes each source's own.
+        borders: as in the data section.
+        shuffle: False gives the sequences in stored order, source after source; weights do not apply then, and there
+            may
+            be no source at all.
+
+    Raises:
+        DataError: for shards that are missing or cut off, and for shuffle without a source.
     """
 
     def __init__(
@@ -108,7 +116,7 @@ class SampleStream:
         self._mixture = Mixture(shares, seed=seed) if shuffle else None
 
     def sample(self, index: int) -> Sample:
-        """index: global sample index, 0 and up; the epoch follows from it."""
+        """Return a sample by its global index, 0 and up; the epoch follows from it."""
         rows = Rows.empty(1, self.seq_len)
         num_inputs, has_border = self.fill(rows, 0, index)
         source, epoch, _ = self._locate(index)
@@ -118,7 +126,7 @@ class SampleStream:
         )  # fmt: skip
 
     def state_at(self, index: int) -> dict[str, int]:
-        """Samples taken from each source before `index`."""
+        """Count the samples taken from each source before `index`, by the source's name."""
         if self._mixture is None:
             epochs, rest = divmod(index, max(1, self.num_sequences))
             counts = []
@@ -141,7 +149,13 @@ class SampleStream:
         return number, epoch, permutation(source.num_sequences, "sequences", self.seed, number, epoch)(rest)
 
     def fill(self, rows: Rows, row: int, index: int) -> tuple[int, bool]:
-        """Write a sample into one row. Returns (number of inputs, whether a document starts inside)."""
+        """Write a sample into one row, and return (number of inputs, whether a document starts inside).
+
+        Args:
+            rows: arrays of shape (rows, seq_len).
+            row: the row that is written.
+            index: global sample index, 0 and up.
+        """
         number, epoch, sequence = self._locate(index)
         source = self._sources[number]
         shift = self._shift(source, epoch)

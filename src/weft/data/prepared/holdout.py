@@ -82,9 +82,9 @@ def _share(source: WantedSource, look: _Look) -> tuple[float, str]:
         if kept >= asked * number:
             break
     if number > 1 and len(look.draws) == 1:
-        return 0.0, f"none; the {source.counted(number)} of {path} are all the same, and to keep one aside is no test"
+        return 0.0, f"none; the {source.counted(number)} of {path} are all the same, so none can be held out as a test"
     if number < _FEWEST:
-        return 0.0, f"none; {path} is {source.counted(number)}, too few to keep one aside (data.eval=FILE gives others)"
+        return 0.0, f"none; {path} is {source.counted(number)}, too few to hold one out (data.eval=FILE gives others)"
     if kept > max(number // 4, 2 * asked * number):
         return 0.0, f"none; {kept} of the {source.counted(number)} of {path} are the same (data.eval=FILE gives others)"
     are = "one is" if kept == 1 else f"{kept} are"

@@ -65,6 +65,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
+    """Wait until a file, or a folder's entries, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -18,14 +18,16 @@ from weft.data.tokens import QUARANTINE, Report
 from weft.errors import DataError
 from weft.spec import RunConfig
 from weft.spec.config import DataSection
-from weft.units import format_bytes, format_count
+from weft.units import counted, format_bytes, format_count
 
 
 def prepare_data(config: RunConfig, report: Report | None = None) -> PreparedData:
     """Tokenise what is not tokenised yet, and open the rest.
 
     report(stage, done, total) is called as the work goes on; total is in bytes of the files, 0 where it is not known.
-    Raises DataError for everything that is wrong with the data.
+
+    Raises:
+        DataError: for everything that is wrong with the data.
     """
     data, cache = config.data, cache_folder(config.data)
     holdout = data.holdout if not data.eval else 0.0
@@ -117,9 +119,9 @@ def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Itera
     num_files = f"{len(files.files)} files, " if len(files.files) > 1 else ""
     yield f"{files.path}: {schema}; {num_files}{format_bytes(files.size_bytes)}, {counts}"
     if files.num_skipped:
-        yield f"{files.path}: {files.num_skipped} files of other kinds are left out"
+        yield f"{files.path}: {counted(files.num_skipped, 'file')} of other formats left out"
     if stored.damage:
-        yield f"{files.path}: its stored tokens were damaged ({stored.damage}), and were made again"
+        yield f"{files.path}: its stored tokens were damaged ({stored.damage}), and Weft has written them again"
     if manifest.broken:
         reasons = ", ".join(f"{count} {reason}" for reason, count in manifest.broken.items())
         what = "pieces of text" if schema.file_text else "records"
@@ -128,17 +130,17 @@ def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Itera
             f"{stored.folder / QUARANTINE}"
         )
     for note, number in manifest.notes.items():
-        yield f"{files.path}: {wanted.counted(number)} {note}: trained all the same"
+        yield f"{files.path}: {wanted.counted(number)} {note}, kept for training"
     if schema.has_mask and stored.packing != "concat" and (number := _num_longer(stored, seq_len)):
         yield (
-            f"{files.path}: {number} of {train.num_documents} documents are longer than train.seq_len={seq_len} "
-            "and are cut into pieces, which read on without what stood before"
+            f"{files.path}: train.seq_len={seq_len} cuts {number} of {counted(train.num_documents, 'document')} into "
+            "pieces; a piece does not see the text before it"
         )
 
 
 def _counts(split: SplitCounts) -> str:
-    documents = "1 document" if split.num_documents == 1 else f"{format_count(split.num_documents)} documents"
-    return f"{documents}, {format_count(split.num_tokens)} tokens"
+    noun = "document" if split.num_documents == 1 else "documents"
+    return f"{format_count(split.num_documents)} {noun}, {format_count(split.num_tokens)} tokens"
 
 
 def _num_longer(stored: CachedSource, seq_len: int) -> int:
@@ -152,8 +154,8 @@ def _nothing_left(wanted: WantedSource, stored: CachedSource) -> str:
     if stored.manifest.num_records == 0:
         return f"{field}.path={path}: the files hold no records. Give files with data in them."
     return (
-        f"data.holdout={wanted.limits.holdout:g}: it keeps every document of {path} for evaluation. "
-        "Use a smaller data.holdout, or give data.eval."
+        f"data.holdout={wanted.limits.holdout:g}: it holds out every document of {path} for evaluation. Use a smaller "
+        "data.holdout, or give data.eval."
     )
 
 
@@ -170,6 +172,6 @@ def _check_early_stop(config: RunConfig, why: str) -> None:
     patience = config.train.early_stop.patience
     if patience is not None:
         raise DataError(
-            f"train.early_stop.patience={patience}: there is nothing to evaluate on ({why}). "
-            "Give data.eval, or leave the patience out."
+            f"train.early_stop.patience={patience}: the run has no evaluation data ({why}). Give data.eval, or leave "
+            "the patience out."
         )

@@ -14,7 +14,7 @@ from typing import Any
 from weft.data.prepared.shards import SplitCounts, verify_split
 from weft.data.tokens import Tokenizer
 from weft.errors import DataError
-from weft.units import format_count
+from weft.units import counted, format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,12 @@ class PreparedSource:
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens in the split."""
         return self.counts.num_tokens
 
     @property
     def num_documents(self) -> int:
+        """The number of documents in the split."""
         return self.counts.num_documents
 
     @property
@@ -44,7 +46,7 @@ class PreparedSource:
         return key_of(files, self.counts.dtype, self.pad_id, self.end_id)
 
     def __str__(self) -> str:
-        documents = f"{self.num_documents} document{'s' if self.num_documents != 1 else ''}"
+        documents = counted(self.num_documents, "document")
         return f"{self.name} ({documents}, {format_count(self.num_tokens)} tokens)"
 
 
@@ -63,6 +65,7 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens, read from its folder."""
         return Tokenizer.load(self.tokenizer_dir)
 
     @property
@@ -71,19 +74,23 @@ class PreparedData:
         return key_of(self.vocab_size, [[(s.content, s.packing) for s in split] for split in (self.train, self.eval)])
 
     def changes_from(self, before: PreparedData) -> list[str]:
-        """One phrase for each source whose tokens or packing are not those of `before`, with its config key."""
+        """Return one phrase for each source whose tokens or packing are not those of `before`, with its config key."""
         found = _changes("data.train", before.train, self.train) or _changes("data.eval", before.eval, self.eval)
         if not found and before.digest != self.digest:
             found.append(f"tokenizer: it has {self.vocab_size} entries, and {before.vocab_size} before")
         return found
 
     def to_json(self) -> str:
-        """JSON text that `from_json` reads."""
+        """Return JSON text that `from_json` reads."""
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> PreparedData:
-        """Raises DataError, with the reason alone, where the text is not one that `to_json` wrote."""
+        """Read what `to_json` wrote.
+
+        Raises:
+            DataError: with the reason alone, for any other text.
+        """
         try:
             values = json.loads(text)
             train, evaluation = (
@@ -107,7 +114,7 @@ def _changes(key: str, before: Sequence[PreparedSource], now: Sequence[PreparedS
             found.append(f"{key}.{number}: it is {new or 'not there'}, and was {old or 'not there'}")
         elif old.content != new.content:
             same_size = old.num_tokens == new.num_tokens
-            found.append(f"{key}.{number}: it is {new}{' with other words' if same_size else ''}, and was {old}")
+            found.append(f"{key}.{number}: it is {new}{' with other tokens' if same_size else ''}, and was {old}")
         elif old.packing != new.packing:
             found.append(f"{key}.{number}: its packing is {new.packing}, and data.packing={old.packing} was used")
     return found

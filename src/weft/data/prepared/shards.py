@@ -38,10 +38,12 @@ class SplitCounts:
     files: dict[str, tuple[int, str]]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return its fields as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SplitCounts:
+        """Read what `to_dict` gave."""
         files = {name: (int(size), str(digest)) for name, (size, digest) in values["files"].items()}
         return cls(**{**values, "files": files})
 
@@ -66,7 +68,14 @@ class _Output:
 
 
 class SplitWriter:
-    """Appends documents to a split. with_mask: keep a mask (it is dropped at the end if all tokens are trained)."""
+    """Appends documents to a split.
+
+    Args:
+        folder: a new one.
+        vocab_size: decides between 2 and 4 bytes for a token.
+        with_mask: keep a mask (it is dropped at the end if all tokens are trained).
+        shard_bytes: of the tokens in one file.
+    """
 
     def __init__(self, folder: Path, *, vocab_size: int, with_mask: bool, shard_bytes: int = SHARD_BYTES):
         folder.mkdir(parents=True)
@@ -81,14 +90,15 @@ class SplitWriter:
         self._num_tokens = self._num_documents = self._num_trained = 0
 
     def append(self, tokens: np.ndarray, trained: np.ndarray | None) -> None:
-        """More tokens of the open document. tokens: int [n]. trained: bool [n], None: all."""
+        """Add tokens to the open document. tokens: int [n]. trained: bool [n], None: all."""
         self._num_trained += tokens.size if trained is None else int(trained.sum())
         while tokens.size:
             used = self._num_tokens % self._shard_tokens
             if used == 0:
                 self._next_shard()
             room = self._shard_tokens - used
-            self._tokens.write(tokens[:room].astype(self._dtype).tobytes())  # pyright: ignore[reportOptionalMemberAccess]
+            assert self._tokens is not None
+            self._tokens.write(tokens[:room].astype(self._dtype).tobytes())
             if self._mask is not None:
                 now = np.ones(min(room, tokens.size), np.uint8) if trained is None else trained[:room].astype(np.uint8)
                 self._mask.write(now.tobytes())
@@ -97,12 +107,14 @@ class SplitWriter:
             tokens = tokens[room:]
 
     def end_document(self) -> None:
+        """Close the open document; what is appended next begins another one."""
         self._num_documents += 1
         self._pending.append(self._num_tokens)
         if len(self._pending) >= _OFFSETS_FLUSH:
             self._flush_offsets()
 
     def close(self) -> SplitCounts:
+        """Write what is left, close the files, and return what they hold."""
         self._flush_offsets()
         for output in (self._offsets, self._tokens, self._mask):
             self._finish(output)
@@ -139,12 +151,16 @@ class SplitWriter:
 
 
 class SplitReader:
-    """Reads a split by position. The files' sizes are checked when it opens, their digests by `verify_split`."""
+    """Reads a split by position. The files' sizes are checked when it opens, their digests by `verify_split`.
+
+    Raises:
+        DataError: where a file is missing, or is not as large as `counts` says.
+    """
 
     def __init__(self, folder: Path, counts: SplitCounts):
         wrong = size_problems(folder, counts)
         if wrong:
-            raise DataError(f"{folder}: {wrong[0]}. Give the same command again, which makes it anew.")
+            raise DataError(f"{folder}: {wrong[0]}. Run the same command again, which tokenises it again.")
         self._folder, self._counts = folder, counts
         self.num_tokens, self.num_documents = counts.num_tokens, counts.num_documents
         self.offsets = _mapped(folder / "offsets.bin", "<i8")
@@ -153,15 +169,18 @@ class SplitReader:
         self._masks = [_mapped(folder / f"trained-{n:05d}.bin", "u1") for n in shards] if counts.has_mask else None
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """`length` tokens from `start`, of the stored integer type; past the end it goes on at the beginning."""
+        """Return `length` tokens from `start`, of the stored integer type; past the end it goes on at the beginning."""
         return self._read(self._tokens, start, length)
 
     def trained(self, start: int, length: int) -> np.ndarray | None:
-        """uint8 [length], 1 where the token is trained; None where all are. Wraps like `tokens`."""
+        """Return uint8 [length], 1 where the token is trained; None where all are. Wraps like `tokens`."""
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:
-        """Distances d in 1..length such that a document starts at token start + d, sorted. Wraps like `tokens`."""
+        """Return the distances d in 1..length such that a document starts at token start + d, sorted.
+
+        Wraps like `tokens`.
+        """
         first = np.searchsorted(self.offsets, start, side="right")
         last = np.searchsorted(self.offsets, start + length, side="right")
         borders = self.offsets[first:last] - start

@@ -16,6 +16,7 @@ from weft.data.read import Document, FileSet, Schema, detect_schema, find_files
 from weft.data.tokens import DocumentStream, ReadLimits, Report, piece_bytes
 from weft.errors import DataError
 from weft.spec.config import DataSection, SourceSection
+from weft.units import counted
 
 _READ_BYTES = 2**20
 #: Less is read before a line about it is.
@@ -39,12 +40,12 @@ class WantedSource:
 
     @cached_property
     def schema(self) -> Schema:
-        return detect_schema(self.files, self.section.schema_, self.section.columns, self.limits.max_record_bytes)
+        return detect_schema(self.files, self.section.schema_, {**self.section.columns}, self.limits.max_record_bytes)
 
     def counted(self, number: int) -> str:
         """A number of its documents, as a reader calls them."""
         one, more = ("piece of text", "pieces of text") if self.files.format == "text" else ("document", "documents")
-        return f"{number} {one if number == 1 else more}"
+        return counted(number, one, more)
 
     def documents(self, files: FileSet | None = None) -> Iterator[Document]:
         """All documents that can be read, of any ids. files: the same ones in another order."""

@@ -51,7 +51,13 @@ class Document:
 
 
 def read_document(record: Record, schema: Schema, vocab_size: int) -> Document | Broken:
-    """vocab_size: ids at or above it are refused."""
+    """Make a document of a record, or say why it cannot be one.
+
+    Args:
+        record: as a reader gives it.
+        schema: which columns hold what.
+        vocab_size: ids at or above it are refused.
+    """
     try:
         if schema.kind == "messages":
             return _messages(record, schema)
@@ -140,7 +146,8 @@ def _turn(message: Any, schema: Schema) -> tuple[str, str]:
     content = message[schema.content]
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise _Unusable("content is not text")
     return role, content

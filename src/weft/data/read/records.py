@@ -50,6 +50,14 @@ class Broken:
 
     @classmethod
     def of(cls, file: str, number: int, reason: str, value: object) -> Broken:
+        """Return a broken record with an excerpt of its value.
+
+        Args:
+            file: its name.
+            number: of the record in the file.
+            reason: why it cannot be used, in words.
+            value: the record; bytes are decoded as far as they can be.
+        """
         text = value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
         return cls(file, number, reason, text[:_EXCERPT_CHARS])
 
@@ -57,11 +65,13 @@ class Broken:
 class RecordReader:
     """Iterates over the records of one file.
 
-    max_record_bytes: longer lines and rows come as Broken, without being held in memory.
-    piece_bytes: text files come in pieces of about this size, cut at line ends.
-    columns: of a parquet file, read only these; None reads all.
-
     delimiter: of a csv file whose columns are separated by something else than its suffix says; known once it is read.
+
+    Args:
+        file: of any format of FORMATS, compressed or not.
+        max_record_bytes: longer lines and rows come as Broken, without being held in memory.
+        piece_bytes: text files come in pieces of about this size, cut at line ends.
+        columns: of a parquet file, read only these; None reads all.
     """
 
     def __init__(
@@ -81,7 +91,7 @@ class RecordReader:
         self.delimiter = ""
 
     def position(self) -> int:
-        """Bytes of the file that were read, for the progress; about right for parquet."""
+        """Return the bytes of the file that were read, for the progress; about right for parquet."""
         return min(self._tell(), self._file.size_bytes)
 
     def __iter__(self) -> Iterator[Record | Broken]:
@@ -258,7 +268,8 @@ def _has_surrogate(text: str) -> bool:
 
 def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
     if compression == "gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _READ_BYTES)  # pyright: ignore[reportArgumentType]
+        file = gzip.GzipFile(fileobj=raw)
+        return io.BufferedReader(file, _READ_BYTES)  # pyright: ignore[reportArgumentType] - the stub of its mode is narrower
     if compression == "zst":
         return io.BufferedReader(_ZstdStream(raw), _READ_BYTES)
     return raw

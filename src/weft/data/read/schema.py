@@ -99,14 +99,23 @@ class Schema:
         return self.is_chat or self.kind == "completion" or bool(self.mask)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return its fields as JSON values."""
         return asdict(self)
 
 
 def detect_schema(files: FileSet, wanted: str, columns: Mapping[str, str], max_record_bytes: int) -> Schema:
-    """Look at the first records of `files`. wanted: "auto" or a kind. columns: names given by the user.
+    """Look at the first records of `files` and say what their columns are.
 
-    Raises DataError when the wanted columns are not there, nothing known is, or the records are of a kind that Weft
-    cannot train on.
+    Args:
+        files: of one source.
+        wanted: "auto" or a kind.
+        columns: names given by the user, by what they are.
+        max_record_bytes: longer records are passed over.
+
+    Raises:
+        DataError: when the wanted columns are not there, nothing known is, or the records are of a kind that Weft
+            cannot
+            train on.
     """
     field = files.field
     _check_column_keys(field, wanted, columns)
@@ -157,7 +166,7 @@ def _refuse_preferences(files: FileSet, names: Sequence[str]) -> None:
         remedy = f"train on the preferred answers alone with {alone}" if prompt else "give messages or instructions"
         raise DataError(
             f"{files.field}.path={files.path}: '{chosen}' and '{lower['rejected']}' are preference pairs, and Weft "
-            f"cannot train on preferences (DPO and the like) yet. Use a file of answers to learn, or {remedy}."
+            f"does not support preference training (DPO) yet. Use a file of answers to learn, or {remedy}."
         )
 
 

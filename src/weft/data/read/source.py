@@ -57,13 +57,15 @@ class FileSet:
 
     @property
     def size_bytes(self) -> int:
+        """The bytes of all files together."""
         return sum(file.size_bytes for file in self.files)
 
 
 def find_files(path: str, field: str) -> FileSet:
-    """The files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
+    """Return the files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
 
-    Raises DataError when nothing matches, a format is unknown, or the files are of several formats.
+    Raises:
+        DataError: when nothing matches, a format is unknown, or the files are of several formats.
     """
     if path == STDLIB_SOURCE:
         root = Path(sysconfig.get_path("stdlib"))
@@ -151,7 +153,7 @@ def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileS
     if len(formats) > 1:
         counts = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
         raise DataError(
-            f"{field}.path={path}: a source has files of one format, and these are {counts}. "
+            f"{field}.path={path}: all files of a source have one format, but these are {counts}. "
             'Give each format a source of its own, with a glob such as "data/**/*.jsonl".'
         )
     return FileSet(field, path, files[0].format, tuple(files), len(found) - len(files))

@@ -9,7 +9,13 @@ from weft.data.tokens.tokenizer import END, PAD, SPECIAL_TOKENS, Tokenizer, save
 
 
 def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """vocab_size: entries with the special tokens; little text may give fewer. The result is saved in `folder`."""
+    """Train a byte-level BPE and save it in `folder`.
+
+    Args:
+        folder: of the tokenizer's files.
+        texts: read once.
+        vocab_size: entries with the special tokens; little text may give fewer.
+    """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

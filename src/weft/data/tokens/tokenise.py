@@ -68,19 +68,24 @@ class SourceManifest:
     splits: dict[str, SplitCounts]
 
     def write(self, folder: Path) -> None:
+        """Write manifest.json into a folder."""
         values = {**asdict(self), "splits": {name: counts.to_dict() for name, counts in self.splits.items()}}
         (folder / "manifest.json").write_text(json.dumps(values, indent=1) + "\n", "utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> SourceManifest:
-        """Raises OSError, ValueError, TypeError or KeyError where it is missing or damaged."""
+        """Read manifest.json of a folder.
+
+        Raises:
+            OSError, ValueError, TypeError, KeyError: where it is missing or damaged.
+        """
         values = json.loads((folder / "manifest.json").read_text("utf-8"))
         splits = {name: SplitCounts.from_dict(counts) for name, counts in values["splits"].items()}
         return cls(**{**values, "splits": splits})
 
 
 def piece_bytes(files: FileSet, holdout: float) -> int:
-    """How much of a text file is kept aside, or not, as a whole.
+    """Choose how many bytes of a text file go to training or evaluation as a whole.
 
     Many files: each one whole. Few large files: so many pieces that the evaluation share gets some.
     """
@@ -91,12 +96,21 @@ def piece_bytes(files: FileSet, holdout: float) -> int:
 
 
 def split_of(document: Document, holdout: float) -> str:
-    """ "eval" for a share of the documents that depends on their content alone, else "train"."""
+    """Return "eval" for a share of the documents that depends on their content alone, else "train"."""
     return "eval" if document.draw < holdout * ALL_DRAWS else "train"
 
 
 class DocumentStream:
-    """The documents of a source in stored order; broken records are counted, and reported to `on_broken`."""
+    """The documents of a source in stored order; broken records are counted.
+
+    Args:
+        files: of the source.
+        schema: which columns hold what.
+        limits: of records and of how many may be broken.
+        vocab_size: ids at or above it are refused.
+        on_broken: called with each broken record.
+        report: called with the bytes read so far; None: nobody asks.
+    """
 
     def __init__(
         self, files: FileSet, schema: Schema, limits: ReadLimits, vocab_size: int,
@@ -174,7 +188,9 @@ def _check_unchanged(file: Any) -> None:
     except FileNotFoundError:
         stat = None
     if stat is None or (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-        raise DataError(f"{file.name}: the file changed while it was read. Start again when nothing writes to it.")
+        raise DataError(
+            f"{file.name}: the file changed while it was read. Run the command again once no program writes to it."
+        )
 
 
 def tokenise_source(
@@ -183,8 +199,18 @@ def tokenise_source(
 ) -> SourceManifest:  # fmt: skip
     """Write the shards, the quarantine file and the manifest of one source into the empty `folder`.
 
-    keep_quarantine: where the quarantine file goes when too many records are broken and the folder is given up.
-    Raises DataError for too many broken records, damaged files and a tokenizer without chat tokens.
+    Args:
+        files: of the source.
+        schema: which columns hold what.
+        tokenizer: makes the tokens.
+        limits: of records, and the share of documents held out.
+        folder: empty.
+        report: called with a title, bytes done and bytes in all; None: nobody asks.
+        keep_quarantine: where the quarantine file goes when too many records are broken and the folder is given up.
+        shard_bytes: of the tokens in one file.
+
+    Raises:
+        DataError: for too many broken records, damaged files and a tokenizer without chat tokens.
     """
     if schema.is_chat and not tokenizer.has_chat:
         raise DataError(
@@ -290,9 +316,14 @@ def _write_broken(file: Any, broken: Broken) -> None:
 def too_many_broken(
     files: FileSet, schema: Schema, read: DocumentStream | SourceManifest, max_bad_fraction: float, listed: Path
 ) -> DataError:
-    """The error for a source with too many broken records. read: its counts, of all records or those up to the stop.
+    """Make the error for a source with too many broken records.
 
-    listed: its quarantine file.
+    Args:
+        files: of the source.
+        schema: which columns hold what.
+        read: its counts, of all records or those up to the stop.
+        max_bad_fraction: the limit that was passed.
+        listed: its quarantine file.
     """
     broken = Counter(read.broken)
     reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common(4))

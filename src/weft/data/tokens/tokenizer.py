@@ -72,7 +72,7 @@ class _JsonCodec:
         self._library.no_padding()
         # Without this, "<|endoftext|>" in a document would become the real end token.
         self._library.encode_special_tokens = True
-        self._control = {token: self._library.id_to_token(token) for token in control_ids if token >= 0}
+        self._control = {token: self._library.id_to_token(token) or "" for token in control_ids if token >= 0}
         self._control_ids = np.array(sorted(self._control))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -85,7 +85,8 @@ class _JsonCodec:
 
     def _encode_apart(self, text: str) -> np.ndarray:
         """Encode with each control token's text cut in two, for tokenizers that match it even as plain text."""
-        pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in self._control.values())
+        names = filter(None, self._control.values())
+        pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names)
         parts = self._library.encode_batch_fast(re.split(pattern, text), add_special_tokens=False)
         ids = np.array([token for part in parts for token in part.ids], dtype=np.int64)
         if np.isin(ids, self._control_ids).any():
@@ -132,7 +133,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
-        """Raises DataError when the folder has no tokenizer, or its content does not match its digest."""
+        """Read a tokenizer from its folder.
+
+        Raises:
+            DataError: when the folder has no tokenizer, or its content does not match its digest.
+        """
         folder = Path(folder)
         try:
             vocabulary = Vocabulary(**json.loads((folder / "vocabulary.json").read_text("utf-8")))
@@ -149,19 +154,23 @@ class Tokenizer:
         return cls(vocabulary, text)
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens around it."""
         return self._codec.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One int64 array of ids per text, without end tokens."""
+        """Return one int64 array of ids per text, without end tokens."""
         return self._codec.encode_batch(texts)
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
-        """The text of `ids`; special tokens are left out unless `specials`. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; special tokens are left out unless `specials`.
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
 
     def is_special(self, token: int) -> bool:
-        """Whether the token stands for a mark and not for text."""
+        """Return whether the token stands for a mark and not for text."""
         return token in self._special
 
     @cached_property
@@ -171,11 +180,12 @@ class Tokenizer:
 
     @property
     def has_chat(self) -> bool:
+        """Whether it has the tokens that begin and end a turn of a chat."""
         return self.vocabulary.turn_start_id >= 0 and self.vocabulary.turn_end_id >= 0
 
 
 def save_bytes_tokenizer(folder: Path) -> Tokenizer:
-    """256 bytes and the special tokens."""
+    """Save a tokenizer of the 256 bytes and the special tokens."""
     return _save(folder, Vocabulary("bytes", 260, 256, 257, 258, 259, ""), None)
 
 
@@ -207,7 +217,11 @@ def _digest(vocabulary: Vocabulary, text: str | None) -> str:
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """The tokenizer.json that `tokenizer.path` stands for. Raises DataError."""
+    """Return the tokenizer.json that `tokenizer.path` stands for.
+
+    Raises:
+        DataError: where there is none.
+    """
     place = Path(path).expanduser()
     found = place / "tokenizer.json" if place.is_dir() else place
     if not path or not found.is_file():
@@ -218,7 +232,11 @@ def find_tokenizer_file(path: str) -> Path:
 
 
 def import_tokenizer(folder: Path, path: str) -> Tokenizer:
-    """Copy the tokenizer of `path` (a tokenizer.json, or a folder with one) into `folder`."""
+    """Copy the tokenizer of `path` (a tokenizer.json, or a folder with one) into `folder`.
+
+    Raises:
+        DataError: where there is none, it cannot be read, or it has no end token.
+    """
     from tokenizers import Tokenizer as Library
 
     source = find_tokenizer_file(path)
@@ -252,8 +270,9 @@ def _settings(path: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _token_name(entry: Any) -> Any:
-    return entry.get("content") if isinstance(entry, dict) else entry
+def _token_name(entry: Any) -> str | None:
+    name = entry.get("content") if isinstance(entry, dict) else entry
+    return name if isinstance(name, str) else None
 
 
 def _byte_level_alphabet() -> frozenset[str]:

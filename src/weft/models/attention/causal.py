@@ -39,7 +39,14 @@ class SdpaCore(nn.Module):
     takes_mask = False
 
     def forward(self, q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, visible: Visible) -> Tensor:
-        """Mix the values; (B, H, T, C)."""
+        """Mix the values; (B, H, T, C).
+
+        Args:
+            q_BHTC: queries.
+            k_BKSC: keys; K divides H.
+            v_BKSC: values.
+            visible: what each token sees.
+        """
         if visible.mask_B1TS is None and visible.document_ids_BT is not None:
             return document_attention(q_BHTC, k_BKSC, v_BKSC, visible.starts_BM, visible.document_ids_BT)
         mask_B1TS, num_heads = visible.mask_B1TS, q_BHTC.shape[1]
@@ -56,16 +63,21 @@ class SdpaCore(nn.Module):
 
 
 def takes_groups(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
-    """Whether torch has a fused kernel here for fewer key-value heads than query heads.
+    """Return whether torch has a fused kernel here for fewer key-value heads than query heads.
 
     On a GPU only the flash kernel has it, and that takes neither masks nor float32; torch would go to plain
     matrix products, which hold all (T, S) scores in memory, without a word. Repeated heads find a fused kernel.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        dtype: of queries, keys and values.
+        has_mask: whether a mask is given.
     """
     return device_type == "cpu" or (not has_mask and dtype in (torch.bfloat16, torch.float16))
 
 
 def repeat_heads(x_BKSC: Tensor, num_heads: int) -> Tensor:
-    """Each key-value head once for every query head of its group; (B, H, S, C)."""
+    """Repeat each key-value head for every query head of its group; (B, H, S, C)."""
     return x_BKSC.repeat_interleave(num_heads // x_BKSC.shape[1], 1)
 
 
@@ -73,6 +85,12 @@ class Attention(nn.Module):
     """q, k, v and o projections around a core without parameters.
 
     The number of heads is read from the projections' outputs, so a projection that holds some of the heads works too.
+
+    Args:
+        dim: width of the hidden state; num_heads divides it.
+        num_heads: query heads.
+        num_kv_heads: key-value heads.
+        bias: of all projections.
     """
 
     def __init__(self, dim: int, num_heads: int, num_kv_heads: int, *, bias: bool):
@@ -88,7 +106,14 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, visible: Visible, rotation: Rotation | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """Attend; (B, T, D). rotation: None for models with learned positions."""
+        """Attend; (B, T, D) to (B, T, D).
+
+        Args:
+            x_BTD: hidden states.
+            visible: what each token sees.
+            rotation: None for models with learned positions.
+            cache: keys and values of earlier tokens; it takes up those of this call.
+        """
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q_BTHC = self.q(x_BTD).view(heads)
         k_BTKC = self.k(x_BTD).view(heads)
@@ -108,11 +133,13 @@ def see_causally(
 ) -> Visible:  # fmt: skip
     """Decide once per forward what each token sees.
 
-    document_ids_BT: tokens see only tokens of the same id; None: the whole sequence is one document.
-    num_seen: tokens that a cache already holds; they come before all tokens here.
-    dtype: of the mask, where one is needed: the dtype in which attention runs.
-    starts_BM: where documents begin; found from the ids where it is None. wants_mask: make a mask over pairs of tokens
-    for documents.
+    Args:
+        positions_BT: place of each token in its document.
+        document_ids_BT: tokens see only tokens of the same id; None: the whole sequence is one document.
+        num_seen: tokens that a cache already holds; they come before all tokens here.
+        dtype: of the mask, where one is needed: the dtype in which attention runs.
+        starts_BM: where documents begin; found from the ids where it is None.
+        wants_mask: make a mask over pairs of tokens for documents.
     """
     num_new = positions_BT.shape[1]
     if document_ids_BT is None and (num_seen == 0 or num_new == 1):

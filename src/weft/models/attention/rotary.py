@@ -24,7 +24,15 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions_BT: Tensor, head_dim: int, theta: float, scale: float, dtype: torch.dtype) -> Rotation:
-    """Angles of the given positions, made once per forward. Angles are float32, the result has `dtype`."""
+    """Return the angles of the given positions, made once per forward. Angles are float32, the result has `dtype`.
+
+    Args:
+        positions_BT: place of each token in its document.
+        head_dim: even.
+        theta: base of the frequencies.
+        scale: low frequencies are divided by it, as Llama 3.1 does; 1: none are.
+        dtype: of cosines and sines.
+    """
     frequencies = _frequencies(head_dim, theta, scale, positions_BT.device)
     angles = positions_BT[:, :, None, None].to(torch.float32) * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)

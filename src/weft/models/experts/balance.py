@@ -36,11 +36,11 @@ class Span:
         return x_BE
 
     def whole(self, ids_BTK: Tensor) -> Tensor:
-        """The ids of all tokens, in the order of the sequence; (B, S, K)."""
+        """Bring together the ids of all tokens, in the order of the sequence; (B, S, K)."""
         return ids_BTK
 
     def part(self, x_BSK: Tensor) -> Tensor:
-        """This rank's tokens again; (B, T, K)."""
+        """Cut out this rank's tokens again; (B, T, K)."""
         return x_BSK
 
 
@@ -66,16 +66,22 @@ class Load:
 
 
 def count_tokens(ids_BTK: Tensor, num_experts: int) -> Tensor:
-    """How many tokens of each sequence visit each expert; int64 (B, E)."""
+    """Return how many tokens of each sequence visit each expert; int64 (B, E)."""
     flat = ids_BTK.flatten(1)
     counts = torch.zeros(flat.shape[0], num_experts, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(1, flat, torch.ones_like(flat))
 
 
 def sequence_loss(tokens_BE: Tensor, probs_BTE: Tensor, top_k: int, span: Span) -> Tensor:
-    """Sum over sequences of S * sum over experts of f * P: S when a sequence is spread evenly, up to S * E / K.
+    """Sum S * sum over experts of f * P over sequences: S when a sequence is spread evenly, up to S * E / K.
 
-    f: an expert's tokens over its even share of them; P: its mean probability. tokens_BE: of this rank's tokens.
+    f: an expert's tokens over its even share of them; P: its mean probability.
+
+    Args:
+        tokens_BE: tokens that chose each expert, of this rank's part of each sequence.
+        probs_BTE: probabilities of all experts, float.
+        top_k: experts of a token.
+        span: the ranks that hold other parts of the same sequences.
     """
     num_experts, num_tokens = tokens_BE.shape[1], probs_BTE.shape[1] * span.num_parts
     sums_BE = probs_BTE.sum(1)
@@ -104,12 +110,26 @@ def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span:
 
 
 def attach(weights: Tensor, aux_sum: Tensor, scale: float, tokens_E: Tensor, load: Load) -> Tensor:
-    """The same weights; their backward sends `scale` to the auxiliary loss, and counts."""
+    """Return the same weights; their backward sends `scale` to the auxiliary loss, and counts.
+
+    Args:
+        weights: of the chosen experts.
+        aux_sum: 0-d, the auxiliary loss.
+        scale: its gradient.
+        tokens_E: tokens that chose each expert.
+        load: where they are counted.
+    """
     return _Attach.apply(weights, aux_sum, scale, tokens_E, load)
 
 
 def move_bias(bias_ppm_E: Tensor, tokens_E: Tensor, rate: float) -> None:
-    """One step of the selection bias, in place: up where an expert had less than its even share, down where more."""
+    """Move the selection bias one step, in place: up where an expert had less than its even share, down where more.
+
+    Args:
+        bias_ppm_E: int64, in units of BIAS_UNIT.
+        tokens_E: tokens that chose each expert in this step, over all ranks.
+        rate: of one step.
+    """
     surplus = tokens_E * tokens_E.numel() - tokens_E.sum()
     bias_ppm_E -= round(rate / BIAS_UNIT) * surplus.sign()
 

@@ -33,9 +33,13 @@ class ByExpert(NamedTuple):
 
 
 def sort_by_expert(ids_MK: Tensor, num_experts: int, drops: bool) -> ByExpert:
-    """Order pairs of token and expert by expert. drops: some ids may be `num_experts`, which is none: they get no row.
+    """Order pairs of token and expert by expert.
 
-    With drops, the host waits for the number of rows.
+    Args:
+        ids_MK: the experts of each token.
+        num_experts: E.
+        drops: some ids may be `num_experts`, which is none: they get no row. The host waits for the number of rows
+            then.
     """
     flat = ids_MK.reshape(-1)
     sorted_ids, source = flat.sort(stable=True)
@@ -50,17 +54,29 @@ def sort_by_expert(ids_MK: Tensor, num_experts: int, drops: bool) -> ByExpert:
 
 
 def spread_rows(x_MD: Tensor, order: ByExpert) -> Tensor:
-    """Each row's token, (R, D). Backward adds up a token's rows in a fixed order."""
+    """Return each row's token, (R, D). Backward adds up a token's rows in a fixed order."""
     return _Spread.apply(x_MD, order)
 
 
 def combine_rows(y_RD: Tensor, weights_MK: Tensor, order: ByExpert) -> Tensor:
-    """Sum of each token's rows times their weights, (M, D); what has no row counts as zero."""
+    """Sum each token's rows times their weights, (M, D); what has no row counts as zero.
+
+    Args:
+        y_RD: rows, by expert.
+        weights_MK: of each token's rows.
+        order: from `sort_by_expert`.
+    """
     return _Combine.apply(y_RD, weights_MK.to(y_RD.dtype), order)
 
 
 def permute_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """x[index] for an index that is a permutation, so that backward gathers too and adds up nothing."""
+    """Return x[index] for an index that is a permutation, so that backward gathers too and adds up nothing.
+
+    Args:
+        x_RD: rows.
+        index_R: the permutation.
+        inverse_R: its inverse, for backward.
+    """
     return _Permute.apply(x_RD, index_R, inverse_R)
 
 
@@ -75,7 +91,13 @@ def grouped_way(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
 
 
 def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """x @ w[e].T for the rows of each expert e; (R, F). ends_E: number of rows up to each expert, the last is R."""
+    """Compute x @ w[e].T for the rows of each expert e; (R, F).
+
+    Args:
+        x_RD: rows, by expert.
+        weights_EFD: a matrix for each expert.
+        ends_E: number of rows up to each expert, the last is R.
+    """
     device = x_RD.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

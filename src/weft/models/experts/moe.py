@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from weft.models.experts.balance import BIAS_UNIT, Load, Span, attach, count_tokens, keep_within, sequence_loss
 from weft.models.experts.grouped import combine_rows, grouped_linear, sort_by_expert, spread_rows
+from weft.private_torch import uncompiled
 from weft.spec import DecoderSpec
 
 
@@ -52,7 +53,7 @@ class Router(nn.Module):
         self.aux_scale: float | None = None
 
     def reset_buffers(self) -> None:
-        """Buffers as they are before training."""
+        """Set the buffers as they are before training."""
         if self.bias_ppm is not None:
             self.bias_ppm.zero_()
 
@@ -102,12 +103,18 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(spec.num_experts, spec.dim, spec.expert_width))
 
     def forward(self, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
-        """Weighted sum of what each token's experts give; (M, D). ids: E for none."""
+        """Return the weighted sum of what each token's experts give; (M, D).
+
+        Args:
+            x_MD: tokens.
+            ids_MK: the experts of each; E for none.
+            weights_MK: of each expert's output.
+        """
         order = sort_by_expert(ids_MK, self.gate_up.shape[0], self.drops)
         return combine_rows(self.run(spread_rows(x_MD, order), order.ends_E), weights_MK, order)
 
     def run(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
-        """What the experts give for rows in their order; (R, D). ends_E: number of rows up to each expert."""
+        """Run the experts on rows in their order; (R, D). ends_E: number of rows up to each expert."""
         gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends_E).chunk(2, -1)
         return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends_E)
 
@@ -122,9 +129,9 @@ class MoE(nn.Module):
         self.shared = shared
 
     # How many rows an expert has is known only when the router has chosen, and the host must know it.
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Compute the layer: (B, T, D) to (B, T, D)."""
         routing = self.router(x_BTD)
         ids_MK, weights_MK = (part.flatten(0, 1) for part in routing)
         y_BTD = self.experts(x_BTD.flatten(0, 1), ids_MK, weights_MK).view_as(x_BTD)
@@ -132,5 +139,5 @@ class MoE(nn.Module):
 
 
 def routers(model: nn.Module) -> Iterator[Router]:
-    """The routers of a model, in its order."""
+    """Yield the routers of a model, in its order."""
     return (module for module in model.modules() if isinstance(module, Router))

@@ -24,7 +24,13 @@ _WAIT_S = 5.0
 
 
 class Artist:
-    """Has a run's picture drawn now and then; every call returns at once but for `close`."""
+    """Has a run's picture drawn now and then; every call returns at once but for `close`.
+
+    Args:
+        events: the log that is drawn.
+        png: the picture, replaced each time.
+        title: above the picture.
+    """
 
     def __init__(self, events: Path, png: Path, title: str):
         self._command = [sys.executable, "-m", "weft.monitor.screen.artist", str(events), str(png), title]
@@ -33,7 +39,7 @@ class Artist:
         self._free_at += FIRST_S
 
     def draw_soon(self) -> None:
-        """There is something new to see: draw, unless a picture is fresh or being drawn."""
+        """Draw, for there is something new to see, unless a picture is fresh or being drawn."""
         now = time.monotonic()
         if self._is_busy(now) or now < self._free_at:
             return

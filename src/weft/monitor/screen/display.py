@@ -13,17 +13,26 @@ from weft.monitor.screen.terminal import LastingStream, is_live
 class Display(Protocol):
     """Shows a run. Every call returns at once; `close` leaves the terminal as it was found, and may be repeated."""
 
-    def step(self, record: StepRecord) -> None: ...
+    def step(self, record: StepRecord) -> None:
+        """Show a step."""
 
     def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
-        """metrics: of the task, beside the loss: (value, its unit or name)."""
+        """Show an evaluation.
+
+        Args:
+            step: after which it was made.
+            loss: of the evaluation set.
+            metrics: of the task, beside the loss: (value, its unit or name).
+        """
 
     def phase(self, name: str) -> None:
-        """What the run does now besides training: "evaluating", "saving", ...; "" when it trains."""
+        """Show what the run does besides training: "evaluating", "saving", ...; "" when it trains."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the display, and leave the terminal as it was found."""
 
     def __enter__(self) -> Display: ...
 
@@ -42,12 +51,18 @@ def make_display(
     past: Sequence[Mapping[str, Any]] = (),
     metrics: Mapping[str, str] | None = None,
 ) -> Display:
-    """A live panel when `stream` is a terminal (and no CI's), else plain lines, one each `every` steps.
+    """Make a live panel when `stream` is a terminal (and no CI's), else plain lines.
 
-    start_step: steps done before, by the run that this one resumes; past: its last events, which the panel's curve
-    goes on from. is_tty: overrules the detection. title: what the panel's first line says, such as the run's name and
-    its plan. steps_per_epoch: None where an epoch means nothing.
-    metrics: of the events of evaluations, the label of each metric by its name.
+    Args:
+        stream: where it is shown.
+        total_steps: of the whole run.
+        start_step: steps done before, by the run that this one resumes.
+        every: steps from one plain line to the next.
+        is_tty: overrules the detection.
+        title: what the panel's first line says, such as the run's name and its plan.
+        steps_per_epoch: None where an epoch means nothing.
+        past: the last events of the run that this one resumes, which the panel's curve goes on from.
+        metrics: of the events of evaluations, the label of each metric by its name.
     """
     if is_tty is None:
         is_tty = is_live(stream)

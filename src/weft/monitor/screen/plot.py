@@ -21,11 +21,19 @@ _LOG_RATIO = 3.0
 
 
 def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "") -> Path:
-    """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG. Under the
-    title stand model, plan, steps and day. The loss has a logarithmic axis where it spans more than a factor of 3.
+    """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG.
 
-    events: as `read_events` gives them; steps done twice are drawn once. The file is replaced in one rename. Raises
-    DataError when there is no step to draw.
+    Under the title stand model, plan, steps and day. The loss has a logarithmic axis where it spans more than a factor
+    of
+    3. The file is replaced in one rename.
+
+    Args:
+        events: as `read_events` gives them; steps done twice are drawn once.
+        path: of the PNG; it is also what is returned.
+        title: "" becomes "Training loss".
+
+    Raises:
+        DataError: when there is no step to draw, or the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,7 +41,9 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
     events = list(events)
     steps = last_per_step(events)
     if not steps:
-        raise DataError("events: there is no step to draw. Train for at least one step first.")
+        raise DataError(
+            "events: no step has been recorded, so there is nothing to draw. Train for at least one step first."
+        )
     figure = Figure(figsize=(10, 6.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))

@@ -26,7 +26,7 @@ def is_live(stream: TextIO) -> bool:
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Width of the terminal behind `stream` less one column, which some terminals wrap at; None for anything else."""
+    """Return the terminal's width behind `stream` less one column, which some wrap at; None for anything else."""
     try:
         return max(20, os.get_terminal_size(stream.fileno()).columns - 1) if stream.isatty() else None
     except (OSError, ValueError):
@@ -34,9 +34,14 @@ def columns_of(stream: TextIO) -> int | None:
 
 
 def wrapped(text: str, width: int | None, indent: int = LABEL_COLUMNS) -> str:
-    """`text` with each line broken at spaces so that it fits `width`; what follows a break is indented.
+    """Return `text` with each line broken at spaces.
 
-    A word that is longer than a line stays whole, so that a path can be copied. width None: nothing is broken.
+    A word that is longer than a line stays whole, so that a path can be copied.
+
+    Args:
+        text: one line or more.
+        width: columns of a line; None: nothing is broken.
+        indent: columns before what follows a break.
     """
     if width is None:
         return text
@@ -60,14 +65,20 @@ def _broken(line: str, wrapper: textwrap.TextWrapper) -> list[str]:
 
 
 def tell(stream: TextIO, lines: Iterable[str], indent: int = LABEL_COLUMNS) -> None:
-    """Print lines, wrapped at words where `stream` is a terminal."""
+    """Print lines, wrapped at words where `stream` is a terminal.
+
+    Args:
+        stream: where they go.
+        lines: each is wrapped by itself.
+        indent: columns before what follows a break.
+    """
     width = columns_of(stream)
     print("\n".join(wrapped(line, width, indent) for line in lines), file=stream, flush=True)
 
 
 @contextlib.contextmanager
 def busy(stream: TextIO | None, text: str) -> Iterator[None]:
-    """While inside, a terminal shows `text` and the seconds so far on a line of its own, which is gone afterwards.
+    """Show `text` and the seconds so far on a line of a terminal's own while inside; it is gone afterwards.
 
     Nothing else may write to the terminal meanwhile. Other streams show nothing.
     """
@@ -101,8 +112,12 @@ def _draw_busy(stream: TextIO, text: str, done: threading.Event) -> None:
 
 
 class LastingStream:
-    """Passes text on to a stream, and nothing once that is gone: a closed terminal or pipe does not end a run,
-    whose numbers are in events.jsonl all the same. Letters that the stream cannot encode become '?'."""
+    """Passes text on to a stream, and nothing once that is gone.
+
+    A closed terminal or pipe does not end a run, whose numbers are in events.jsonl all the same. Letters that the
+    stream
+    cannot encode become '?'.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -110,6 +125,7 @@ class LastingStream:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
+        """Write a text as far as the stream takes it, and return its length."""
         if not self._gone:
             try:
                 self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
@@ -118,6 +134,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream, unless it is gone."""
         if not self._gone:
             try:
                 self._stream.flush()
@@ -125,7 +142,9 @@ class LastingStream:
                 self._gone = True
 
     def isatty(self) -> bool:
+        """Return whether the stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
+        """Return the stream's descriptor."""
         return self._stream.fileno()

@@ -199,7 +199,7 @@ class Meter:
 
 
 def memory_bytes(device: object = "cpu") -> tuple[int, int]:
-    """(now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
+    """Return (now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
     if str(device).startswith("cuda"):
         import torch
 

@@ -35,11 +35,11 @@ _COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
 _ADVICE = {
     "stages": (
         0.1,
-        "more microbatches shorten it; so does a zero-bubble schedule (zb_h1, zb_v), where there is none yet",
+        "use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) if the plan has none yet",
     ),
-    "data": (0.05, "data comes too slowly: look at the storage of the token cache"),
+    "data": (0.05, "loading data is too slow: check the storage of the token cache"),
     "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
-    "host": (0.25, "steps are short beside Python's work: a larger batch in a pass, or compile=on"),
+    "host": (0.25, "Python takes longer than the computation: use a larger microbatch, or compile=on"),
 }
 #: Seconds that a kind has taken before there is advice about it: nobody tunes a run of a minute.
 _WORTH_ADVICE_S = 10.0
@@ -59,13 +59,13 @@ class TimeBook:
         self._steps: deque[dict[str, float]] = deque(maxlen=_TYPICAL)
 
     def start(self) -> None:
-        """The run begins now."""
+        """Begin the run's time now."""
         self._seconds, self.num_steps, self._total = {}, 0, None
         self._steps.clear()
         self._began = time.perf_counter()
 
     def stop(self) -> None:
-        """The run ends now."""
+        """End the run's time now."""
         self._total = time.perf_counter() - self._began
 
     @contextlib.contextmanager
@@ -99,7 +99,7 @@ class TimeBook:
         self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
 
     def typical(self) -> dict[str, float]:
-        """Seconds by kind of one step: the mean over the last ones, without the run's first, which sets things up."""
+        """Return a step's seconds by kind: the mean over the last ones, without the run's first."""
         steps = [*self._steps]
         if self.num_steps == len(steps) and len(steps) > 1:
             steps = steps[1:]
@@ -107,7 +107,7 @@ class TimeBook:
         return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by kind; "host" is what no kind has; "total" is all."""
+        """Return the seconds by kind; "host" is what no kind has; "total" is all."""
         total = self._total if self._total is not None else time.perf_counter() - self._began
         known = sum(seconds for kind, seconds in self._seconds.items() if kind != "host")
         return {**self._seconds, "host": max(0.0, total - known), "total": total}
@@ -116,9 +116,13 @@ class TimeBook:
 def time_lines(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> list[str]:
-    """The report in words. ranks: `TimeBook.seconds()` of each rank. start_step: what an earlier start had done.
+    """Tell the report in words.
 
-    sizes: of the mesh's axes, so that joined axes are told without those of one rank.
+    Args:
+        ranks: `TimeBook.seconds()` of each rank.
+        num_steps: that these times are of.
+        sizes: of the mesh's axes, so that joined axes are told without those of one rank.
+        start_step: what an earlier start had done.
     """
     ranks = [_over_wide(one, sizes) for one in ranks]
     total = max(one["total"] for one in ranks)
@@ -145,8 +149,11 @@ def time_lines(
 def draw_times(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> str:
-    """The report as a picture: SVG text, one row for each rank (at most 64, evenly chosen). The arguments are those of
-    `time_lines`."""
+    """Draw the report: SVG text, one row for each rank (at most 64, evenly chosen).
+
+    Args:
+        ranks, num_steps, sizes, start_step: as `time_lines` takes them.
+    """
     ranks = [_over_wide(one, sizes) for one in ranks]
     kinds = _kinds(ranks)
     axes = [kind for kind in kinds if kind.startswith("over ")]
@@ -174,7 +181,7 @@ def draw_times(
 
 
 def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]]) -> str:
-    """Spans as a trace for chrome://tracing or Perfetto: JSON text.
+    """Return the spans as a trace for chrome://tracing or Perfetto: JSON text.
 
     tracks: (process, thread, spans), where a span is (name, start, end) in seconds.
     """

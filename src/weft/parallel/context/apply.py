@@ -25,15 +25,17 @@ def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Let `model` take sequences that are cut over `mesh["cp"]`, in place. Nothing happens where cp is 1.
 
     Returns the placements of the parameters it changed: none, since every rank of cp keeps them whole.
-    Raises ModelError for a model whose attention cannot be replaced from outside.
+
+    Raises:
+        ModelError: for a model whose attention cannot be replaced from outside.
     """
     if mesh["cp"].size == 1:
         return {}
     if hugging_face.is_hugging_face(model):
         if (heads := hugging_face.attention_heads(model)) is None:
             raise ModelError(
-                f"cp: {type(model).__name__} has no one number of attention heads, and what else mixes its tokens "
-                f"cannot be cut. Use cp=1 for this model."
+                f"cp={mesh['cp'].size}: {type(model).__name__} gives no single number of attention heads, and Weft "
+                "cuts sequences only through attention. Use cp=1 for this model."
             )
         context = Context(mesh.plan, mesh["cp"], *heads)
         replace_attention(model, context)
@@ -58,12 +60,12 @@ def hold_context(model: nn.Module, recomputes: bool) -> None:
 
 
 def context_of(model: nn.Module) -> Context | None:
-    """What `apply_context` made for this model; None where its sequences are whole."""
+    """Return what `apply_context` made for this model; None where its sequences are whole."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def cut_sequence(model: nn.Module, batch: Any) -> Any:
-    """This rank's part of a batch of whole sequences: of each tensor whose dim 1 is the sequence, its tokens.
+    """Return this rank's part of a batch of whole sequences: of each tensor whose dim 1 is the sequence, its tokens.
 
     The batch itself where the model's sequences are whole. Labels must be shifted already.
     """
@@ -72,6 +74,6 @@ def cut_sequence(model: nn.Module, batch: Any) -> Any:
 
 
 def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
-    """Around forward and backward of what `cut_sequence` gave. Outside of it the model takes whole sequences."""
+    """Surround forward and backward of what `cut_sequence` gave. Outside of it the model takes whole sequences."""
     context = context_of(model)
     return contextlib.nullcontext() if context is None else context.use()

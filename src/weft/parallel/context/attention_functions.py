@@ -26,6 +26,7 @@ from weft.parallel.context.document_borders import PADDING
 from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.pieces import Sight
 from weft.parallel.context.positions import positions_of
+from weft.private_torch import uncompiled
 from weft.structure import hugging_face, repeated_blocks, token_flow
 
 #: Our attention functions are registered under this and the name of the one whose place they take.
@@ -99,8 +100,8 @@ def _refuse_mixers(model: nn.Module, context: Context) -> None:
             if token_flow.mixing(module) == "other":
                 place = f"{path}.{name}" if name else path
                 raise ModelError(
-                    f"cp={context.axis.size}: {place} ({type(module).__name__}) mixes tokens, and not by attention, "
-                    f"so it would see only this rank's. Use cp=1 for this model."
+                    f"cp={context.axis.size}: {place} ({type(module).__name__}) mixes tokens by something other than "
+                    "attention, so it would see only this rank's tokens. Use cp=1 for this model."
                 )
 
 
@@ -137,7 +138,7 @@ def attend_by_name(
     return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
 
 
-@torch.compiler.disable
+@uncompiled
 def _attend_cut(
     module: nn.Module,
     context: Context,
@@ -157,8 +158,8 @@ def _attend_cut(
         context.callers.add(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = asked.get("sliding_window")
-    whole = window is None or window >= key.shape[2] * context.axis.size
-    before = None if whole else window - 1  # a window holds the token itself
+    whole = key.shape[2] * context.axis.size
+    before = None if window is None or window >= whole else window - 1  # a window holds the token itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     drop = getattr(module, _SITE).attention(dropout, *query.shape[:2], query.device) if dropout else None
     scoring = Scoring(scale, Sight(before, 0 if causal else before), asked.get("softcap"), drop)
@@ -170,12 +171,13 @@ def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str
     where = f"cp={context.axis.size}: {type(module).__name__}"
     if dropout and not hasattr(module, _SITE):
         raise ModelError(
-            f"{where} drops {dropout:g} of its attention weights in training, at a rate that it does not keep under a "
-            f"usual name. Keep it as module.attention_dropout, or set it to 0."
+            f"{where} drops {dropout:g} of its attention weights in training, and Weft finds that rate under none of "
+            "the usual names. Store it as module.attention_dropout, or set it to 0."
         )
     if unknown := _unknown(asked):
         raise ModelError(
-            f"{where} asks for {unknown[0]}, which attention over a cut sequence does not support. Use cp=1."
+            f"{where} passes {unknown[0]} to its attention, and attention over a cut sequence does not support it. "
+            "Use cp=1."
         )
 
 
@@ -205,13 +207,13 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None or "position_ids" not in signature.parameters:
         raise ModelError(
-            f"cp={context.axis.size}: {type(model).__name__} takes no input_ids or no position_ids, so a part of a "
-            f"sequence cannot be put in its place. Use cp=1 for this model."
+            f"cp={context.axis.size}: {type(model).__name__} has no input_ids or no position_ids, so Weft cannot "
+            "give it the positions of its part of a sequence. Use cp=1 for this model."
         )
     if others := [name for name in _BESIDE_TOKENS if given.get(name) is not None]:
         raise ModelError(
-            f"cp={context.axis.size}: {type(model).__name__} takes {others[0]} beside its tokens, and a rank that has "
-            f"a part of the tokens cannot tell which of it is theirs. Use cp=1 for this model."
+            f"cp={context.axis.size}: {type(model).__name__} takes {others[0]} beside its tokens, and Weft cannot "
+            "tell which part of it belongs to a rank's tokens. Use cp=1 for this model."
         )
     places_T = context.places(tokens.shape[1], tokens.device)
     looks = hugging_face.looks_at_positions(model, signature, given)
@@ -255,8 +257,8 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
         return
     if context.num_calls == 0:
         raise ModelError(
-            f"cp={context.axis.size}: {type(model).__name__} computed its attention by other ways than "
-            f"transformers' attention functions. Use cp=1 for this model."
+            f"cp={context.axis.size}: {type(model).__name__} does not compute its attention through transformers' "
+            "attention functions. Use cp=1 for this model."
         )
     if not context.has_looked:
         _check_blocks(model, context)
@@ -269,6 +271,6 @@ def _check_blocks(model: nn.Module, context: Context) -> None:
         is_layer = next(block.children(), None) is not None
         if is_layer and callers.isdisjoint(block.modules()):
             raise ModelError(
-                f"cp={context.axis.size}: {path} ({type(block).__name__}) called no attention, and what else mixes its "
-                f"tokens cannot be cut. Use cp=1 for this model."
+                f"cp={context.axis.size}: {path} ({type(block).__name__}) called no attention, and Weft cuts "
+                "sequences only through attention. Use cp=1 for this model."
             )

@@ -29,6 +29,12 @@ class Context:
 
     in_use: whether the model is being given cut sequences. Where it is not, as in generation, attention is as the
     model has it, and each rank computes the whole of what it is given.
+
+    Args:
+        plan: its `cp_mode` and `tp`.
+        axis: the ranks of cp.
+        num_heads: query heads of the whole model.
+        num_kv_heads: key-value heads of the whole model.
     """
 
     def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
@@ -53,7 +59,7 @@ class Context:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """While inside, what the model is given are this rank's parts of sequences."""
+        """Treat what the model is given inside as this rank's parts of sequences."""
         before, self.in_use = self.in_use, True
         try:
             yield
@@ -61,23 +67,31 @@ class Context:
             self.in_use = before
 
     def order(self, seq_len: int) -> SequenceOrder:
-        """Where this rank's tokens are in sequences of that length; ModelError where they do not come out even."""
+        """Return where this rank's tokens are in sequences of that length.
+
+        Raises:
+            ModelError: where tokens or heads cannot be divided evenly.
+        """
         cp, (heads, kv_heads) = self.axis.size, self._heads
         mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
         if mode == "ulysses" and not ulysses_fits(cp, heads, kv_heads, self._plan.tp):
             raise ModelError(
-                f"cp_mode=ulysses: {heads} heads and {kv_heads} key-value heads cannot be shared out over cp={cp} and "
+                f"cp_mode=ulysses: {heads} heads and {kv_heads} key-value heads cannot be divided over cp={cp} and "
                 f"tp={self._plan.tp}. Use cp_mode=ring or cp_mode=gather."
             )
         if seq_len % num_chunks(mode, cp):
             raise ModelError(
                 f"cp={cp}: cp_mode={mode} cuts a sequence into {num_chunks(mode, cp)} equal chunks, and {seq_len} "
-                f"tokens do not come out even. Pad the sequences to a multiple of {num_chunks(mode, cp)} tokens."
+                f"tokens do not divide evenly. Pad the sequences to a multiple of {num_chunks(mode, cp)} tokens."
             )
         return SequenceOrder(mode, cp, self.axis.rank, seq_len)
 
     def cut(self, batch: Any) -> Any:
-        """This rank's part of a batch of whole sequences; see `cut_batch`."""
+        """Return this rank's part of a batch of whole sequences; see `cut_batch`.
+
+        Raises:
+            ModelError: where no tensor of the batch is (batch, sequence), or the sequence cannot be divided evenly.
+        """
         seq_len = sequence_length(batch)
         if seq_len is None:
             raise ModelError(
@@ -90,13 +104,21 @@ class Context:
         return cut_batch(batch, self.order(seq_len))
 
     def places(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
+        """Return the place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
         return self.order(num_tokens * self.axis.size).places(device)
 
     def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None) -> Tensor:
-        """Attention over the whole sequence; (B, H, T, C).
+        """Return the attention over the whole sequence; (B, H, T, C).
 
-        ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
+        Args:
+            q_BHTC: queries of this rank's tokens.
+            k_BKTC: keys of the same tokens.
+            v_BKTC: values of the same tokens.
+            scoring: scale, softcap, what each query sees, and dropout.
+            ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
+
+        Raises:
+            ModelError: where there are more keys than queries, as from a cache.
         """
         self.num_calls += 1
         if q_BHTC.shape[2] != k_BKTC.shape[2]:

@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError
@@ -18,6 +17,7 @@ from weft.models import Decoder
 from weft.models.attention import Attention, SdpaCore, Visible
 from weft.parallel.context.context_mode import Context
 from weft.parallel.context.kernel import Scoring
+from weft.private_torch import uncompiled
 
 
 class ContextCore(SdpaCore):
@@ -43,7 +43,7 @@ class ContextCore(SdpaCore):
             return self.handle(q_BHTC.shape, q_BHTC.dtype, inputs)
         return self.attend(q_BHTC, k_BKSC, v_BKSC, ids_BT)
 
-    @torch.compiler.disable
+    @uncompiled
     def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor | None = None) -> Tensor:
         """Over the whole sequence; (B, H, T, C)."""
         assert self.context is not None

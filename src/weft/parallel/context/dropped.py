@@ -19,9 +19,16 @@ def dropped_attention(
     q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Tensor | None, is_causal: bool, scale: float,
     drop: AttentionDrop,
 ) -> Tensor:  # fmt: skip
-    """As F.scaled_dot_product_attention, dropping by position; (B, H, T, C).
+    """Attend as F.scaled_dot_product_attention does, dropping by position; (B, H, T, C).
 
-    mask: bool (True is seen) or added to scores, of any shape that broadcasts to (B, H, T, S).
+    Args:
+        q_BHTC: queries.
+        k_BKSC: keys; K divides H.
+        v_BKSC: values.
+        mask: bool (True is seen) or added to scores, of any shape that broadcasts to (B, H, T, S); None: all is seen.
+        is_causal: each token sees those up to itself.
+        scale: of the scores.
+        drop: which elements go, by position.
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]

@@ -31,8 +31,9 @@ def positions_of(model: nn.Module) -> Positions:
     """How this model counts."""
     for module in model.modules():
         count = getattr(module, _COUNTS, None) or getattr(sys.modules.get(type(module).__module__), _COUNTS, None)
-        if count is not None and isinstance(getattr(module, "padding_idx", None), int) and _has_table(module):
-            return _PastPadding(count, module.padding_idx)  # pyright: ignore[reportArgumentType]
+        padding = getattr(module, "padding_idx", None)
+        if count is not None and isinstance(padding, int) and _has_table(module):
+            return _PastPadding(count, padding)
         if isinstance(module, nn.Embedding) and {"attention_mask", "position_ids"} <= _arguments(module):
             return _by_mask
     return _places

@@ -77,7 +77,10 @@ class DividedSpan(Span):
 def divide_sequences(model: nn.Module, mesh: Mesh, context: CutSequences | None) -> None:
     """Tell routers that sequences lie on several ranks, where cp or sp divides them. After these were applied.
 
-    context: how cp cuts sequences; None where it does not.
+    Args:
+        model: with or without routers.
+        mesh: of the ranks.
+        context: how cp cuts sequences; None where it does not.
     """
     tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
     if context is not None or tp.size > 1:
@@ -105,7 +108,7 @@ class ExpertBalance:
         self._pending: Pending | None = None
 
     def begin(self, scale: float) -> None:
-        """At the start of a step. scale: of the gradient of a loss that is summed over tokens."""
+        """Begin a step. scale: of the gradient of a loss that is summed over tokens."""
         self._pending = None
         for router in self._routers:
             router.aux_scale = scale
@@ -113,7 +116,7 @@ class ExpertBalance:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """What is forwarded inside counts for nothing: no loss of balance in its backward, no tokens of it."""
+        """Count nothing of what is forwarded inside: no loss of balance in its backward, no tokens of it."""
         before = [(router, router.aux_scale, router.load) for router in self._routers]
         for router, _, load in before:
             router.aux_scale, router.load = 0.0, Load(load.num_experts)
@@ -124,7 +127,7 @@ class ExpertBalance:
                 router.aux_scale, router.load = scale, load
 
     def start(self) -> None:
-        """After the last backward: begin to add up the ranks' counts. All ranks call it."""
+        """Begin to add up the ranks' counts, after the last backward. All ranks call it."""
         if self._axis is not None:
             self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
 
@@ -134,7 +137,7 @@ class ExpertBalance:
         return bool(self._routers)
 
     def finish(self, *, moved: bool | Tensor) -> None:
-        """At the end of a step: where the weights moved, the biases move too. A skipped step leaves them.
+        """Move the biases at the end of a step where the weights moved. A skipped step leaves them.
 
         moved: a 0-d bool of the device where the host does not know it yet.
         """

@@ -60,7 +60,10 @@ def balance_routers(model: nn.Module, rate: float) -> int:
     """Give the routers of a Hugging Face model the auxiliary loss, in place and before `parallelize`.
 
     rate: what their config calls router_aux_loss_coef; the loss is the mean over layers of K times the sequence-wise
-    one. Returns the number of routers. Raises ModelError for a model without such routers.
+    one. Returns the number of routers.
+
+    Raises:
+        ModelError: for a model without such routers.
     """
     paths = [path.rpartition(".")[0] for path, _ in layers.find_experts(model)]
     around = [model.get_submodule(path) for path in paths]

@@ -29,19 +29,25 @@ from weft.mesh import Axis, Mesh
 from weft.models.experts import Experts, combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
 from weft.parallel.layers import StandIn
 from weft.parallel.placement import Placement
-from weft.private_torch import without_modes
+from weft.private_torch import uncompiled, without_modes
 from weft.spec import Layout
 from weft.structure import become, hugging_face, layers
 
 #: What an expert of this rank gives for rows in order of the experts: (rows (N, D), number of rows up to each).
 Run = Callable[[Tensor, Tensor], Tensor]
+_COUNT = "num_experts"  # as modules of experts call it
 
 
 def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
     """Let each rank keep its experts, in place. Returns how the parameters of experts are placed now.
 
-    layout: modules whose style is `expert` are spread too, besides those that are known by themselves.
-    Raises ModelError where the plan asks for experts and the model has none, or they cannot be divided.
+    Args:
+        model: whole, or a stage.
+        mesh: its ep and tp.
+        layout: modules whose style is `expert` are spread too, besides those that are known by themselves.
+
+    Raises:
+        ModelError: where the plan asks for experts and the model has none, or they cannot be divided.
     """
     ep, tp = mesh["ep"], mesh["tp"]
     found = dict(layers.find_experts(model, layout))
@@ -62,7 +68,16 @@ def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -
 
 
 def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
-    """ModelError where ep divides experts and the model has none. model: the whole; a stage may well have none."""
+    """Refuse a plan that divides experts where the model has none.
+
+    Args:
+        model: the whole; a stage may well have none.
+        layout: modules whose style is `expert` hold some too.
+        ep: ranks that divide them.
+
+    Raises:
+        ModelError: where ep is above 1 and there are none.
+    """
     if ep > 1 and next(layers.find_experts(model, layout), None) is None:
         raise ModelError(
             f"ep={ep}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of stacked "
@@ -86,16 +101,16 @@ def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
         part = placement.local(whole.detach(), ep.rank, ep.size).clone() if ep.size > 1 else whole.detach()
         setattr(experts.get_submodule(owner), last, nn.Parameter(part, requires_grad=whole.requires_grad))
         placements[f"{path}.{name}"] = placement
-    if isinstance(getattr(experts, "num_experts", None), int):
-        experts.num_experts = count // ep.size  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(getattr(experts, _COUNT, None), int):
+        setattr(experts, _COUNT, count // ep.size)
     return placements
 
 
 class Traffic(NamedTuple):
-    """Rows between this rank and the others of ep, on the host.
+    """Rows between this rank and the others of ep.
 
-    send, receive: rows to and from each. most: the most between any two. by_source: rows from each rank for each of
-    this rank's experts, (ep, L).
+    send, receive: rows to and from each. most: the most between any two. by_source: on the device, rows from each rank
+    for each of this rank's experts, (ep, L).
     """
 
     send: list[int]
@@ -108,9 +123,11 @@ def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
     """Tell all ranks of ep how many rows go where. ends_E: of this rank's rows in order of all experts."""
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
     # All ranks' counts, and not only those for this one: a few kilobytes save the ranks asking for the largest.
-    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1).cpu().long()  # from, to, expert there
-    between = table.sum(2)
-    return Traffic(between[ep.rank].tolist(), between[:, ep.rank].tolist(), int(between.max()), table[:, ep.rank])
+    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # from, to, expert there
+    # The host must know how much it sends and receives: the one wait for the device in this layer.
+    between = table.cpu().long().sum(2)
+    send, receive = between[ep.rank].tolist(), between[:, ep.rank].tolist()
+    return Traffic(send, receive, int(between.max()), table[:, ep.rank].long())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +168,25 @@ class Spread:
             return combine_rows(run(rows_RD, order.ends_E), weights_MK, order)
         traffic = count_traffic(order.ends_E, self.ep)
         arrived_ND = exchange(rows_RD, self.ep, traffic.send, traffic.receive, traffic.most)
-        index_N, inverse_N, ends_L = _by_expert(traffic.by_source, x_MD.device)
+        index_N, inverse_N, ends_L = _by_expert(traffic.by_source, sum(traffic.receive))
         out_ND = permute_rows(run(permute_rows(arrived_ND, index_N, inverse_N), ends_L), inverse_N, index_N)
         back_RD = exchange(out_ND, self.ep, traffic.receive, traffic.send, traffic.most)
         return combine_rows(back_RD, weights_MK, order)
 
 
-def _by_expert(by_source: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows arrive by rank and then by expert: the index that orders them by expert, its inverse, and the ends."""
+def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows arrive by rank and then by expert: the index that orders them by expert, its inverse, and the ends.
+
+    by_source: rows from each rank for each of this rank's experts, (ep, L), whose sum is num_rows.
+    """
     num_ranks, num_here = by_source.shape
-    experts_N = torch.arange(num_here).repeat(num_ranks).repeat_interleave(by_source.flatten())
+    device = by_source.device
+    experts_N = torch.arange(num_here, device=device).repeat(num_ranks)
+    # With its size told, the device computes all this while the host goes on.
+    experts_N = experts_N.repeat_interleave(by_source.flatten(), output_size=num_rows)
     index_N = experts_N.argsort(stable=True)
-    inverse_N = torch.empty_like(index_N)
-    inverse_N[index_N] = torch.arange(index_N.numel())
-    ends_L = by_source.sum(0).cumsum(0).to(torch.int32)
-    return index_N.to(device), inverse_N.to(device), ends_L.to(device)
+    inverse_N = torch.empty_like(index_N).scatter_(0, index_N, torch.arange(num_rows, device=device))
+    return index_N, inverse_N, by_source.sum(0).cumsum(0).to(torch.int32)
 
 
 class StackedGated(Protocol):
@@ -207,7 +228,7 @@ class SpreadExperts(nn.Module):
 def _refuse_spread(experts: nn.Module) -> None:
     if isinstance(experts, SpreadExperts):
         kind = type(experts).__name__
-        raise ModelError(f"module of type {kind}: its experts were spread before. Build a new model.")
+        raise ModelError(f"module of type {kind}: its experts are already divided over ep. Build a new model.")
 
 
 def _members(kind: type) -> dict[str, Any]:
@@ -216,8 +237,10 @@ def _members(kind: type) -> dict[str, Any]:
 
 def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # How many rows go where is known only on the host, when the router has chosen.
-    @torch.compiler.disable
+    @uncompiled
     def forward(self: Any, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
+        spread: Spread = self._weft_spread
+
         def run(rows_ND: Tensor, ends_L: Tensor) -> Tensor:
             if isinstance(self, Experts):
                 return self.run(rows_ND, ends_L)
@@ -226,6 +249,6 @@ def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return _run_plain(self, plain, rows_ND, ends_L)
 
         drops = isinstance(self, Experts) and self.drops
-        return self._weft_spread(run, x_MD, ids_MK, weights_MK, drops)
+        return spread(run, x_MD, ids_MK, weights_MK, drops)
 
     return forward

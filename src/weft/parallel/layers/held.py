@@ -28,7 +28,7 @@ class HeldProduct:
     is_transposed: bool
 
     def multiply(self) -> Tensor:
-        """The gradient, in the weight's shape."""
+        """Compute the gradient, in the weight's shape."""
         left, right = (self.x_RI, self.grad_RO) if self.is_transposed else (self.grad_RO, self.x_RI)
         return left.t() @ right
 
@@ -100,5 +100,13 @@ class _Linear(Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, held: HeldGradients, *, transposed: bool = False) -> Tensor:
-    """`torch.nn.functional.linear` (with transposed, of a weight (I, O)) whose weight gradient may wait."""
+    """Compute `torch.nn.functional.linear`; its weight gradient may wait.
+
+    Args:
+        x: (..., I).
+        weight: (O, I).
+        bias: (O,) or None.
+        held: keeps the factors of the weight gradient while it holds back.
+        transposed: the weight is (I, O).
+    """
     return _Linear.apply(x, weight, bias, weight, held, transposed)

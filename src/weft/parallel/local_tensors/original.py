@@ -32,10 +32,11 @@ class Original:
 
     @property
     def numel(self) -> int:
+        """The number of its elements."""
         return torch.Size(self.shape).numel()
 
     def bytes_laid_out(self, precision: Precision) -> int:
-        """Of the values in forward and backward, and of the master beside them where they are rounded."""
+        """Return the bytes of the values in forward and backward, and of the master where they are rounded."""
         if not self.dtype.is_floating_point:
             return self.num_bytes
         masters = precision.master.itemsize if self.is_trained and precision.is_mixed else 0
@@ -43,7 +44,7 @@ class Original:
 
 
 def originals_of(model: nn.Module) -> dict[str, Original]:
-    """Entries of a plain model's state_dict by name, in its order."""
+    """Return the entries of a plain model's state_dict by name, in its order."""
     first: dict[int, str] = {}
     found: dict[str, Original] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -57,7 +58,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
 
 
 def grown(originals: Mapping[str, Original], precision: Precision) -> str:
-    """One sentence on parameters loaded in 16 bits that take more memory from here on; "" where there are none."""
+    """Tell, in a sentence, of parameters loaded in 16 bits that take more memory from here on; "": there are none."""
     params = [one for name, one in originals.items() if one.is_parameter and one.first == name]
     narrow = {one.dtype for one in params} & {torch.bfloat16, torch.float16}
     before, after = sum(one.num_bytes for one in params), sum(one.bytes_laid_out(precision) for one in params)
@@ -72,6 +73,6 @@ def grown(originals: Mapping[str, Original], precision: Precision) -> str:
             f"frozen weights then stay in it, and trained ones have float32 masters beside them."
         )
     return (
-        f"precision: {sizes} from here on, since each trained weight has a float32 master beside it. There is no plan "
-        f"without masters. Use zero=1, 2 or 3 to divide them, or offload=optimizer to keep them on the host."
+        f"precision: {sizes} from here on, since each trained weight has a float32 master beside it. Every plan "
+        "keeps these masters. Use zero=1, 2 or 3 to divide them, or offload=optimizer to keep them on the host."
     )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weft.comm.wire import Wire, find_wire
-from weft.errors import PlanError
+from weft.errors import ModelError, PlanError
 from weft.models import BATCH_NORMS
 from weft.private_torch import tree_map
 from weft.spec.plan import Plan
@@ -38,7 +38,11 @@ class Precision:
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
-        """The formats that the plan's `precision` and `reduce` stand for. PlanError where they do not go together."""
+        """Return the formats that the plan's `precision` and `reduce` stand for.
+
+        Raises:
+            PlanError: where they do not go together.
+        """
         compute = _COMPUTE[plan.precision]
         master = torch.float64 if compute == torch.float64 else torch.float32
         wire = find_wire(plan.reduce)
@@ -53,6 +57,15 @@ class Precision:
     def scales_loss(self) -> bool:
         """fp16 gradients underflow without loss scaling; the other formats have the range of fp32."""
         return self.compute == torch.float16
+
+    def refuse_unscaled(self, text: str) -> None:
+        """Refuse a user's own loop where the loss must be scaled.
+
+        Raises:
+            ModelError: under fp16, with the text.
+        """
+        if self.scales_loss:
+            raise ModelError(text)
 
     @property
     def is_mixed(self) -> bool:
@@ -74,7 +87,7 @@ class Precision:
 
 
 def formats(model: nn.Module, precision: Precision) -> dict[nn.Parameter, torch.dtype]:
-    """The format of each parameter in forward and backward. Those that are not floating keep theirs."""
+    """Return the format of each parameter in forward and backward. Those that are not floating keep theirs."""
     chosen: dict[nn.Parameter, torch.dtype] = {}
     for module in model.modules():
         wanted = precision.master if isinstance(module, BATCH_NORMS) else precision.compute

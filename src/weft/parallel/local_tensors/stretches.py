@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from weft.checkpoint.arrays import format_name, torch_formats
+from weft.checkpoint.arrays import torch_formats
 from weft.checkpoint.parts import Deal, Part
 from weft.errors import CheckpointError
 
@@ -25,19 +25,33 @@ class SavedTensor(Protocol):
     """Shape and format of a tensor in a checkpoint."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        ...
+
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """The name of its dtype, as safetensors writes it."""
+        ...
 
 
 class StateSource(Protocol):
     """A group of a checkpoint: what there is, and any stretch of it."""
 
     @property
-    def entries(self) -> Mapping[str, SavedTensor]: ...
+    def entries(self) -> Mapping[str, SavedTensor]:
+        """What was saved, by name."""
+        ...
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line from `start` on, in the saved format."""
+        """Fill `out` with elements of a part's line, in the saved format.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor.
+            start: place in its line where reading begins, in elements.
+            out: filled to its end.
+        """
         ...
 
 
@@ -57,7 +71,14 @@ class Stretch:
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor, part: Part, deal: Deal) -> Stretch:
-        """A tensor of which this rank holds all of its part."""
+        """Return the stretch of a tensor of which this rank holds all of its part.
+
+        Args:
+            name: in the checkpoint.
+            tensor: the part, of any strides.
+            part: which elements of the whole tensor it is.
+            deal: which ranks hold the same part.
+        """
         tensor = tensor.detach()
         dense = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
         is_dense, reach = True, 1
@@ -69,13 +90,17 @@ class Stretch:
         return cls(name, part, deal, 0, tensor.contiguous().view(-1), tensor)
 
     def mine(self, rank: int) -> tuple[int, torch.Tensor] | None:
-        """What of it this rank writes, and from where on; None: others do."""
+        """Return what of it this rank writes, and from where on; None: others do."""
         run = self.deal.run_of(rank, self.start, self.start + self.flat.numel(), self.part.numel)
         return None if run is None else (run[0], self.flat[run[0] - self.start : run[1] - self.start])
 
     @torch.no_grad()
     def fill(self, source: StateSource) -> None:
-        """Take its elements from a checkpoint. CheckpointError where that has none of them, or another shape."""
+        """Take its elements from a checkpoint.
+
+        Raises:
+            CheckpointError: where that has none of them, or another shape.
+        """
         saved = expected(source, self.name, self.part.shape)
         kind, flat = torch_formats()[saved.dtype], self.flat
         if not flat.numel():
@@ -107,7 +132,7 @@ class PlacedPart:
     device: torch.device
 
     def positions(self, first: int, last: int) -> torch.Tensor:
-        """Where elements of the run lie in the whole tensor, counted in the order of its memory: int64."""
+        """Return where elements of the run lie in the whole tensor, counted in the order of its memory: int64."""
         part = self.part
         line = torch.arange(self.start + first, self.start + last, device=self.device)
         if part.rows is None:
@@ -146,7 +171,7 @@ def expected(source: StateSource, name: str, shape: tuple[int, ...]) -> SavedTen
 
 
 def read_whole(source: StateSource, name: str) -> torch.Tensor:
-    """A tensor as it was saved, on the host."""
+    """Return a tensor as it was saved, on the host."""
     saved = source.entries[name]
     found = torch.empty(saved.shape, dtype=torch_formats()[saved.dtype])
     if found.numel():
@@ -155,44 +180,34 @@ def read_whole(source: StateSource, name: str) -> torch.Tensor:
 
 
 def flat_of(tensor: torch.Tensor, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """A dense tensor's elements in the order of its memory, or in that of `stride`, which may take a copy."""
+    """Return a dense tensor's elements in the order of its memory, or in that of `stride`, which may take a copy."""
     if stride is not None and stride != tensor.stride() and tensor.numel():
         like = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         tensor = like.copy_(tensor)
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-class WholeTensors:
-    """Whole tensors in memory as a source."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self._tensors = tensors
-        self.entries: dict[str, SavedTensor] = {name: _Whole(one) for name, one in tensors.items()}
-
-    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line from `start` on."""
-        whole = self._tensors[name].detach().cpu()
-        target = torch.frombuffer(out, dtype=whole.dtype)
-        if part.is_padded:
-            target.zero_()
-        for view in part.views(start, start + target.numel()):
-            sizes = [high - low for low, high in view.box]
-            target.as_strided(sizes, view.strides, view.offset).copy_(whole[tuple(slice(*one) for one in view.box)])
-
-
-class _Whole:
-    def __init__(self, tensor: torch.Tensor):
-        self.shape, self.dtype = tuple(tensor.shape), format_name(tensor.dtype)
-
-
 def filled(full_name: str, like: Stretch, piece: torch.Tensor, source: StateSource) -> torch.Tensor:
-    """A state of a piece, in the saved format, from a checkpoint."""
+    """Return a state of a piece, in the saved format, from a checkpoint.
+
+    Args:
+        full_name: of the state in the checkpoint, `parameter/key`.
+        like: where the piece lies in the whole parameter.
+        piece: the parameter's piece on this rank; the state has its shape.
+        source: the checkpoint.
+    """
     target = torch.empty_like(piece, dtype=torch_formats()[source.entries[full_name].dtype], requires_grad=False)
     Stretch(full_name, like.part, like.deal, like.start, flat_of(target)).fill(source)
     return target
 
 
 def alone(name: str, value: torch.Tensor, rank: int) -> Stretch:
-    """A tensor that is shaped as no parameter, which one of the ranks that have it writes whole."""
+    """Return the stretch of a tensor that is shaped as no parameter, which one of the ranks that have it writes whole.
+
+    Args:
+        name: in the checkpoint.
+        value: the same on all ranks.
+        rank: the one that writes it.
+    """
     value = value.detach().contiguous()
     return Stretch(name, Part(tuple(value.shape)), Deal.to_one(rank, value.numel()), 0, value.view(-1))

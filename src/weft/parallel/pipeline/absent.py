@@ -124,8 +124,8 @@ def _stream(path: str, kwargs: dict[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     if len(tensors) != 1:
         raise ModelError(
-            f"block {path!r}: called with {', '.join(kwargs) or 'nothing'}, which does not say what comes from the "
-            f"block before. Pass it first, or as hidden_states=."
+            f"block {path!r}: called with {', '.join(kwargs) or 'nothing'}, so Weft cannot tell which argument is "
+            "the output of the block before. Pass that first, or as hidden_states=."
         )
     return tensors[0]
 

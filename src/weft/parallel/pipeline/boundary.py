@@ -82,7 +82,7 @@ class Boundary:
             raise ModelError(
                 f"stage {stage}: {transfer.content} of microbatch {transfer.microbatch} has shape {tuple(form[0])} and "
                 f"format {form[1]}, and before it had {tuple(known[0])} and {known[1]} for a microbatch of the same "
-                f"shapes. Between stages, shapes must follow from those of the microbatch."
+                f"shapes. Shapes between stages must depend only on the shapes of the microbatch."
             )
         self._post(transfer, tensor)
 
@@ -110,8 +110,8 @@ class Boundary:
         shape, dtype = form
         if len(shape) > _MAX_DIMS or dtype not in _DTYPES:
             raise ModelError(
-                f"stage {transfer.stage}: its input has shape {tuple(shape)} and format {dtype}. Between stages goes a "
-                f"tensor of at most {_MAX_DIMS} dimensions and a usual format."
+                f"stage {transfer.stage}: its input has shape {tuple(shape)} and format {dtype}. Stages can send "
+                f"tensors of at most {_MAX_DIMS} dimensions and a standard format."
             )
         numbers = [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]
         self._post(transfer, torch.tensor(numbers, device=self._device), "form")

@@ -34,6 +34,7 @@ CountedLoss = Callable[[Any, Any, int], tuple[torch.Tensor, torch.Tensor | int]]
 Inside = Callable[[int], AbstractContextManager[None]]
 #: Stages draw from generators of their own: the seed of a microbatch, and this for each stage.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+_ATTRIBUTE = "_weft_pipeline"
 
 
 class Phases(Protocol):
@@ -72,7 +73,7 @@ class StepWork:
 
 
 class Pipeline:
-    """This rank's stages and its list of what to do with them."""
+    """The stages of one rank, and its list of what to do with them."""
 
     def __init__(self, split: Split, mesh: Mesh):
         self.stages = split.stages
@@ -104,8 +105,10 @@ class Pipeline:
     def hold_weight_gradients(self, model: nn.Module) -> None:
         """Let the linear layers of this rank hold back what the schedule does later, in place.
 
-        A compiled block makes all its gradients in one program, so there W has nothing left to do. Raises ModelError
-        where the plan recomputes or compiles blocks and the model has none.
+        A compiled block makes all its gradients in one program, so there W has nothing left to do.
+
+        Raises:
+            ModelError: where the plan recomputes or compiles blocks and the model has none.
         """
         plan = self._plan
         if not repeated_blocks(model) and (plan.recompute != "none" or plan.compile):
@@ -119,7 +122,7 @@ class Pipeline:
             hold_weight_gradients(model, self._held)
 
     def step(self, work: StepWork, phases: Phases) -> None:
-        """Forward and backward of all microbatches. A collective over the axis of stages."""
+        """Run forward and backward of all microbatches. A collective over the axis of stages."""
         self._begin(work.microbatches, self._arrived_by)
         began = self._computed = time.perf_counter()
         self.events = []
@@ -138,24 +141,28 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], forward: ForwardFn, each: Callable[[Any, Any], None]) -> None:
-        """Forward alone of batches, one after another; on the rank with the last stage `each(output, batch)`.
+        """Run forward alone of batches, one after another.
 
         A collective over the axis of stages: all its ranks are given the same batches.
+
+        Args:
+            batches: as many on all ranks.
+            forward: forward(model, batch) -> output.
+            each: each(output, batch), called on the rank with the last stage.
         """
         self._begin([])
         for batch in batches:
             self._kinds = [self._boundary.kind_of(batch)]
             for index, stage in self.stages.items():
-                before, after = ("activation", index, 0), ("activation", index + 1, 0)
                 if index and (source := self.schedule.owner(index - 1)) != self._axis.rank:
-                    self._move(Transfer("receive", *before, source))
+                    self._move(Transfer("receive", "activation", index, 0, source))
                 output = stage.forward(forward, batch, self._incoming(index, 0))
                 if stage.is_last:
                     each(output, batch)
                     continue
-                self._made[after] = output
+                self._made["activation", index + 1, 0] = output
                 if (target := self.schedule.owner(index + 1)) != self._axis.rank:
-                    self._move(Transfer("send", *after, target))
+                    self._move(Transfer("send", "activation", index + 1, 0, target))
         self._boundary.end()
 
     def _begin(self, batches: Sequence[Any], arrived_by: Mapping[Key, Sequence[Key]] | None = None) -> None:
@@ -260,7 +267,7 @@ def _edge_of(output: torch.Tensor) -> Any:
 def build_pipeline(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
     """Keep only this rank's stages of a model, and with it what carries them out: `pipeline_of(model)`.
 
-    Returns placements of weights that two stages share. Raises what `split_model` raises.
+    Returns placements of weights that two stages share. Errors are those of `split_model`.
     """
     split = split_model(model, mesh)
     attach_pipeline(model, Pipeline(split, mesh))
@@ -282,10 +289,10 @@ class _Attached:
 
 def attach_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
     """Keep the pipeline with its module, for `pipeline_of`."""
-    model._weft_pipeline = _Attached(pipeline)  # pyright: ignore[reportArgumentType]
+    setattr(model, _ATTRIBUTE, _Attached(pipeline))
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """The pipeline that `parallelize` made for this module; None where the plan has none."""
-    attached = getattr(model, "_weft_pipeline", None)
+    """Return the pipeline that `parallelize` made for this module; None where the plan has none."""
+    attached = getattr(model, _ATTRIBUTE, None)
     return attached.pipeline if attached is not None else None

@@ -15,7 +15,14 @@ from weft.parallel.placement.axes import AxisMap
 def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
     """Compare names, whole shapes, cuts and what is trained among the ranks of one stage.
 
-    Raises CommError that names parameter and ranks.
+    Args:
+        model: this rank's.
+        axes: how its parameters are placed.
+        device: of the tensors that travel.
+
+    Raises:
+        CommError: where a rank built another model; it names tensor and ranks.
+        ModelError: for a complex parameter.
     """
     axis = axes.stage
     rows = [
@@ -39,7 +46,7 @@ def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> N
         others = all_gather(marks[column : column + 1], axis)
         ranks = [axis.ranks[rank] for rank in (others != others[0]).nonzero().flatten().tolist()]
         here = rows[column] if column < len(rows) else None
-        what = f"tensor {here[0]!r} with shape {here[1]} and requires_grad={here[2]}" if here else "no tensor more"
+        what = f"tensor {here[0]!r} with shape {here[1]} and requires_grad={here[2]}" if here else "no further tensor"
         raise CommError(
             f"model: rank {', '.join(map(str, ranks))} built another model than rank {axis.ranks[0]}. The first "
             f"difference is tensor number {column}: this rank has {what}. Build the same model on every rank."

@@ -54,8 +54,13 @@ class Axes:
 class AxisMap:
     """Axes and placements of a module's parameters and buffers by name.
 
-    sharded: whether the plan divides anything (zero above 0). `batch`: ranks whose gradients add up where nothing is
-    said; `stage`: all ranks with the same modules; `world`: all ranks.
+    `batch`: ranks whose gradients add up where nothing is said; `stage`: all ranks with the same modules; `world`: all
+    ranks.
+
+    Args:
+        mesh: of the ranks.
+        placements: what techniques did, by name; a tensor that is not named is whole.
+        sharded: whether the plan divides anything (zero above 0).
     """
 
     def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
@@ -76,22 +81,26 @@ class AxisMap:
         return self.of("", ())
 
     def is_expert(self, name: str) -> bool:
-        """Whether a parameter is cut over the expert view."""
+        """Return whether a parameter is cut over the expert view."""
         return "ep" in self.placement(name).cut
 
     def check_names(self, model: nn.Module) -> None:
-        """ModelError for a placement of a tensor that the module does not have."""
+        """Compare the names of placements with those of the module.
+
+        Raises:
+            ModelError: for a placement of a tensor that the module does not have.
+        """
         known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
         for name in self.placements:
             if name not in known:
                 raise ModelError(f"placement of {name!r}: the model has no such parameter. Name it as it is now.")
 
     def placement(self, name: str) -> Placement:
-        """Where the part that this rank holds lies in the whole."""
+        """Return where the part that this rank holds lies in the whole."""
         return self.placements.get(name, WHOLE)
 
     def of(self, name: str, shape: Sequence[int]) -> Axes:
-        """The kind of one parameter of this shape here."""
+        """Return the kind of one parameter of this shape here."""
         placement = self.placement(name)
         times = placement.num_equal(shape, self._size(placement.cut))
         key = (placement.cut, tuple(sorted(placement.partial)), times)
@@ -100,16 +109,16 @@ class AxisMap:
         return self._kinds[key]
 
     def settling(self, name: str, buffer: torch.Tensor) -> Axis:
-        """Over whom a buffer is made equal: the ranks that see other samples, unless it was cut."""
+        """Return the axis over which a buffer is made equal: the ranks that see other samples, unless it was cut."""
         return self.of(name, buffer.shape).same if name in self.placements else self.batch
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """Return the shape of the whole."""
         placement = self.placement(name)
         return placement.shape_of_whole(shape, self._size(placement.cut))
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole, from this rank's part or something of its shape. A collective over the cut axis."""
+        """Return the whole, from this rank's part or something of its shape. A collective over the cut axis."""
         placement = self.placement(name)
         axis = self.of(name, part.shape).cut
         if axis.size == 1:
@@ -121,7 +130,7 @@ class AxisMap:
         return placement.join(list(parts), all_gather(rows, axis).view(axis.size, -1).tolist())
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor."""
         placement = self.placement(name)
         if not placement.is_cut:
             return whole
@@ -129,7 +138,7 @@ class AxisMap:
         return placement.local(whole, axis.rank, axis.size)
 
     def part_of(self, name: str, tensor: torch.Tensor) -> Part:
-        """Where this rank's part of a tensor, or one that is cut as that is, lies in the whole, and how in memory."""
+        """Return where this rank's part of a tensor, or one cut alike, lies in the whole, and how in memory."""
         shape = tuple(tensor.shape)
         order = tuple(sorted(range(len(shape)), key=lambda dim: -tensor.stride(dim))) if tensor.numel() else ()
         if order == tuple(range(len(shape))) or tensor.is_contiguous():
@@ -142,36 +151,40 @@ class AxisMap:
         return Part(self.whole_shape(name, shape), placement.dim, rows, order)
 
     def stretch(self, name: str, tensor: torch.Tensor) -> Stretch:
-        """A tensor of which every rank of its kind holds the same part."""
+        """Return a tensor of which every rank of its kind holds the same part."""
         part, deal = self.part_of(name, tensor), self.deal_of(name, tensor.shape)
         return Stretch.whole(self.saved_name(name), tensor, part, deal)
 
     def deal_of(self, name: str, shape: Sequence[int]) -> Deal:
-        """Who writes what of a part that every rank of its kind holds whole."""
+        """Return who writes what of a part that every rank of its kind holds whole."""
         ranks, numel = self.of(name, shape).same.ranks, torch.Size(shape).numel()
         return deal_out(ranks, numel, len(ranks), turn=self.turn(name))
 
     @staticmethod
     def turn(name: str) -> int:
-        """Which of the ranks that hold the same comes first: the same on all ranks, another for each tensor."""
+        """Return which of the ranks that hold the same comes first: the same on all ranks, another for each tensor."""
         return zlib.crc32(name.encode())
 
     def told(self, name: str) -> tuple[object, ...]:
-        """What all ranks must agree on of a tensor's placement; nothing where it is whole."""
+        """Return what all ranks must agree on of a tensor's placement; nothing where it is whole."""
         placement = self.placement(name)
         said = (placement.cut, placement.dim, placement.parts, placement.partial, placement.pad, placement.name)
         return said if name in self.placements else ()
 
     def saved_name(self, name: str) -> str:
-        """A parameter's name in checkpoints."""
+        """Return a parameter's name in checkpoints."""
         return self.placement(name).name or name
 
     def is_divided(self, name: str) -> bool:
-        """Whether a parameter is cut over more than one rank."""
+        """Return whether a parameter is cut over more than one rank."""
         return self._size(self.placement(name).cut) > 1
 
     def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
-        """ModelError where an optimizer must see whole parameters, and these are cut."""
+        """Refuse an optimizer that must see whole parameters, where these are cut.
+
+        Raises:
+            ModelError: for the first of the names.
+        """
         for name in sorted(names):
             cut = self.placement(name).cut
             raise ModelError(
@@ -181,20 +194,11 @@ class AxisMap:
             )
 
     def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors under the names that checkpoints have for them. A collective over the cut axes."""
+        """Yield the whole tensors under the names that checkpoints have for them. A collective over the cut axes."""
         return ((self.saved_name(name), self.whole(name, tensor)) for name, tensor in pairs)
 
-    def named_states(
-        self, pairs: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, Sequence[int]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for `parameter/key`, of parameters whose parts have these shapes."""
-        for full_name, tensor in pairs:
-            name, _, key = full_name.rpartition("/")
-            is_part = self.placement(name).is_cut and tensor.shape == shapes[name] and tensor.ndim
-            yield f"{self.saved_name(name)}/{key}", self.whole(name, tensor) if is_part else tensor
-
     def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the tensors that are not whole on every rank."""
+        """Yield those of the tensors that are not whole on every rank."""
         for pairs in groups:
             yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_cut)
 
@@ -208,7 +212,7 @@ class AxisMap:
         if times > 1 and len(cut) > 1:
             raise ModelError(f"placement of {name!r}: rows that several ranks hold are cut over one axis. Use one.")
         shard = ("beside_ep",) if is_expert else ("dp_shard", "cp")
-        adjacent = (f"{cut[0]}/{times}",) if times > 1 else ()
+        adjacent = tuple(f"{axis}/{times}" for axis in cut) if times > 1 else ()
         extra = (*adjacent, *(axis for axis in placement.partial if axis not in (*cut, *_DATA, "cp")))
         beside = () if is_expert else adjacent if "tp" in cut else ("tp",)
         equal = ("dp_replicate", *beside, *((ENDS,) if ENDS in extra else ()))

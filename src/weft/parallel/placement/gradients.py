@@ -50,11 +50,11 @@ class DataParallel(Protocol):
     coders: Coders
 
     def begin_step(self) -> None:
-        """Gradients are zero from here. A previous step need not have come to its end."""
+        """Set gradients to zero from here. A previous step need not have come to its end."""
         ...
 
     def microbatch(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one microbatch. Inside the last, gradients may begin to travel."""
+        """Surround forward and backward of one microbatch. Inside the last, gradients may begin to travel."""
         ...
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
@@ -65,14 +65,14 @@ class DataParallel(Protocol):
         ...
 
     def norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole gradient after `finish`: 0-d, equal on all ranks.
+        """Return the euclidean norm of the whole gradient after `finish`: 0-d, equal on all ranks.
 
         Not a number where the sums are not right because ranks disagreed; `check` then says how.
         """
         ...
 
     def check(self) -> None:
-        """Called on all ranks when `norm` was not finite: raises CommError, on all ranks, where ranks disagreed."""
+        """Raise CommError on all ranks where ranks disagreed; all ranks call it when `norm` was not finite."""
         ...
 
     def scale(self, factor: float) -> None:
@@ -97,60 +97,58 @@ class DataParallel(Protocol):
         ...
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
-        """In a user's own loop, after backward: scale all gradients to a norm of at most max_norm.
+        """Scale all gradients to a norm of at most max_norm, in a user's own loop after backward.
 
         The norm before, of the whole gradient: 0-d, equal on all ranks, which call it together.
         """
         ...
 
     def publish(self) -> None:
-        """After `optimizer.step()`: the next forward sees the new weights, on all ranks."""
+        """Show the new weights to the next forward, on all ranks, after `optimizer.step()`."""
         ...
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Put shards and master weights in place of the module's parameters in `optimizer.param_groups`.
 
-        Nothing happens where the optimizer is adopted already. Raises ModelError where it has states, or holds a
-        parameter that is not the module's.
+        Nothing happens where the optimizer is adopted already.
+
+        Raises:
+            ModelError: where it has states, or holds a parameter that is not the module's.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Trainable parameters by name: whole, unrounded (the master's format), in the parameter's shape.
+        """Yield the trainable parameters by name: whole, unrounded (the master's format), in the parameter's shape.
 
         A collective: all ranks iterate to the end. A tensor may be kept until the next step, but not changed.
         """
         ...
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is not trained and not whole on each rank, by name and whole, in the same manner as `weights`."""
+        """Yield what is not trained and not whole on each rank, by name and whole, in the same manner as `weights`."""
         ...
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole gradients by name after `finish` or `publish`, in the same manner as `weights`."""
+        """Yield the whole gradients by name after `finish` or `publish`, in the same manner as `weights`."""
         ...
 
     def held_weights(self) -> dict[str, torch.Tensor]:
-        """This rank's part of the trainable parameters by name, in the master's format and memory; no collective.
+        """Return this rank's part of the trainable parameters by name, in the master's format and memory.
 
         May be written to between steps; `publish` then brings it into the parameters of all ranks.
         """
         ...
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """The tensors that this rank's gradients lie in now; no collective. For counting bytes."""
-        ...
-
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the adopted optimizer's state, whole, named `parameter/key`, in the same manner."""
+        """Return the tensors that this rank's gradients lie in now; no collective. For counting bytes."""
         ...
 
     def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the model for checkpoints, in its own memory; no collective."""
+        """Yield what this rank holds of the model for checkpoints, in its own memory; no collective."""
         ...
 
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
-        """What this rank holds of the adopted optimizer's state, named `parameter/key`, in the same manner."""
+        """Yield what this rank holds of the adopted optimizer's state, named `parameter/key`, in the same manner."""
         ...
 
     def load_weights(self, source: StateSource) -> None:
@@ -177,22 +175,32 @@ class _Attached:
 
 
 def attach(model: nn.Module, engine: DataParallel, originals: Mapping[str, Original] | None = None) -> None:
-    """Keep the engine with its module, for `data_parallel`, and what the module held before, for `originals`."""
+    """Keep the engine with its module, for `data_parallel` and `originals`.
+
+    Args:
+        model: the parallelized module.
+        engine: of its parameters.
+        originals: what the module held before, by name; None: nothing.
+    """
     setattr(model, _ATTRIBUTE, _Attached(engine, originals or {}))
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Whether `parallelize` was called on this module."""
+    """Return whether `parallelize` was called on this module."""
     return getattr(model, _ATTRIBUTE, None) is not None
 
 
 def originals(model: nn.Module) -> Mapping[str, Original]:
-    """Tensors that a parallelized module held before, by name."""
+    """Return the tensors that a parallelized module held before, by name."""
     return getattr(model, _ATTRIBUTE).originals
 
 
 def data_parallel(model: nn.Module) -> DataParallel:
-    """The engine that `parallelize` made for this module; ModelError where it was not called."""
+    """Return the engine that `parallelize` made for this module.
+
+    Raises:
+        ModelError: where it was not called, or the module is a copy.
+    """
     attached = getattr(model, _ATTRIBUTE, None)
     if attached is None:
         raise ModelError(

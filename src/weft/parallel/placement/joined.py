@@ -44,7 +44,14 @@ def join_cut(
 ) -> None:
     """Tell an optimizer which of the parameters that it must see whole are cut, and how they are joined.
 
-    params: those that this rank updates, by name. Raises ModelError where the optimizer cannot do with parts.
+    Args:
+        optimizer: an attribute `joins` says that it can do with parts.
+        params: those that this rank updates, by name.
+        axes: how parameters are placed.
+        device: of the collectives.
+
+    Raises:
+        ModelError: where the optimizer cannot do with parts.
     """
     cut = {name: param for name, param in params if axes.is_divided(name)}
     joins = getattr(optimizer, "joins", None)

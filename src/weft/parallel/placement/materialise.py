@@ -18,7 +18,17 @@ from weft.parallel.private_torch import apply_to_tensors
 
 
 class Materialise:
-    """Makes parameters of one model. seed: as `weft.models.initialise` takes it; None where there is none to make."""
+    """Makes parameters of one model.
+
+    Args:
+        model: with parameters on the meta device or not.
+        axes: how its parameters are placed.
+        seed: as `weft.models.initialise` takes it; None where there is none to make.
+        device: where they are made.
+
+    Raises:
+        ModelError: for a buffer on the meta device, and for a parameter there where there is no seed.
+    """
 
     def __init__(self, model: nn.Module, axes: AxisMap, seed: int | None, device: torch.device):
         self._axes = axes
@@ -31,7 +41,8 @@ class Materialise:
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 raise ModelError(
-                    f"buffer {name!r}: it is on the meta device, and no rule says what it holds. Give it values first."
+                    f"buffer {name!r}: it is on the meta device, and Weft has no rule for its values. Give it values "
+                    "first."
                 )
         meta = [name for name, param in model.named_parameters() if param.is_meta]
         if meta and seed is None:

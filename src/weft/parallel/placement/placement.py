@@ -45,7 +45,7 @@ class Placement:
             raise ModelError("placement: index= needs the shape of the whole. Give whole_shape=.")
         if self.parts and (self.pad or self.index is not None):
             raise ModelError(
-                "placement: parts= goes with neither pad= nor index=. Give the rows of this rank by index=."
+                "placement: parts= cannot be combined with pad= or index=. Give the rows of this rank by index=."
             )
 
     @property
@@ -54,7 +54,7 @@ class Placement:
         return bool(self.cut)
 
     def shape_of_whole(self, local: Sequence[int], size: int) -> tuple[int, ...]:
-        """The whole's shape, from the part's and the number of ranks of the cut axis."""
+        """Return the whole's shape, from the part's and the number of ranks of the cut axis."""
         if self.whole_shape or not self.cut:
             return self.whole_shape or tuple(local)
         shape = list(local)
@@ -62,13 +62,19 @@ class Placement:
         return tuple(shape)
 
     def num_equal(self, local: Sequence[int], size: int) -> int:
-        """How many ranks of the cut axis hold the same rows."""
+        """Return how many ranks of the cut axis hold the same rows."""
         if self.index is None or not set(self.cut) <= set(self.partial):
             return 1
         return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
 
     def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-        """The rows of `dim` that a rank holds, as ranges; those of padding lie beyond the whole."""
+        """Return the rows of `dim` that a rank holds, as ranges; those of padding lie beyond the whole.
+
+        Args:
+            local: shape of a rank's part.
+            rank: on the joined cut axis.
+            size: of that axis.
+        """
         if self.index is not None:
             return tuple(_ranges(self.index))
         if not self.parts:
@@ -80,7 +86,13 @@ class Placement:
         return tuple(found)
 
     def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """This rank's part of the whole: a view where the rows are contiguous. rank, size: of the joined cut axis."""
+        """Return a rank's part of the whole: a view where the rows are contiguous.
+
+        Args:
+            whole: the tensor as it is without the cut.
+            rank: on the joined cut axis.
+            size: of that axis.
+        """
         if not self.cut:
             return whole
         if self.index is not None:
@@ -95,7 +107,9 @@ class Placement:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def join(self, parts: Sequence[torch.Tensor], indexes: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
-        """The whole, from the parts of all ranks of the cut axis. indexes: each rank's `index`, where it is used.
+        """Return the whole, from the parts of all ranks of the cut axis.
+
+        indexes: each rank's `index`, where it is used.
 
         A row that several ranks hold is taken from the first of them.
         """
@@ -131,8 +145,8 @@ class Placement:
         rows, rest = divmod(segment.shape[self.dim], size)
         if rest:
             raise ModelError(
-                f"placement: {segment.shape[self.dim]} rows of dim {self.dim} are no multiple of the {size} ranks of "
-                f"{'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
+                f"placement: {segment.shape[self.dim]} rows of dim {self.dim} are not a multiple of the {size} ranks "
+                f"of {'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
             )
         return segment.narrow(self.dim, rank * rows, rows)
 
@@ -153,9 +167,10 @@ WHOLE = Placement()
 
 
 def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
-    """What several techniques did, as one. A parameter is cut by one of them; partial sums of all are added up.
+    """Return what several techniques did, as one. A parameter is cut by one of them; partial sums of all are added up.
 
-    Raises ModelError where two techniques cut the same parameter.
+    Raises:
+        ModelError: where two techniques cut the same parameter.
     """
     merged: dict[str, Placement] = {}
     for placements in found:

@@ -39,7 +39,7 @@ def guard_model(model: nn.Module, axes: AxisMap) -> None:
 
 @contextlib.contextmanager
 def pieces_allowed(model: nn.Module) -> Iterator[None]:
-    """While inside, the model's state_dict gives this rank's pieces: for code that knows what they are."""
+    """Let the model's state_dict give this rank's pieces while inside: for code that knows what they are."""
     guard = getattr(model, _ATTRIBUTE, None)
     if guard is None:
         yield
@@ -91,7 +91,7 @@ class _Guard:
         if not self.is_open:
             raise ModelError(
                 f"{self._start}, so state_dict() would give pieces. Use run.save(folder, step=..., model=..., "
-                f"optimizer=...) to go on later, run.full_state_dict(model) for whole tensors, or "
+                "optimizer=...) to resume later, run.full_state_dict(model) for whole tensors, or "
                 f"run.save_pretrained(model, folder) for Hugging Face files."
             )
 

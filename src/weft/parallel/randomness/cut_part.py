@@ -29,7 +29,7 @@ class CutPart:
         return type(None), ()
 
     def sees_cut_tokens(self, path: str) -> bool:
-        """Whether the module of that path is given this rank's part of the tokens."""
+        """Return whether the module of that path is given this rank's part of the tokens."""
         return any(path == place or path.startswith(f"{place}.") for place in self.token_paths)
 
 
@@ -39,5 +39,5 @@ def keep_part(model: nn.Module, part: CutPart) -> None:
 
 
 def cut_part_of(model: nn.Module) -> CutPart | None:
-    """What tensor parallelism left on this model; None where nothing was cut."""
+    """Return what tensor parallelism left on this model; None where nothing was cut."""
     return getattr(model, _PART, None)

@@ -21,13 +21,13 @@ _FIRST_32, _SECOND_32 = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def key_of(*parts: int | str) -> int:
-    """A key from numbers and names, the same on every machine."""
+    """Return a key from numbers and names, the same on every machine."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
-    """A number for each combination of places, int32 of shape (len(places[0]), len(places[1]), ...).
+    """Return a number for each combination of places, int32 of shape (len(places[0]), len(places[1]), ...).
 
     key: a number, or the same as an int64 tensor without dims. places: int64 vectors on one device, at least one.
     """
@@ -38,9 +38,12 @@ def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
 
 
 def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """Which elements stay when each goes with probability `rate`; bool, of the two shapes together.
+    """Return which elements stay when each goes with probability `rate`; bool, of the two shapes together.
 
-    lines: of `lines_of` for all dims but the last, with a last dim of 1. columns: of `lines_of` for the last one.
+    Args:
+        lines: of `lines_of` for all dims but the last, with a last dim of 1.
+        columns: of `lines_of` for the last one.
+        rate: 0 to 1.
     """
     x = lines ^ columns
     x.mul_(_FIRST_32)
@@ -50,10 +53,15 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def kept_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:
-    """`keeps` of elements at all combinations of places: lines by the key, columns by its complement.
+    """Draw what `keeps` says of elements at all combinations of places: lines by the key, columns by its complement.
 
     Shape: (len(places[0]), len(places[1]), ...). One operator where it is compiled: generated code takes places for
     index arithmetic, which is not done in 64 bits, and would draw other numbers.
+
+    Args:
+        key: int64, 0-d.
+        places: int64, 1-D, one for each dim.
+        rate: 0 to 1.
     """
     if torch.compiler.is_compiling():
         return kept(key, places, rate)

@@ -15,10 +15,10 @@ _ROW = 2**32
 
 @dataclass(frozen=True, slots=True)
 class SampleNumbers:
-    """numbers: of the samples in the global batch, in their order; empty where the microbatch stands in
-    for one without samples.
+    """Which samples of the global batch a microbatch holds.
 
-    rows: how many rows each sample has in tensors whose rows are no samples, one tuple for each such tensor.
+    numbers: of the samples in the global batch, in their order; empty where the microbatch stands in for one without
+    samples. rows: how many rows each sample has in tensors whose rows are no samples, one tuple for each such tensor.
     """
 
     numbers: Sequence[int]
@@ -30,7 +30,7 @@ class SampleNumbers:
         return not self.numbers
 
     def places(self, count: int, device: torch.device) -> Tensor:
-        """A number for each row of a tensor with `count` of them, int64 (count,): the same however batches are cut.
+        """Number the rows of a tensor with `count` of them, int64 (count,): the same however batches are cut.
 
         Rows are samples where there are as many; else those that each sample brought, or as many of every sample.
         A row's number is that of its sample and its place within it.
@@ -62,7 +62,7 @@ class SampleNumbers:
 
 
 def rows_of_samples(numbers: Tensor, count: int) -> Tensor:
-    """`SampleNumbers.places` of samples without rows of their own, from a tensor of numbers; for compiled code."""
+    """Return `SampleNumbers.places` of samples without rows of their own, from their numbers; for compiled code."""
     size, rest = divmod(count, len(numbers))
     if rest:
         return numbers[0] + torch.arange(count, device=numbers.device)

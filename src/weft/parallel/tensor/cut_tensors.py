@@ -45,10 +45,18 @@ def cut_tensors(
 ) -> dict[str, Placement]:
     """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
 
-    layout: found from the model where it is None. taken: parameters that another technique has placed.
-    runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
-    Returns the placements of what was changed. Raises LayoutError where the layout does not fit the model, PlanError
-    where the model cannot be divided by tp.
+    Returns the placements of what was changed.
+
+    Args:
+        model: whole, or a stage.
+        mesh: of the plan.
+        layout: found from the model where it is None.
+        taken: parameters that another technique has placed.
+        runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
+
+    Raises:
+        LayoutError: where the layout does not fit the model.
+        PlanError: where the model cannot be divided by tp.
     """
     return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken, runs).cut()
 
@@ -65,10 +73,15 @@ def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
 
 
 def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Layout:
-    """What can be asked of a whole model only, before a pipeline takes its parts away. Returns the layout.
+    """Check what can be asked of a whole model only, before a pipeline takes its parts away, and return the layout.
 
-    layout: found from the model where it is None. Raises LayoutError where the layout names what is not there, or sp
-    would cut tokens that meet.
+    Args:
+        model: the whole.
+        mesh: of the plan.
+        layout: found from the model where it is None.
+
+    Raises:
+        LayoutError: where the layout names what is not there, or sp would cut tokens that meet.
     """
     layout = find_layout(model) if layout is None else layout
     modules = dict(model.named_modules())
@@ -154,9 +167,9 @@ class _Cutter:
                 path = f"{parent}.{name}" if name else parent
                 if path not in self.styles and next(module.parameters(recurse=False), None) is not None:
                     raise LayoutError(
-                        f"layout: {path} has parameters between cut layers, and no pattern says what it sees. Add "
-                        f"{path}=partial where it works on this rank's heads or features, "
-                        f"or {path}=replicate where it comes before or after them."
+                        f"layout: {path} has parameters between cut layers, and no pattern of the layout covers it. "
+                        f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate "
+                        "where it comes before or after them."
                     )
 
     def _entry(self, path: str, module: nn.Module) -> Entry:
@@ -207,7 +220,8 @@ class _Cutter:
             rows = module.weight.shape[0]
             if module.padding_idx is not None:
                 local = module.padding_idx - self.axis.rank * rows
-                module.padding_idx = local if 0 <= local < rows else None  # pyright: ignore[reportAttributeAccessIssue]
+                inside = local if 0 <= local < rows else None
+                module.padding_idx = inside  # pyright: ignore[reportAttributeAccessIssue] - torch infers an int alone
             module.num_embeddings = rows
             become(module, VocabEmbedding, line=self.ends, vocab=vocab)
             return
@@ -285,15 +299,26 @@ def _read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> d
 
 
 def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
-    """LayoutError where a pattern fits no module. modules: of the whole model; a stage has not all of them."""
+    """Refuse a layout with a pattern that fits no module. modules: of the whole model; a stage has not all of them.
+
+    Raises:
+        LayoutError: names the first such pattern.
+    """
     if unused := layout.unused(modules):
         raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
 
 
 def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
-    """The numbers of ranks that can share the model by this layout, at most eight.
+    """Return the numbers of ranks that can share the model by this layout, at most eight.
 
-    Raises LayoutError where the layout does not fit the model, PlanError where tp (if given) is none of them.
+    Args:
+        model: the whole.
+        layout: how its modules are cut.
+        tp: a number that must be among them; 0: none.
+
+    Raises:
+        LayoutError: where the layout does not fit the model.
+        PlanError: where tp is none of the numbers.
     """
     modules = dict(model.named_modules())
     styles = _read_styles(layout, modules, tp)

@@ -142,9 +142,12 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
-    """Inside, the head of `model` knows the batch's labels, where `loss_fn` takes what it then gives.
+    """Give the head of `model` the batch's labels inside, where `loss_fn` takes what it then gives.
 
-    A loss function says so by an attribute `takes_head_loss` that is true.
+    Args:
+        model: with a head that can give the loss, or none.
+        loss_fn: says that it takes that by an attribute `takes_head_loss` that is true.
+        batch: a mapping with "labels"; of any other the head gives logits.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     module = find_head(model) if getattr(loss_fn, "takes_head_loss", False) and labels is not None else None

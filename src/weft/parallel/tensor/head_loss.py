@@ -57,10 +57,17 @@ def token_loss(
     ignore: int,
     way: LossWay | None = None,
 ) -> torch.Tensor:
-    """Sum of the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
+    """Sum the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
 
-    vocab: entries of the whole, of which this rank has those from rank * V on; entries from `vocab` on are padding.
-    way: None: as on a CPU.
+    Args:
+        x_BSD: what the head reads, of this rank's tokens where sp cuts them.
+        weight_VD: this rank's rows of the head.
+        bias_V: this rank's rows, or None.
+        labels_BT: int64, of all tokens.
+        line: how the head's layer is shared.
+        vocab: entries of the whole, of which this rank has those from rank * V on; entries from `vocab` on are padding.
+        ignore: the label of tokens that do not count.
+        way: how many tokens at a time; None: as on a CPU.
     """
     way = LossWay() if way is None else way
     return _TokenLoss.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way, torch.is_grad_enabled())

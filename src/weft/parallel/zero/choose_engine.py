@@ -21,11 +21,18 @@ def build_engine(
     host: Host | None = None,
     seed: int | None = None,
 ) -> DataParallel:
-    """The stage that the plan asks for: divides the model's parameters, in place, and makes those on the meta device.
+    """Divide the model's parameters as the plan's stage says, in place, and make those on the meta device.
 
-    placements: what techniques did to parameters, by name. host: where the plan's share of states goes. seed: of
-    parameters on the meta device. Raises ModelError for parameters that the stage cannot hold, CommError where ranks
-    built different models.
+    Args:
+        model: cut by all techniques.
+        mesh: of the plan.
+        placements: what techniques did to parameters, by name.
+        host: where the plan's share of states goes; None: nothing goes there.
+        seed: of parameters on the meta device; None: there are none.
+
+    Raises:
+        ModelError: for parameters that the stage cannot hold.
+        CommError: where ranks built different models.
     """
     kind = FullyShardedModel if mesh.plan.zero == 3 else FlatModel
     return kind(model, mesh, placements, host=host, seed=seed)

@@ -100,7 +100,7 @@ class _Finder:
     Without it the weights of each rank would go their own way, without a word.
     """
 
-    def __init__(self, engine: weakref.ref[WatchedEngine]):
+    def __init__(self, engine: Callable[[], WatchedEngine | None]):
         self.engine = engine
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class _Finder:
             found.adopt(optimizer)
 
 
-def find_optimizers(engine: weakref.ref[WatchedEngine]) -> None:
+def find_optimizers(engine: Callable[[], WatchedEngine | None]) -> None:
     """Look at each optimizer's first step whether the engine has to adopt it.
 
     Finders of engines that are gone are taken away here, since hooks must not change while an optimizer steps.

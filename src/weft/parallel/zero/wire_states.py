@@ -16,7 +16,7 @@ _PLAN = "plan"
 
 
 def carried_here(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's tensors as (`rank/tensor/role/name`, tensor), and the plan; nothing where it carries none."""
+    """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan; nothing where it carries none."""
     mesh, states = engine.axes.mesh, engine.coders.states()
     yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())
     if states:
@@ -29,7 +29,10 @@ def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> l
     coders.forget()
     saved = bytes(tensors[_PLAN].tolist()).decode() if _PLAN in tensors else ""
     if saved and saved != str(mesh.plan):
-        return [f"what reduce rounded off under '{saved}' is left out: this is '{mesh.plan}', and it starts with none"]
+        return [
+            f"the rounding errors that reduce kept under '{saved}' are dropped: this plan is '{mesh.plan}', and "
+            "it starts without any"
+        ]
     start = f"{mesh.rank}/"
     found = {name.removeprefix(start): tensors[name] for name in tensors if name.startswith(start)}
     coders.load({name: tensor.to(mesh.device, copy=True) for name, tensor in found.items()})

@@ -50,12 +50,19 @@ class LayerCosts:
     embed_tp: Array
 
     def rows(self, index: NDArray[np.intp]) -> LayerCosts:
-        """The costs of plans, by the cut that each has."""
+        """Return the costs of plans, by the cut that each has."""
         return LayerCosts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
-    """One entry per row of `columns`; rows that cut a layer alike are computed once."""
+    """Return one entry per row of `columns`; rows that cut a layer alike are computed once.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        fabric: of the links between devices.
+    """
     key = columns.tp
     for name, size in (("microbatch", 1 << 20), ("cp", 1 << 12), ("ep", 1 << 12)):
         key = key * size + getattr(columns, name)
@@ -130,7 +137,7 @@ def _head(
 
 
 def padded_vocab(job: Job, tp: Array) -> Array:
-    """Rows of the embedding table after the stack's padding."""
+    """Count the rows of the embedding table after the stack's padding."""
     unit = job.stack.vocab_multiple * tp
     return np.ceil(job.shape.vocab / unit) * unit
 

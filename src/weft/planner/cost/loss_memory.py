@@ -24,17 +24,28 @@ _SUMS = 4.0
 
 
 def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.bool_]:
-    """Rows whose head gives the loss at once: under tp, and where whole logits would be large."""
+    """Return for each row whether the head gives the loss at once: under tp, and where whole logits would be large.
+
+    Args:
+        columns: the plans.
+        tokens: of a microbatch on a rank.
+        vocab: entries on a rank.
+    """
     return (columns.tp > 1) | (tokens * vocab * 4 > LARGE_LOGITS_BYTES)
 
 
 def cut_loss_bytes(
     columns: Columns, tokens: Array, vocab: Array, hidden: float, width: Any, device_bytes: int = 0
 ) -> Array:
-    """The most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
+    """Return the most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
 
-    width: bytes of a weight and of an activation. A narrow format is rounded to and multiplied beside its sums.
-    device_bytes: memory of a GPU, 0 of a CPU: chunks are those that the head asks `LossChunk` for.
+    Args:
+        columns: the plans.
+        tokens: of a microbatch on a rank.
+        vocab: entries on a rank.
+        hidden: width of the hidden state.
+        width: bytes of a weight and of an activation. A narrow format is rounded to and multiplied beside its sums.
+        device_bytes: memory of a GPU, 0 of a CPU: chunks are those that the head asks `LossChunk` for.
     """
     sums = np.maximum(_SUMS, width)
     rows = LossChunk.of_device(device_bytes).rows(tokens, vocab, sums)

@@ -38,7 +38,15 @@ CLASSES = (
 
 
 def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
-    """Parameters of a rank with so many layers, and whether it holds the embedding and the head."""
+    """Return the parameters of a rank.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        layers: that the rank holds, one entry per plan.
+        embedding: whether it holds the embedding.
+        head: whether it holds the head.
+    """
     shape = job.shape
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     moe = shape.moe_layers / shape.layers
@@ -77,7 +85,7 @@ class LayerBytes:
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
-    """Saved activations of a mean layer, without and with the plan's recompute."""
+    """Return the bytes of activations that a mean layer saves, without and with the plan's recompute."""
     shape, stack = job.shape, job.stack
     fp32 = columns.precision == PRECISIONS.index("fp32")
     width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
@@ -179,6 +187,16 @@ def rank_bytes(
     place: tuple[Array, object, bool, bool],
     device_bytes: int,
 ) -> dict[str, Array]:
+    """Return the bytes by class of one rank, one entry per plan, at its fuller moment: loss or backward.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        layer: saved bytes of a mean layer.
+        place: layers of the rank, its place in the pipeline, and whether it holds the embedding and the head.
+        device_bytes: memory of a GPU; 0 of a CPU.
+    """
     layers, rank, embedding, head = place
     shares = rank_shares(job, columns, layers, embedding, head)
     held = in_flight(columns, rank)
@@ -250,7 +268,7 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
 
 
 def stays_loose(columns: Columns) -> NDArray[np.bool_]:
-    """Rows whose gradients stay where autograd put them, in its format, until the optimizer has read them."""
+    """Return for each row whether gradients stay where autograd put them, and in its format, until the update."""
     alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
     return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
 

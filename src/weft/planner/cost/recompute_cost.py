@@ -42,7 +42,13 @@ class Heavy(NamedTuple):
 
 
 def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
-    """Seconds of what each policy makes again of one pass of a layer."""
+    """Return the seconds of what each policy makes again of one pass of a layer.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        costs: of a layer, one entry per plan.
+    """
     summed = _summed_again(job, columns, costs)
     whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
     half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
@@ -65,7 +71,13 @@ def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
 
 
 def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
-    """Seconds of recompute of one pass of one layer under a budget; zero for plans without one."""
+    """Return the seconds of recompute of one pass of one layer under a budget; zero for plans without one.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        costs: of a layer, one entry per plan.
+    """
     budgets = np.isfinite(columns.activation_budget)
     if not budgets.any():
         return np.zeros(len(columns))

@@ -55,7 +55,14 @@ _CHUNK = 1 << 15
 
 
 def device_parts(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Iterator[Parts]:
-    """Seconds by term (TERMS) and bytes by class (CLASSES) of every row, some rows at a time."""
+    """Yield the seconds by term (TERMS) and bytes by class (CLASSES) of every row, some rows at a time.
+
+    Args:
+        job: model, sequence and batch.
+        cluster: gives the size of a node.
+        columns: the plans.
+        tables: constants of the device.
+    """
     fabric = Fabric.of(tables, cluster.devices_per_node)
     for start in range(0, max(1, len(columns)), _CHUNK):
         yield _chunk(job, cluster, columns[slice(start, start + _CHUNK)], tables, fabric)

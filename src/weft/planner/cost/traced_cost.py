@@ -122,7 +122,13 @@ def end_params(layer: TracedLayer, t: Array) -> Array:
 
 
 def model_flops(shape: TracedShape, seq_len: int, *, causal: bool) -> float:
-    """FLOPs of forward and backward for one token; for one sample where nothing is a sequence."""
+    """Return the FLOPs of forward and backward for one token; for one sample where nothing is a sequence.
+
+    Args:
+        shape: of a traced model.
+        seq_len: tokens of a sequence.
+        causal: False counts attention's whole square.
+    """
     return float(shape.traced.flops(1.0, float(seq_len), causal=causal)) / seq_len
 
 

@@ -75,7 +75,7 @@ def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
         return ClusterSpec(nodes=1, devices_per_node=wanted, device=_gpu(machine))
     most = 8 * machine.cores
     if not 1 <= wanted <= most:
-        rule = f"this machine has {machine.cores} cores, and more than {most} ranks on them are not estimated"
+        rule = f"this machine has {machine.cores} cores, and Weft estimates at most {most} ranks on them"
         raise ConfigError([Problem("cluster", f"cluster={text}: {rule}. Use e.g. {machine.cores}xhere.")])
     return ClusterSpec(nodes=1, devices_per_node=wanted, device=_cpu(profile, wanted))
 

@@ -19,5 +19,5 @@ class HostTables(Tables):
 
     @classmethod
     def with_laws(cls, tables: Tables, laws: Laws) -> HostTables:
-        """The constants of a host, with its laws."""
+        """Return the constants of a host, with its laws."""
         return cls(**{each.name: getattr(tables, each.name) for each in fields(tables)}, laws=laws)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from weft.errors import ConfigError, Problem
 from weft.planner.measured.profile import Measurement, Profile
+from weft.units import counted
 
 Array = NDArray[np.float64]
 
@@ -127,22 +128,34 @@ class Laws:
 
     @classmethod
     def of(cls, profile: Profile) -> Laws:
-        """Fit the laws of a profile. Raises ConfigError for one that lacks compute."""
+        """Fit the laws of a profile.
+
+        Raises:
+            ConfigError: for one that lacks compute.
+        """
         found: defaultdict[tuple[str, str, int, int, int], list[Measurement]] = defaultdict(list)
         for sample in profile.samples:
             found[sample.op, sample.dtype, sample.group, sample.stride, sample.ranks].append(sample)
         laws = {key: fit_law(key[0], samples) for key, samples in found.items()}
         counts = tuple(sorted({key[4] for key in laws if key[0] == "linear_f"}))
         if not counts:
-            rule = "it holds no products, so it says nothing of a step"
+            rule = "it has no measured matrix products"
             raise ConfigError([Problem("profile", f"profile={profile.path}: {rule}. Create it again: weft calibrate")])
         return cls(laws, counts, profile)
 
     def seconds(self, op: str, *size: Any, active: Any, dtype: str = "fp32") -> Array:
-        """Seconds of a call of compute on each of `active` ranks that make it at the same time.
+        """Return the seconds of a call of compute on each of `active` ranks that make it at the same time.
 
-        Between the counts that were measured in a straight line; beyond the largest, ranks share what it has. Raises
-        ConfigError for a number format that was not measured with so many ranks, where fp32 was.
+        Between the counts that were measured in a straight line; beyond the largest, ranks share what it has.
+
+        Args:
+            op: a primitive that was measured.
+            *size: numbers or arrays, as its law takes them.
+            active: ranks at work.
+            dtype: a number format; some primitives know fp32 alone.
+
+        Raises:
+            ConfigError: for a number format that was not measured with so many ranks, where fp32 was.
         """
         active = np.asarray(active, dtype=np.float64)
         dtype = "fp32" if op in _ALWAYS_FP32 else dtype
@@ -157,15 +170,25 @@ class Laws:
         most = math.ceil(active.max(initial=1.0))
         here = min((count for count in self.counts if count >= most), default=self.counts[-1])
         only = f" (only with {', '.join(map(str, counts))})" if counts else ""
-        rule = f"{op} in {dtype} is not measured with {here} rank{'s' if here > 1 else ''} at work{only}"
+        rule = f"{op} in {dtype} is not measured with {counted(here, 'rank')} at work{only}"
         remedy = "Measure it, with more time: weft calibrate --budget 5m"
         return ConfigError([Problem("profile", f"profile={self.profile.path}: {rule}. {remedy}")])
 
     def travel(self, op: str, num_bytes: Any, *, group: int, active: int, stride: int = 1) -> Array:
-        """Seconds of a collective over `group` ranks, while `active` ranks in all do the same in their groups.
+        """Return the seconds of a collective over `group` ranks while `active` ranks in all do the same.
 
         A group or crowd that was not measured is taken as the next larger one, and beyond the largest in proportion
         to its ranks.
+
+        Args:
+            op: the collective.
+            num_bytes: of its buffer.
+            group: ranks of one group; 1 takes no time.
+            active: ranks of all groups at work.
+            stride: ranks from one member of a group to the next.
+
+        Raises:
+            ConfigError: where nothing was measured between ranks.
         """
         if group <= 1:
             return np.zeros_like(np.asarray(num_bytes, dtype=np.float64))
@@ -176,10 +199,15 @@ class Laws:
         return self.by_key[near].seconds(num_bytes) * max(1.0, active / near[4]) * max(1.0, group / near[2])
 
     def waiting(self, compute_s: Any, *, group: int, active: int) -> Array:
-        """Seconds that `group` ranks wait for each other at a meeting after so much compute.
+        """Return the seconds that `group` ranks wait for each other at a meeting after so much compute.
 
         Besides what a collective after one product takes. 0 where that was not measured, as in older profiles. A group
         or crowd that was not measured is taken as in `travel`: too little, where ranks begin to share cores.
+
+        Args:
+            compute_s: since the last meeting.
+            group: ranks of one group.
+            active: ranks of all groups at work.
         """
         compute_s = np.asarray(compute_s, dtype=np.float64)
         near = self._nearest("meeting", group, active, 1) if group > 1 else None

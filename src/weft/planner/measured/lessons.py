@@ -15,6 +15,7 @@ from typing import Any
 
 from weft.errors import ConfigError, Problem
 from weft.planner.measured.profile import Lesson, Profile
+from weft.units import counted
 
 #: What a run leaves in its folder: expected and measured seconds of its steps.
 RUN_FILE = "measured.json"
@@ -40,7 +41,7 @@ _LEAST_SHARE = 0.02
 
 
 def parts_of(terms: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step by part."""
+    """Return the seconds of a step by part."""
     found = {name: sum(terms.get(term, 0.0) for term in inside) for name, inside in PARTS.items()}
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
@@ -56,7 +57,7 @@ def part_of_kind(kind: str) -> str:
 
 
 def measured_parts(kinds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a step by part, from a time book's by kind."""
+    """Return the seconds of a step by part, from a time book's by kind."""
     found: dict[str, float] = {}
     for kind, seconds in kinds.items():
         part = part_of_kind(kind)
@@ -92,13 +93,13 @@ def factors(profile: Profile) -> dict[str, float]:
 
 
 def lesson_words(profile: Profile) -> str:
-    """'compute x 1.08, over tp x 0.93 (learned from 2 runs)'; nothing where nothing was learned."""
+    """Return 'compute x 1.08, over tp x 0.93 (learned from 2 runs)'; nothing where nothing was learned."""
     found = part_factors(profile.learned)
     if not found:
         return ""
     runs = len(profile.learned)
     told = ", ".join(f"{name} x {value:.2f}" for name, value in found.items())
-    return f"{told} (learned from {runs} run{'s' if runs > 1 else ''})"
+    return f"{told} (learned from {counted(runs, 'run')})"
 
 
 def lesson_of(run: Path) -> Lesson:
@@ -120,7 +121,9 @@ def lesson_of(run: Path) -> Lesson:
 def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
     expected = table["expected"]
     if expected is None:
-        raise _error(f"learn={run}: nothing was expected of it ({table['unknown']}). Calibrate, then train again.")
+        raise _error(
+            f"learn={run}: the run has no estimate to compare with ({table['unknown']}). Calibrate, then train again."
+        )
     taught = expected.get("factors", {})
     # Against what the laws alone say: what was learned before must not be learned twice.
     plain = {term: seconds / taught.get(term, 1.0) for term, seconds in expected["terms"].items()}
@@ -134,7 +137,11 @@ def _lesson(run: Path, table: Mapping[str, Any]) -> Lesson:
 
 
 def learn(run: Path, profile: Profile) -> Profile:
-    """The profile with what a run teaches. Raises ConfigError where the run was of another kind of device."""
+    """Return the profile with what a run teaches.
+
+    Raises:
+        ConfigError: for a run of another kind of device, or one without estimate and measured times.
+    """
     lesson = lesson_of(run)
     kind = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["device"]
     if kind != profile.machine.kind:

@@ -51,7 +51,7 @@ class Machine:
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
     def differences(self, other: Machine) -> list[str]:
-        """What is different, such as 'torch 2.12.0, here 2.13.0'."""
+        """Return what is different, such as 'torch 2.12.0, here 2.13.0'."""
         names = [each.name for each in fields(self) if each.name != "memory_bytes"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         return [f"{name} {_shown(mine)}, here {_shown(theirs)}" for name, mine, theirs in pairs if mine != theirs]
@@ -107,7 +107,7 @@ class Profile:
         return tuple(sorted({sample.ranks for sample in self.samples}))
 
     def formats(self, num_ranks: int) -> frozenset[str]:
-        """Number formats in which compute was measured with so many ranks at work, or with as many as any was."""
+        """Return the number formats of compute that was measured with so many ranks at work, or the most there are."""
         seen = {(sample.op, sample.dtype, sample.ranks) for sample in self.samples if sample.op in _COMPUTE}
         needed = min(num_ranks, max((ranks for _, _, ranks in seen), default=1))
         reached = {(op, dtype) for op, dtype, ranks in seen if ranks >= needed}
@@ -120,7 +120,7 @@ class Profile:
         return hash((self.machine, self.made, len(self.samples), self.learned))
 
     def to_text(self) -> str:
-        """The file's text: one sample a line."""
+        """Return the file's text: one sample a line."""
         head = {
             "weft_profile": VERSION,
             "machine": asdict(self.machine),
@@ -135,7 +135,11 @@ class Profile:
         return lines + "\n}\n"
 
     def save(self, path: Path) -> None:
-        """Write the file whole or not at all. Raises ConfigError where it cannot be written."""
+        """Write the file whole or not at all.
+
+        Raises:
+            ConfigError: where it cannot be written.
+        """
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,22 +148,26 @@ class Profile:
         except OSError as error:
             draft.unlink(missing_ok=True)
             raise _error(
-                f"out={path}: cannot be written ({error.strerror}). Name a file in a folder of yours."
+                f"out={path}: cannot be written ({error.strerror}). Name a file in a folder that you can write to."
             ) from None
 
     def with_lesson(self, lesson: Lesson) -> Profile:
-        """The profile with one more run in it; an older lesson of the same run goes."""
+        """Return the profile with one more run in it; an older lesson of the same run goes."""
         kept = tuple(each for each in self.learned if each.run != lesson.run)
         return replace(self, learned=(*kept, lesson))
 
 
 def default_path() -> Path:
-    """Where this machine's profile lies when nobody says."""
+    """Return where this machine's profile lies when nobody says."""
     return env.cache_dir() / "profile.json"
 
 
 def load_profile(path: Path | str) -> Profile:
-    """Read a profile. Raises ConfigError that names the file and the first mistake."""
+    """Read a profile.
+
+    Raises:
+        ConfigError: names the file and the first mistake.
+    """
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -186,10 +194,12 @@ def _read(read: Any, path: str) -> Profile:
         raise ValueError(f"{'unknown key' if wrong in table else 'there is no key'} {wrong!r}")
     machine = _row(Machine, table["machine"])
     if table["hash"] != machine.hash:
-        raise ValueError(f"hash={table['hash']} does not fit its machine ({machine.hash}): somebody changed the file")
+        raise ValueError(
+            f"hash={table['hash']} does not match its machine ({machine.hash}): the file was changed by hand"
+        )
     samples = tuple(_row(Measurement, each) for each in table["samples"])
     if bad := next((each for each in samples if not 0 < each.seconds < 1e6), None):
-        raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is no time")
+        raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is not a time")
     return Profile(
         machine=machine,
         samples=samples,

@@ -18,16 +18,22 @@ _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")
 
 
 def measured_tables(profile: Profile, cluster: ClusterSpec, tier: str) -> Tables:
-    """The cost model's constants for a machine that was measured; for a host also the laws of its primitives.
+    """Return the cost model's constants for a machine that was measured; for a host also the laws of its primitives.
 
-    Raises ConfigError for several hosts, and for a profile of a host that lacks compute.
+    Args:
+        profile: what was measured.
+        cluster: what is asked about.
+        tier: of the constants that were not measured.
+
+    Raises:
+        ConfigError: for several hosts, and for a profile of a host that lacks compute.
     """
     tables = Tables.of(cluster.device, tier)
     if profile.machine.kind == "cuda":
         constants = constants_of(profile, cluster.device, tables)
         return replace(Tables.of(cluster.device, tier, constants), learned=factors(profile))
     if cluster.nodes > 1:
-        rule = f"the profile is of one host, and nothing between {cluster.nodes} of them was measured"
+        rule = f"the profile has measurements of one host only, not of the network between {cluster.nodes} hosts"
         raise ConfigError([Problem("cluster", f"nodes={cluster.nodes}: {rule}. Use one node.")])
     laws = Laws.of(profile)
     rungs = dict.fromkeys(tables.rungs, "here") | {"straggler": "common"}

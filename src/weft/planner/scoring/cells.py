@@ -1,4 +1,4 @@
-"""Numbers from the cells of a row. What is no number, or one that cannot be, refuses the row."""
+"""Numbers from the cells of a row. What is not a number, or one that cannot be, refuses the row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def number(row: Row, key: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        raise refused(row, f"{key}={text!r} is no number") from None
+        raise refused(row, f"{key}={text!r} is not a number") from None
     if not math.isfinite(value) or value < 0:
-        raise refused(row, f"{key}={text} is no number that can be")
+        raise refused(row, f"{key}={text} must be finite and at least 0")
     return value
 
 
@@ -30,7 +30,7 @@ def count(row: Row, key: str, default: int) -> int:
     if value is None:
         return default
     if value != int(value):
-        raise refused(row, f"{key}={row[key]} is no whole number")
+        raise refused(row, f"{key}={row[key]} is not a whole number")
     return int(value)
 
 
@@ -38,7 +38,7 @@ def size(row: Row, key: str, default: int = 1) -> int:
     """A whole number of at least 1. Raises ConfigError."""
     value = count(row, key, default)
     if value < 1:
-        raise refused(row, f"{key}={value} is no size")
+        raise refused(row, f"{key}={value} must be at least 1")
     return value
 
 

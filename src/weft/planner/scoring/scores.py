@@ -27,7 +27,7 @@ class ScoreReport:
     skipped: Sequence[Skipped]
 
     def summary(self) -> dict[str, Any]:
-        """Errors by tier, of time, memory and verdicts."""
+        """Return the errors by tier, of time, memory and verdicts."""
         return {
             **{tier: summary([each for each in self.predictions if each.tier == tier]) for tier in SCORE_TIERS},
             "num_runs": len(self.predictions) // len(SCORE_TIERS),
@@ -35,7 +35,7 @@ class ScoreReport:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values; absent numbers are None."""
+        """Return the report as plain values; absent numbers are None."""
         return {
             "rows": [_row(each) for each in self.predictions],
             "skipped": [{"id": each.id, "reason": each.reason} for each in self.skipped],
@@ -44,7 +44,11 @@ class ScoreReport:
 
 
 def score(path: Path | str) -> ScoreReport:
-    """Predict all runs of a CSV file. Raises ConfigError."""
+    """Predict all runs of a CSV file.
+
+    Raises:
+        ConfigError: for a file that cannot be read, or a run that it does not describe whole.
+    """
     runs, skipped = read_runs(path)
     predictions = [predict_run(run, tier) for tier in TIERS for run in runs]
     tables = [each for each in predictions if each.tier == TIERS[-1]]

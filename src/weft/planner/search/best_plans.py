@@ -167,8 +167,8 @@ class _Keep:
 def _memory_message(question: Question, largest: str, found: Estimates) -> str:
     needed, part = float(found.total_bytes[0]), float(found.memory[largest][0])
     return (
-        f"{format_bytes(needed)} are needed on the fullest rank, of {format_bytes(found.usable_bytes)}; "
-        f"most of it is {largest} ({format_bytes(part)})."
+        f"the fullest rank needs {format_bytes(needed)} of {format_bytes(found.usable_bytes)}; the largest part is "
+        f"{largest} ({format_bytes(part)})."
     )
 
 

@@ -66,7 +66,7 @@ class Candidate:
         return min(1.0, sum(self.terms.get(name, 0.0) for name in _BUSY) / self.step_s)
 
     def cost(self, hour_price: float | None = None) -> Cost:
-        """Price and energy of one step; hour_price: dollars of one device for one hour."""
+        """Return price and energy of one step; hour_price: dollars of one device for one hour."""
         return step_cost(self.question.cluster, self.step_s, self.busy, hour_price)
 
     @property
@@ -116,7 +116,7 @@ class Answer(Generic[Found]):
         return self.ranked[0] if self.ranked else None
 
     def each(self, change: Callable[[Found], Other]) -> Answer[Other]:
-        """The same answer with every candidate changed."""
+        """Change every candidate, and return the answer with them."""
         return Answer(
             question=self.question,
             ranked=tuple(map(change, self.ranked)),
@@ -131,7 +131,7 @@ class Answer(Generic[Found]):
         )
 
     def layouts(self, limit: int = 10) -> list[Found]:
-        """The best plan of each layout, fastest first."""
+        """Return the best plan of each layout, fastest first."""
         return layouts(self.ranked)[:limit]
 
 

@@ -32,12 +32,16 @@ CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given."""
+    """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
+
+    sample_unit: what a batch consists of, in the plural, where the model's task names it.
+    """
 
     name: str
     shape: Shape
     spec: DecoderSpec
     config: RunConfig | None = None
+    sample_unit: str = "samples"
 
     @property
     def traced(self) -> TracedModel | None:
@@ -56,10 +60,14 @@ class PlannedModel:
 
 
 def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel) -> PlannedModel:
-    """The model that a text or a spec stands for.
+    """Return the model that a text or a spec stands for.
 
     source: a size such as "llama3-8b"; a folder with a Hugging Face config.json, or that file; a config of Weft
-    (.toml); a description that tracing saved (.json); or a spec. Raises ModelError or ConfigError.
+    (.toml); a description that tracing saved (.json); or a spec.
+
+    Raises:
+        ModelError: for a name that is not known, and a spec without a shape.
+        ConfigError: for a config that breaks rules.
     """
     if isinstance(source, PlannedModel):
         return source
@@ -71,14 +79,20 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
         return PlannedModel(name="decoder", shape=source, spec=_as_decoder(source, 2**20))
     if isinstance(source, ModelSpec):
         if source.shape is None:
-            rule = "its shape is not known, only its parameters. Give a size, a DecoderSpec or a config folder."
+            rule = "Weft knows its parameters, but not its shape. Give a size, a DecoderSpec or a config folder."
             raise ModelError(f"model={source.name}: {rule}")
         return of_decoder(source.name, source.shape)
     return _read_text(source)
 
 
 def of_decoder(name: str, spec: DecoderSpec, config: RunConfig | None = None) -> PlannedModel:
-    """One of Weft's own decoders."""
+    """Return one of Weft's own decoders.
+
+    Args:
+        name: for people.
+        spec: its shape.
+        config: that it came from; None: none.
+    """
     return PlannedModel(name=name, shape=Shape.of_decoder(spec), spec=spec, config=config)
 
 
@@ -91,7 +105,7 @@ def _read_text(text: str) -> PlannedModel:
     if path.is_dir() or path.suffix == ".json":
         return _read_hugging_face(path)
     if CODE.fullmatch(text):
-        rule = "a model's code is traced with torch, which is not done here"
+        rule = "a model given as code must be traced first"
         raise ModelError(f"model={text}: {rule}. Give weft.trace({text!r}).")
     hint = did_you_mean(text, model_names()) or f" Sizes: {', '.join(model_names())}."
     raise ModelError(
@@ -106,7 +120,7 @@ def _read_run(path: Path) -> PlannedModel:
 
     config = load_config(path, ["plan=auto"]).config
     if config.task.name is not None:
-        rule = f"task.name={config.task.name} is traced with torch, which is not done here"
+        rule = f"task.name={config.task.name} must be traced first"
         raise ModelError(f"model={path}: {rule}. Type weft plan {path} with a cluster.")
     return of_decoder(config.model.name, resolve_decoder(config.model, least_vocab(config)), config)
 
@@ -120,7 +134,7 @@ def _read_hugging_face(path: Path) -> PlannedModel:
     except ValueError as error:
         raise ModelError(f"model={path}: {file} is not JSON ({error}). Give the config.json of a model.") from None
     if not isinstance(read, dict):
-        raise ModelError(f"model={path}: {file} holds no table. Give the config.json of a model.")
+        raise ModelError(f"model={path}: {file} is not a JSON object. Give the config.json of a model.")
     table = cast(dict[str, Any], read)
     if table.get("format") == FORMAT:
         return read_model(TracedModel.from_table(str(path), table))
@@ -133,7 +147,7 @@ def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:
         known = ", ".join(_FAMILIES)
         raise ModelError(
             f"model={name}: model_type={family} is not a family that the planner reads. "
-            f"Known: {known}. Let it be traced: weft plan package.module:function, a function that "
+            f"Known: {known}. Trace it: weft plan package.module:function, a function that "
             f"returns the model."
         )
     found = read_numbers(name, table)

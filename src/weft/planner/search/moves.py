@@ -18,7 +18,13 @@ _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 
 
 def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
-    """Legal plans that are one change away, each once; decided fields stay as they are. fine: in small steps."""
+    """Yield the legal plans that are one change away, each once; decided fields stay as they are.
+
+    Args:
+        plan: where the search stands.
+        question: what is asked.
+        fine: in small steps.
+    """
     space = Space.whole(question.job, question.cluster, question.fixed)
     words = _words(plan)
     seen = {plan, _fitted(words, question.job)}
@@ -119,7 +125,7 @@ def _fitted(values: Mapping[str, Any], job: Job) -> Plan:
 
 
 def estimated(plans: Iterable[Plan], question: Question) -> list[Candidate]:
-    """Plans with their estimates, in their order; each says its way of context parallelism."""
+    """Return the plans with their estimates, in their order; each says its way of context parallelism."""
     listed = [settled(plan, question.job) for plan in plans]
     if not listed:
         return []
@@ -129,7 +135,7 @@ def estimated(plans: Iterable[Plan], question: Question) -> list[Candidate]:
 
 
 def changed_words(before: Plan, after: Plan) -> str:
-    """What differs, as it is typed: "tp=4 accumulation=8"."""
+    """Return what differs, as it is typed: "tp=4 accumulation=8"."""
     changed = [
         (name, known) for name, known in PLAN_FIELDS.items()
         if getattr(after, name) != getattr(before, name) and not _is_idle(name, after)

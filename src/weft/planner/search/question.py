@@ -18,6 +18,7 @@ from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
 from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
+from weft.units import counted
 
 #: Probability of fitting into memory from which on a plan is listed.
 FITS = 0.9
@@ -57,9 +58,19 @@ class Question:
         profile: Path | str | None = None,
         **options: Any,
     ) -> Question:
-        """A question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
+        """Return a question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
 
-        Raises ModelError, ConfigError or PlanError for what cannot be read.
+        Args:
+            model: a size, a path, or a spec.
+            cluster: "2x8xh100", a .toml file, or a ClusterSpec.
+            seq_len: tokens of a sequence; None: the config's, else a usual one.
+            global_batch: sequences of a step; None: the config's, else a usual one.
+            fixed: decided fields, as plan text or by name.
+            profile: of a machine that was measured: its file.
+            **options: further fields of the question.
+
+        Raises:
+            ModelError, ConfigError, PlanError: for what cannot be read.
         """
         planned = read_model(model)
         machines, known = find_machines(cluster, profile)
@@ -68,7 +79,7 @@ class Question:
             if value is None and (name == "global_batch" or planned.reads_sequence)
         ]  # fmt: skip
         if seq_len not in (None, 1) and not planned.reads_sequence:
-            raise _error("seq-len", f"seq-len={seq_len}: {planned.name} reads no sequence. Leave it out.")
+            raise _error("seq-len", f"seq-len={seq_len}: {planned.name} has no sequence dimension. Leave it out.")
         seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
         if global_batch is None:
             global_batch = default_batch(planned, seq_len, machines.num_devices)
@@ -108,15 +119,18 @@ class Question:
 
     @property
     def unit(self) -> str:
-        """What throughput counts: "tokens", or "samples" of a model that reads no sequence."""
-        return "tokens" if self.model.reads_sequence else "samples"
+        """What throughput counts: "tokens"; what the task calls its samples where the model reads no sequence."""
+        return "tokens" if self.model.reads_sequence else self.model.sample_unit
 
     @property
     def work(self) -> str:
         """What a step reads, in words."""
         if not self.model.reads_sequence:
-            return f"{self.job.global_batch} samples a step"
-        return f"{self.job.global_batch} sequences of {self.job.seq_len} tokens a step"
+            return f"{self.job.global_batch} {self.unit} a step"
+        name = self.model.sample_unit
+        return (
+            f"{self.job.global_batch} {'sequences' if name == 'samples' else name} of {self.job.seq_len} tokens a step"
+        )
 
     @property
     def limit(self) -> int:
@@ -143,8 +157,8 @@ class Question:
 
 def _stack(planned: PlannedModel) -> Stack:
     """Weft's software, with the states that the config asks for."""
-    rounds = planned.config is not None and planned.config.optimizer.states == "bf16"
-    return Stack(main_bytes=8.0) if rounds else Stack()
+    states = "fp32" if planned.config is None else planned.config.optimizer.states
+    return Stack() if states == "fp32" else Stack(main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
 
 
 @functools.lru_cache(maxsize=8)
@@ -199,7 +213,7 @@ def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: 
     if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16"):
         return
     if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats
-        rule = f"not measured with {num_ranks} rank{'s' if num_ranks > 1 else ''} on this machine"
+        rule = f"not measured with {counted(num_ranks, 'rank')} on this machine"
         remedy = "Measure it, with more time: weft calibrate --budget 5m"
         raise _error("precision", f"precision={precision}: {rule}. {remedy}.")
 

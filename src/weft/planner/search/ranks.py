@@ -95,7 +95,7 @@ def best_split(one: Candidate, parts: Passes) -> list[int]:
     )
 
 
-def durations(one: Candidate, layers: list[int], parts: Passes, latency_s: float = 0.0) -> Durations:
+def durations(one: Candidate, layers: list[int], parts: Passes) -> Durations:
     """Seconds of every stage's passes, for the clock."""
 
     def side(name: str) -> list[float]:
@@ -108,7 +108,6 @@ def durations(one: Candidate, layers: list[int], parts: Passes, latency_s: float
         forward_s=side("forward_s"),
         input_gradient_s=side("input_gradient_s"),
         weight_gradient_s=side("weight_gradient_s"),
-        latency_s=latency_s,
     )
 
 
@@ -122,7 +121,7 @@ def schedule_of(one: Candidate, most_microbatches: int) -> Schedule:
 
 
 def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
-    """Bytes by class on every rank of the pipeline; one entry where there is none."""
+    """Return the bytes by class on every rank of the pipeline; one entry where there is none."""
     question, plan = one.question, one.plan
     if plan.pp == 1 or isinstance(question.tables, HostTables):
         return [dict(one.memory)] * plan.pp  # of a host the fullest rank's, for each
@@ -143,9 +142,13 @@ def memory_by_rank(one: Candidate) -> list[dict[str, float]]:
 
 
 def drawn_schedule(one: Candidate, most_microbatches: int = 32) -> tuple[Schedule, Durations]:
-    """The candidate's schedule with its seconds, to be drawn. PlanError where there is no pipeline."""
+    """Return the candidate's schedule with its seconds, to be drawn.
+
+    Raises:
+        PlanError: where there is no pipeline.
+    """
     if one.plan.pp == 1:
-        rule = "there is no pipeline to draw. Ask with --fix pp=4, or leave --draw out."
+        rule = "the plan has no pipeline to draw. Add --fix pp=4, or leave --draw out."
         raise PlanError([Problem("pp", f"pp=1: {rule}")])
     parts = passes(one)
     return schedule_of(one, most_microbatches), durations(one, stage_layers(one), parts)

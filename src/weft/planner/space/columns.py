@@ -77,7 +77,7 @@ class Columns:
         raise AttributeError(f"columns are not changed in place; with_arrays({name}=...) makes others")
 
     def with_arrays(self, **changes: NDArray[Any]) -> Columns:
-        """The same rows with some arrays in place of others."""
+        """Return the same rows with some arrays in place of others."""
         return Columns.make(len(self), **{**vars(self), **changes})
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class Columns:
         return (self.reshard == RESHARDS.index("after_step")) | ((self.pp > 1) & ~lets_go)
 
     def stride(self, axis: str) -> Ints:
-        """Ranks from one neighbour on an axis to the next: the product of the axes inside of it."""
+        """Count the ranks from one neighbour on an axis to the next: the product of the axes inside of it."""
         usual = self._inside(ORDERS[0], axis, slice(None))
         if not self.order.any():
             return usual
@@ -127,7 +127,11 @@ class Columns:
 
     @classmethod
     def make(cls, num_rows: int, **values: object) -> Columns:
-        """Columns with the given arrays or scalars; what is not named has the value of the default plan."""
+        """Return the columns with the given arrays or scalars; what is not named has the value of the default plan.
+
+        Raises:
+            TypeError: for a name that is no column.
+        """
         filled: dict[str, NDArray[Any]] = {}
         for name, (dtype, start) in _DEFAULTS.items():
             array = np.asarray(values.pop(name, start), dtype=dtype)
@@ -138,7 +142,10 @@ class Columns:
 
     @classmethod
     def of(cls, plans: Iterable[Plan], job: Job) -> Columns:
-        """The columns of plans. A plan's microbatch is what the job's global batch leaves: at least one sequence."""
+        """Return the columns of plans.
+
+        A plan's microbatch is what the job's global batch leaves: at least one sequence.
+        """
         listed = [settled(plan, job) for plan in plans]
         found: dict[str, NDArray[Any]] = {}
         for name in PLAN_FIELDS:
@@ -153,7 +160,7 @@ class Columns:
         return cls.make(len(listed), **found).with_recompute_share(job.shape.layers)
 
     def with_recompute_share(self, num_layers: int) -> Columns:
-        """The share of the layers that blocks by number are of the fullest rank's."""
+        """Fill in which share of the fullest rank's layers `recompute_blocks` are."""
         if not self.recompute_blocks.any():
             return self
         chunks = np.where(self.pp > 1, self.pp * self.virtual_stages, 1)
@@ -163,12 +170,16 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """The rows of several columns, one after another."""
+        """Join the rows of several columns, one after another."""
         tables = list(parts)
         return cls({name: np.concatenate([getattr(table, name) for table in tables]) for name in _DEFAULTS})
 
     def plan(self, row: int) -> Plan:
-        """One row as a plan. Raises PlanError where the runtime has no word for it (fp8)."""
+        """Return one row as a plan.
+
+        Raises:
+            PlanError: where the runtime has no word for it (fp8).
+        """
         values: dict[str, Any] = {
             name: known.kind.decode(*(getattr(self, column.name)[row] for column in known.columns))
             for name, known in PLAN_FIELDS.items()
@@ -201,6 +212,6 @@ def settled_cp_mode(plan: Plan, job: Job) -> str:
 
 
 def settled(plan: Plan, job: Job) -> Plan:
-    """The plan with its way of context parallelism said where it has any, and not said where it has none."""
+    """Return the plan with its way of context parallelism said where it has any, and not said where it has none."""
     mode = settled_cp_mode(plan, job) if plan.cp > 1 else Plan().cp_mode
     return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)

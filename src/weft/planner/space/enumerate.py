@@ -50,7 +50,13 @@ class Tally:
     refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
-        """Count plans that a rule refuses; `values` is one of them."""
+        """Count plans that a rule refuses.
+
+        Args:
+            rule: the one that refuses.
+            count: of plans.
+            values: one of them, by field.
+        """
         known = self.refused.get(rule.name)
         if known is None:
             plan = as_plan(values)
@@ -65,7 +71,11 @@ class Tally:
     ) -> tuple[PartialPlans, Counts, list[Rule]]:
         """Take out what is refused; what is left, with its weights, and the rules that are still open.
 
-        weights: how many whole plans each row stands for. rest: fields that complete an example.
+        Args:
+            rules: that may refuse.
+            table: plans with some fields.
+            weights: how many whole plans each row stands for.
+            rest: fields that complete an example.
         """
         found, still_open = broken(rules, table, self.facts)
         alive = np.ones(len(table), dtype=bool)
@@ -89,7 +99,7 @@ class PlanGrid:
         return len(self.meshes) * len(self.flags)
 
     def num_kept(self) -> int:
-        """Plans in it that no rule refuses."""
+        """Return the number of its plans that no rule refuses."""
         step = max(1, 2**18 // len(self.flags))
         starts = range(0, len(self.meshes), step) if self.open_rules else ()
         refused = 0
@@ -99,7 +109,13 @@ class PlanGrid:
         return self.num_rows - refused
 
     def chunks(self, most_rows: int, tally: Tally, job: Job) -> Iterator[Columns]:
-        """The plans that the rules allow, in pieces."""
+        """Yield the plans that the rules allow, in pieces.
+
+        Args:
+            most_rows: of a piece.
+            tally: counts what is refused.
+            job: model, sequence and batch.
+        """
         left, right = _columns(self.meshes), _columns(self.flags)
         step = max(1, most_rows // len(self.flags))
         for start in range(0, len(self.meshes), step):
@@ -124,7 +140,15 @@ class PlanGrid:
 
 
 def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Rule], tally: Tally) -> list[PlanGrid]:
-    """The blocks of a space for a job on all devices of a cluster; what the rules refuse is in the tally."""
+    """Return the blocks of a space for a job on all devices of a cluster.
+
+    Args:
+        space: values by field.
+        job: model, sequence and batch.
+        cluster: its devices.
+        rules: that plans keep.
+        tally: what the rules refuse is counted in it.
+    """
     meshes = _meshes(space, job, cluster)
     flags = {kind: _flags(space, kind) for kind in _KINDS}
     num_piped = math.prod(len(space.choices[name]) for name in _PIPED)

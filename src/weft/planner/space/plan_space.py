@@ -37,7 +37,13 @@ class Space:
 
     @classmethod
     def whole(cls, job: Job, cluster: ClusterSpec, fixed: Mapping[str, Any] | None = None) -> Space:
-        """Everything that the planner knows, for a job on a cluster. fixed: plan fields with decided values."""
+        """Return everything that the planner knows, for a job on a cluster.
+
+        Args:
+            job: model, sequence and batch.
+            cluster: its devices.
+            fixed: plan fields with decided values.
+        """
         facts, given = search_facts(job, cluster), dict(fixed or {})
         choices = {
             name: _decided(name, tuple(each.searched(facts)), given)
@@ -47,7 +53,10 @@ class Space:
         return cls(choices=choices, experts=bool(job.shape.num_experts), fixed=given)
 
     def narrower(self) -> Space | None:
-        """The next smaller space: first goes what is hardly ever better. None where there is nothing left to take."""
+        """Return the next smaller space: first goes what is hardly ever better.
+
+        None where there is nothing left to take.
+        """
         for words, changes in _NARROWER:
             if words not in self.left_out:
                 return replace(self, **changes(self), left_out=(*self.left_out, words))

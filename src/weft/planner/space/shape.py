@@ -48,7 +48,7 @@ class Shape:
 
     @classmethod
     def of_decoder(cls, spec: DecoderSpec) -> Shape:
-        """The shape of one of Weft's own decoders."""
+        """Return the shape of one of Weft's own decoders."""
         gpt2 = spec.family == "gpt2"
         return cls(
             vocab=spec.vocab_size,
@@ -88,7 +88,7 @@ class Shape:
         return 2 * self.hidden * (2 if self.biases else 1)
 
     def mlp_params(self, width: int) -> int:
-        """Parameters of a feed-forward part of the given width."""
+        """Return the number of parameters of a feed-forward part of the given width."""
         biases = (width + self.hidden) if self.biases else 0
         return (3 if self.gated else 2) * self.hidden * width + biases
 
@@ -120,7 +120,11 @@ class Shape:
         return float(self.vocab * self.hidden)
 
     def stage_layers(self, num_stages: int) -> tuple[int, ...]:
-        """Layers of each stage, from the embedding on, as the runtime divides them. ValueError for too few layers."""
+        """Return the layers of each stage, from the embedding on, as the runtime divides them.
+
+        Raises:
+            ValueError: for too few layers.
+        """
         return shares.divide_layers([1.0] * self.layers, num_stages, after=self.head_weights / self.layer_weights)
 
     @property

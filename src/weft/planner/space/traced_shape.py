@@ -27,12 +27,12 @@ class TracedShape(Shape):
         return round(self.mean(lambda layer: layer.num_params))
 
     def mean(self, value: Callable[[TracedLayer], Any]) -> Any:
-        """The mean of a number over all layers."""
+        """Return the mean of a number over all layers."""
         return sum(layer.count * value(layer) for layer in self.traced.layers) / self.traced.num_layers
 
     @classmethod
     def of(cls, traced: TracedModel) -> TracedShape:
-        """The shape of a description."""
+        """Return the shape of a description."""
         attention = traced.attention
         return cls(
             vocab=traced.vocab,
@@ -48,7 +48,7 @@ class TracedShape(Shape):
 
 
 def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-    """Heads, widths and layers of a traced model; what else it forbids is in its limits."""
+    """Return heads, widths and layers of a traced model; what else it forbids is in its limits."""
     attention = traced.attention
     legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
     return DecoderSpec(

@@ -38,7 +38,7 @@ RUNGS = {
 
 
 def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]:
-    """Share of the step's time by where its constants come from; the shares add up to 1."""
+    """Return the share of the step's time by where its constants come from; the shares add up to 1."""
     shares = dict.fromkeys(RUNGS, 0.0)
     for name, seconds in terms.items():
         constant = DECIDED_BY.get(name)
@@ -56,4 +56,4 @@ def spread(shares: Mapping[str, float]) -> float:
 def basis_words(shares: Mapping[str, float]) -> str:
     """'expected error of the step time 9%; its basis: 74% measurements of this device type, 26% ...'."""
     parts = ", ".join(f"{share:.0%} {RUNGS[rung][0]}" for rung, share in shares.items() if share >= 0.005)
-    return f"expected error of the step time {spread(shares):.0%}; its basis: {parts}"
+    return f"expected error of the step time: {spread(shares):.0%}; basis: {parts}"

@@ -30,7 +30,7 @@ class Comparison:
         return differences(self.left.memory, self.right.memory)
 
     def lines(self) -> list[str]:
-        """The comparison as text."""
+        """Return the comparison as text."""
         left, right = self.left, self.right
         lines = [f"A       {left.plan}", f"B       {right.plan}"]
         lines.append(f"change  {changed_words(left.plan, right.plan) or 'none'}")
@@ -47,7 +47,16 @@ class Comparison:
 
 
 def compare(left: str, right: str, question: Question) -> Comparison:
-    """Two plans from their texts. Raises PlanError where one is no plan or breaks a rule."""
+    """Compare two plans, given as text.
+
+    Args:
+        left: A.
+        right: B.
+        question: what they are compared for.
+
+    Raises:
+        PlanError: where one is no plan or breaks a rule.
+    """
     plans = [read_plan(text, question) for text in (left, right)]
     problems = [
         Problem(violation.field, f"{name}: {violation.message}")

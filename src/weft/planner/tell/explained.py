@@ -36,14 +36,19 @@ def search(
     built_only: bool = True,
     **options: Any,
 ) -> Answer[Explained]:
-    """The best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
+    """Return the best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
 
-    model: a size, a path to a Hugging Face config folder or to a config of Weft, or a spec. cluster: "2x8xh100", a
-    .toml file, or a ClusterSpec; a model by its code is given as weft.trace(...). seq_len: tokens of a sequence;
-    global_batch: sequences of a step; by default the
-    config's, else usual ones. fixed: decided fields as plan text, such as "tp=8 precision=bf16". built_only: only
-    plans that the runtime runs today. options: as in `Question`.
-    Raises ModelError, ConfigError or PlanError for what cannot be read.
+    Args:
+        model: a size, a path to a Hugging Face config folder or to a config of Weft, a spec, or weft.trace(...).
+        cluster: "2x8xh100", a .toml file, or a ClusterSpec.
+        seq_len: tokens of a sequence; None: the config's, else a usual one.
+        global_batch: sequences of a step; None: the config's, else a usual one.
+        fixed: decided fields as plan text, such as "tp=8 precision=bf16", or by name.
+        built_only: only plans that the runtime runs today.
+        **options: as in `Question`.
+
+    Raises:
+        ModelError, ConfigError, PlanError: for what cannot be read.
     """
     question = Question.of(
         model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options

@@ -15,23 +15,23 @@ TERM_WORDS = {
     "attention": "attention",
     "memory_bound": "norms, activations, loss",
     "host": "waiting for the host",
-    "contention": "compute slowed by traffic beside it",
+    "contention": "compute slowed by overlapped traffic",
     "tp": "tensor-parallel traffic",
     "cp": "context-parallel traffic",
     "ep": "expert-parallel traffic",
     "pp_p2p": "sends between stages",
     "bubble": "pipeline bubble",
-    "dp_exposed": "gradients and gathers that nothing hides",
+    "dp_exposed": "data-parallel traffic, not overlapped",
     "optimizer": "optimizer",
     "recompute": "recompute",
     "offload": "transfers to and from the host",
-    "straggler": "waiting for the slowest",
+    "straggler": "waiting for the slowest rank",
 }
 _WIDTH = 32
 
 
 def explain(one: Candidate, hour_price: float | None = None) -> str:
-    """The whole story of one candidate. hour_price: dollars of one device for one hour."""
+    """Tell the whole story of one candidate. hour_price: dollars of one device for one hour."""
     return "\n".join([*headline(one, hour_price), "", *waterfall(one), "", *memory_bars(one)])
 
 
@@ -42,15 +42,15 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     cost = one.cost(hour_price)
     money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion {unit}"]
     energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion {unit}"]
-    waiting = [] if one.built else ["note    the runtime does not run this plan yet (see the rules)"]
+    waiting = [] if one.built else ["note    Weft does not run this plan yet (see docs/reference/rules.md)"]
     return [
         f"plan    {one.plan}",
         f"job     {one.question.model.name}, {format_count(job.shape.num_params)} parameters, on {cluster}; "
         f"{one.question.work}, {one.microbatch} in a pass",
         f"speed   {format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} {unit}/s "
         f"({format_count(one.tokens_per_s / cluster.num_devices)} per device)",
-        f"MFU     {one.mfu:.1%} with attention counted whole, {one.causal_mfu:.1%} as the causal mask leaves it; "
-        "recompute not counted",
+        f"MFU     {one.mfu:.1%} counting full attention, {one.causal_mfu:.1%} counting causal attention; "
+        "without recompute",
         *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
         f"trust   {basis_words(time_by_rung(one.terms, one.question.tables))}",
         *_learned(one.question),
@@ -95,7 +95,7 @@ def memory_bars(one: Candidate) -> list[str]:
 
 
 def fit_words(probability: float) -> str:
-    """'fits (97 %)', 'may not fit (60 %)' or 'does not fit'."""
+    """Return 'fits (97 %)', 'may not fit (60 %)' or 'does not fit'."""
     percent = f"{min(probability, 0.999):.0%}" if probability < 0.995 else "> 99%"
     if probability >= 0.9:
         return f"fits ({percent})"

@@ -15,7 +15,7 @@ _MOST_DEVICES = 4096
 
 
 def nearest_yes(question: Question) -> list[Scenario]:
-    """Up to three changed questions that have an answer: more devices, a larger device, shorter sequences."""
+    """Return up to three changed questions that have an answer: more devices, a larger device, shorter sequences."""
     found: list[Scenario] = []
     for ways in (_more_devices(question), _larger_devices(question), _shorter_sequences(question)):
         scenario = _first_that_fits(question, ways)

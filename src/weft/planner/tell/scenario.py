@@ -126,10 +126,12 @@ def change(question: Question, text: str) -> Question:
         if lever is None:
             known = ["cluster", "device", *LEVERS]
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
-            raise _error("what-if", f"what-if={name}: nothing that can be changed has this name.{hint}")
+            raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))
     if question.job.seq_len > 1 and not question.model.reads_sequence:
-        raise _error("seq", f"seq={question.job.seq_len}: {question.model.name} reads no sequence. Leave it out.")
+        raise _error(
+            "seq", f"seq={question.job.seq_len}: {question.model.name} has no sequence dimension. Leave it out."
+        )
     if question.job.seq_len > question.model.spec.max_seq_len:
         rule = f"{question.model.name} reads at most {question.model.spec.max_seq_len} tokens"
         raise _error("seq", f"seq={question.job.seq_len}: {rule}. Use less.")
@@ -150,7 +152,11 @@ def _number(name: str, text: str, lever: Lever, now: float) -> float:
 
 
 def what_if(text: str, question: Question) -> Scenario:
-    """Answer the question under a change. Raises ConfigError where the change cannot be read."""
+    """Answer the question under a change.
+
+    Raises:
+        ConfigError: where the change cannot be read.
+    """
     changed = change(question, text)
     return Scenario(text, changed, answer(changed))
 

@@ -42,7 +42,7 @@ class WhyNot:
     details: tuple[str, ...] = field(default=())
 
     def lines(self) -> list[str]:
-        """The verdict as text."""
+        """Return the verdict as text."""
         lines = [f"plan    {self.plan}", f"why not {self.sentence}", *(f"        {line}" for line in self.details)]
         if self.remedies:
             lines.append(
@@ -63,9 +63,15 @@ def _outcome(one: Candidate, base: float | None) -> str:
 
 
 def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
-    """Judge a plan that the user typed. found: the answer to the same question.
+    """Judge a plan that the user typed.
 
-    Raises PlanError where the text is no plan.
+    Args:
+        text: the plan.
+        question: what is asked.
+        found: the answer to the same question.
+
+    Raises:
+        PlanError: where the text is no plan.
     """
     plan = read_plan(text, question)
     violations = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
@@ -76,7 +82,7 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
     if candidate.fits < question.fits:
         return _too_large(candidate, question, best)
     if best is None or candidate.step_s <= best.step_s * 1.0005:
-        sentence = "nothing that was looked at is faster: this is the answer."
+        sentence = "this is the best plan: no other plan that was tried is faster."
         return WhyNot(kind="best", sentence=sentence, plan=candidate.plan, candidate=candidate, best=best)
     slower = candidate.step_s / best.step_s - 1
     sentence = (

@@ -13,9 +13,11 @@ _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_
 
 
 def config_text(one: Candidate) -> str:
-    """The config as TOML, with the figures that were expected as a comment.
+    """Return the config as TOML, with the figures that were expected as a comment.
 
-    Raises ModelError for a model that `weft train` cannot build, ConfigError where a rule refuses the config.
+    Raises:
+        ModelError: for a model that `weft train` cannot build.
+        ConfigError: where a rule refuses the config.
     """
     from weft.spec import RunConfig
     from weft.spec.files import format_config
@@ -46,7 +48,7 @@ def config_text(one: Candidate) -> str:
 def _model_table(one: Candidate) -> dict[str, object]:
     model = one.question.model
     if model.traced is not None:
-        rule = "`weft train` builds models from configs, not from code. Leave --out out"
+        rule = "`weft train` builds models from configs, not from code. Leave out --out"
         raise ModelError(f'model={model.name}: {rule}, and write weft.init("{one.plan}") in your script.')
     if model.name in model_names() and decoder_spec(model.name) == model.spec:
         return {"name": model.name}
@@ -62,7 +64,7 @@ def _model_table(one: Candidate) -> dict[str, object]:
         if there
     ]
     if unknown:
-        rule = f"`weft train` builds no model with {' and '.join(unknown)} from a config. Leave --out out"
+        rule = f"`weft train` builds no model with {' and '.join(unknown)} from a config. Leave out --out"
         raise ModelError(f"model={model.name}: {rule}; the plan itself can be used in weft.init.")
     return {"name": _nearest_size(model.spec), **{name: getattr(model.spec, name) for name in _SHAPE_FIELDS}}
 

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import cast
 
-from weft.errors import ConfigError, Problem, did_you_mean
+from weft.errors import ConfigError, Problem, did_you_mean, shown
 
 #: How the fast links join the devices of a scale-up domain.
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
@@ -69,7 +69,7 @@ class DeviceSpec:
     note: str = ""
 
     def peak_flops(self, precision: str) -> float | None:
-        """Dense peak FLOP/s of a precision ("bf16", "fp16", "fp8", "fp4", "tf32"), or None where it has none."""
+        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""
         return dict(self.peaks).get(precision)
 
 
@@ -90,7 +90,8 @@ class ClusterSpec:
     def parse(cls, text: str) -> ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
-        Raises ConfigError.
+        Raises:
+            ConfigError: for a text that cannot be read, and a device that is not known.
         """
         match = _SHORTHAND.fullmatch(text.strip().lower())
         if match is None:
@@ -105,14 +106,17 @@ class ClusterSpec:
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
         """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers.
 
-        A device's table starts from a known one where it has `like = "h100"`. Raises ConfigError with every mistake.
+        A device's table starts from a known one where it has `like = "h100"`.
+
+        Raises:
+            ConfigError: with every mistake of the table, each from `origin`.
         """
         problems = _unknown_keys(table, _CLUSTER_KEYS, "cluster")
         counts: dict[str, int] = {}
         for key in ("nodes", "devices_per_node"):
             count = table.get(key, 1 if key == "nodes" else None)
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 9_999_999:
-                problems.append(Problem(key, f"{key}={_shown(count)}: a whole number from 1 is needed. Use e.g. 8."))
+                problems.append(Problem(key, f"{key}={shown(count)}: a whole number from 1 is needed. Use e.g. 8."))
             else:
                 counts[key] = count
         spec: DeviceSpec | None = None
@@ -126,13 +130,17 @@ class ClusterSpec:
 
     @classmethod
     def load(cls, path: Path | str) -> ClusterSpec:
-        """Read a TOML file in the form of `from_mapping`. Raises ConfigError."""
+        """Read a TOML file in the form of `from_mapping`.
+
+        Raises:
+            ConfigError: for a file that cannot be read, and as `from_mapping`.
+        """
         try:
             table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
         except OSError as error:
             raise _error(f"cluster={path}: the file cannot be read ({error.strerror}). Check its path.") from None
         except (ValueError, RecursionError) as error:
-            raise _error(f"{path}: this is not TOML text ({error}). Correct that place.") from None
+            raise _error(f"{path}: this is not valid TOML ({error}). Correct it there.") from None
         return cls.from_mapping(table, str(path))
 
     def __str__(self) -> str:
@@ -142,25 +150,29 @@ class ClusterSpec:
 
 @functools.cache
 def devices() -> Mapping[str, DeviceSpec]:
-    """The devices that Weft knows, by name."""
+    """Return the devices that Weft knows, by name."""
     text = resources.files("weft.spec.cluster").joinpath("devices.toml").read_text(encoding="utf-8")
     tables = cast(dict[str, dict[str, object]], tomllib.loads(text))
     return {name: _changed(DeviceSpec(name=name), table) for name, table in tables.items()}
 
 
 def device(name: str) -> DeviceSpec:
-    """A known device by its name or an alias. Raises ConfigError that lists the known ones."""
+    """Return a known device by its name or an alias.
+
+    Raises:
+        ConfigError: for any other; it lists the known ones.
+    """
     wanted = name.strip().lower()
     for spec in devices().values():
         if wanted == spec.name or wanted in spec.aliases:
             return spec
     known = [*devices(), *(alias for spec in devices().values() for alias in spec.aliases)]
     hint = did_you_mean(wanted, known)
-    raise _error(f"device={_shown(name)}: not a device that Weft knows.{hint} Known: {', '.join(devices())}.", "device")
+    raise _error(f"device={shown(name)}: not a device that Weft knows.{hint} Known: {', '.join(devices())}.", "device")
 
 
 def device_by_torch_name(name: str) -> DeviceSpec | None:
-    """The device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
+    """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
     wanted = " ".join(word for word in name.split() if word not in _MAKERS)
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
 
@@ -170,11 +182,11 @@ def _device_of(value: object) -> DeviceSpec:
         return device(value)
     if not isinstance(value, dict):
         rule = 'a device is a name or a table. Use e.g. device = "h100" or device = {like = "h100", watts = 500}.'
-        raise _error(f"device={_shown(value)}: {rule}", "device")
+        raise _error(f"device={shown(value)}: {rule}", "device")
     table = dict(cast(dict[str, object], value))
     like, name = table.pop("like", None), table.pop("name", "")
     if not isinstance(like, str | None) or not isinstance(name, str):
-        raise _error(f'device.like={_shown(like)}: like and name are texts. Use e.g. like = "h100".', "device")
+        raise _error(f'device.like={shown(like)}: like and name are strings. Use e.g. like = "h100".', "device")
     base = device(like) if like is not None else DeviceSpec(name="custom")
     changed = _changed(base, table)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
@@ -189,7 +201,7 @@ def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:
             field, factor = _NUMBERS[key]
             if not _is_positive(value) or (key in _WHOLE and not isinstance(value, int)):
                 kind = "whole number" if key in _WHOLE else "number"
-                problems.append(Problem(key, f"device.{key}={_shown(value)}: a {kind} above 0 is needed. Use e.g. 8."))
+                problems.append(Problem(key, f"device.{key}={shown(value)}: a {kind} above 0 is needed. Use e.g. 8."))
             else:
                 values[field] = cast(float, value) * factor
         elif key == "tflops":
@@ -205,8 +217,8 @@ def _peaks(value: object, problems: list[Problem]) -> list[tuple[str, float]]:
     table = cast(dict[str, object], value) if isinstance(value, dict) else {"": value}
     for dtype, peak in table.items():
         if dtype not in _DTYPES or not _is_positive(peak):
-            rule = f"peaks are numbers by precision ({', '.join(_DTYPES)}). Use e.g. tflops = {{bf16 = 989}}."
-            problems.append(Problem("tflops", f"device.tflops={_shown(table)}: {rule}"))
+            rule = f"peaks are numbers keyed by precision ({', '.join(_DTYPES)}). Use e.g. tflops = {{bf16 = 989}}."
+            problems.append(Problem("tflops", f"device.tflops={shown(table)}: {rule}"))
             return []
     return [(dtype, cast(float, peak) * 1e12) for dtype, peak in table.items()]
 
@@ -216,14 +228,14 @@ def _text(key: str, value: object, problems: list[Problem]) -> str | tuple[str, 
         parts = cast(list[object], value) if isinstance(value, list) else [None]
         texts = tuple(part for part in parts if isinstance(part, str))
         if len(texts) < len(parts):
-            problems.append(Problem(key, f'device.{key}={_shown(parts)}: a list of texts is needed. Use ["h100"].'))
+            problems.append(Problem(key, f'device.{key}={shown(parts)}: a list of strings is needed. Use ["h100"].'))
         return texts
     if not isinstance(value, str):
-        problems.append(Problem(key, f'device.{key}={_shown(value)}: a text is needed. Use e.g. "h100".'))
+        problems.append(Problem(key, f'device.{key}={shown(value)}: a string is needed. Use e.g. "h100".'))
         return ""
     if key == "scale_up_topology" and value not in TOPOLOGIES:
         hint = did_you_mean(value, TOPOLOGIES) or " Use switch."
-        problems.append(Problem(key, f"device.{key}={_shown(value)}: not one of {', '.join(TOPOLOGIES)}.{hint}"))
+        problems.append(Problem(key, f"device.{key}={shown(value)}: not one of {', '.join(TOPOLOGIES)}.{hint}"))
     return value
 
 
@@ -238,13 +250,6 @@ def _unknown_keys(table: Mapping[str, object], known: tuple[str, ...], place: st
         for key in table
         if key not in known
     ]
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, int) and abs(value) > 10**18:
-        return "(a huge number)"
-    text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _error(message: str, field: str = "cluster") -> ConfigError:

@@ -8,73 +8,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field
 
-# TOML has 64-bit integers; sizes have limits far above sense, so that a slip of the hand is refused at once.
-PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Extent = Annotated[int, Field(gt=0, le=10**9)]
-Width = Annotated[int, Field(gt=0, le=10**6)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Name = Annotated[
-    str,
-    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-            "x-rule": "a name of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
-        }
-    ),
-]
-
-_SHARE_OR_SIZE = r"^([1-9][0-9]?%|([1-9][0-9]{0,8}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])([KMGT]i?|k)B)$"
-ShareOrSize = Annotated[
-    str,
-    StringConstraints(pattern=_SHARE_OR_SIZE),
-    WithJsonSchema(
-        {
-            "type": "string",
-            "pattern": _SHARE_OR_SIZE,
-            "x-rule": "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
-        }
-    ),
-]
-
-_CODE = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
-CodeName = Annotated[
-    str,
-    StringConstraints(pattern=_CODE),
-    WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
-]
-_TASK = r"^([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*$"
-TaskName = Annotated[
-    str,
-    StringConstraints(pattern=_TASK),
-    WithJsonSchema(
-        {"type": "string", "pattern": _TASK, "x-rule": "a class as package.module:Class or path/to/file.py:Class"}
-    ),
-]
-OptionValue = Annotated[
-    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
-    WithJsonSchema({"x-rule": "true, false, a number, a text or a list of numbers"}),
-]
-_DURATION = "^(" + "|".join(
-    "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
-    for unit in "dhms"
-) + ")$"  # fmt: skip
-Duration = Annotated[
-    str,
-    StringConstraints(pattern=_DURATION),
-    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
-]
-
-ColumnPart = Literal[
-    "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
-    "mask",
-]  # fmt: skip
+from weft.spec.config.setting_types import (
+    CodeName,
+    ColumnPart,
+    Count,
+    Duration,
+    Extent,
+    Fraction,
+    Name,
+    NonNegative,
+    OptionValue,
+    PositiveFloat,
+    PositiveInt,
+    ShareOrSize,
+    StoreOrFolder,
+    TaskName,
+    Width,
+)
 
 #: The source that every machine already has: Python's standard library.
 STDLIB_SOURCE = "builtin:python-stdlib"
@@ -95,8 +47,8 @@ class Section(BaseModel):
 
 class RunSection(Section):
     name: Name = "quickstart"
-    """Name of the run; its folder is `<dir>/<name>`. The same name resumes. Without it, a run from a file is called
-    after that file: my.toml runs in runs/my."""
+    """Name of the run; its folder is `<dir>/<name>`. A command with the same name resumes the run. By default the name
+    of the config file: my.toml runs in runs/my."""
     dir: str = "runs"
     """Folder that holds the run folders."""
 
@@ -105,10 +57,10 @@ class TaskSection(Section):
     """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """A task of your own as package.module:Class, importable from this folder, or path/to/file.py:Class.
-    `task = "package.module:Class"` says the same. Absent: a decoder on text."""
+    """Your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form: `task =
+    "package.module:Class"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = {}
-    """Options of that class, such as {size = 32}; the class says which there are."""
+    """Arguments of the task's constructor, such as {size = 32}."""
 
 
 class ModelSection(Section):
@@ -118,17 +70,18 @@ class ModelSection(Section):
     """A size that Weft knows, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
     """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention; gpt2: LayerNorm, learned positions, GELU,
-    biases. This setting and those below change single fields of the size; by default they are the size's own."""
+    biases. This setting and those below override single fields of the named size."""
     vocab_size: Extent | None = None
-    """Rows of the embedding; by default the size's own, or the tokenizer's where the size leaves it open."""
+    """Vocabulary size, the rows of the embedding; by default that of the named size, or the tokenizer's if the size
+    sets none."""
     dim: Width | None = None
     """Width of the hidden state; a multiple of num_heads."""
     num_layers: Width | None = None
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: Width | None = None
     """Query heads of each attention layer."""
     num_kv_heads: Width | None = None
-    """Key-value heads; num_heads must be a multiple of it. Equal to num_heads: no grouping."""
+    """Key-value heads; must divide num_heads. Equal to num_heads: no grouping."""
     ffn_dim: Width | None = None
     """Hidden width of the feed-forward layers."""
     max_seq_len: Extent | None = None
@@ -161,21 +114,23 @@ class ModelSection(Section):
     """How the load of experts is balanced. aux_loss: an auxiliary loss per sequence; bias: a routing bias that is
     adjusted after each step; none: no balancing."""
     balance_rate: PositiveFloat | None = None
-    """Weight of the auxiliary loss, or the change of a bias in one step."""
+    """Weight of the auxiliary loss, or how much a routing bias changes in one step."""
     capacity_factor: NonNegative | None = None
-    """An expert accepts at most this many times its even share of each sequence's tokens and drops the rest; 0: no
-    token is dropped."""
+    """An expert accepts at most this many times its even share of each sequence's tokens and drops the rest; 0 drops no
+    token."""
 
 
 class TokenizerSection(Section):
+    """The tokenizer: trained on the run's own text, read from a file, or bytes."""
+
     kind: Literal["bpe", "file", "bytes"] = "bpe"
     """bpe: a byte-level BPE trained on the run's own text; file: a saved tokenizer; bytes: one token per byte."""
     vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
-    """Entries of a trained tokenizer, special tokens included."""
+    """Vocabulary size of a trained tokenizer, including special tokens."""
     path: str = ""
     """For kind="file": a tokenizer.json, or a folder that holds one."""
     train_bytes: PositiveInt = 20_000_000
-    """At most this many bytes of text are read to train a tokenizer."""
+    """Maximum number of bytes of text read to train a tokenizer."""
 
 
 class SourceSection(Section):
@@ -184,7 +139,7 @@ class SourceSection(Section):
     path: str = Field(examples=["data/*.txt"])
     """A file, a folder, a glob, or "builtin:python-stdlib"."""
     weight: PositiveFloat | None = None
-    """Share of the trained tokens; by default in proportion to the source's size."""
+    """Share of the training tokens; by default proportional to the source's size."""
     schema_: Annotated[
         Literal["auto", "text", "messages", "instruction", "completion", "ids"], Field(alias="schema")
     ] = "auto"
@@ -196,49 +151,55 @@ class SourceSection(Section):
 
 
 class DataSection(Section):
+    """Where samples come from, and how documents become sequences."""
+
     train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1, strict=False)
     """Sources of training data, mixed by token weight."""
     eval: tuple[SourceSection, ...] = Field(default=(), strict=False)
-    """Sources for evaluation. Without any, `holdout` of the training documents is kept for it."""
+    """Sources for evaluation. If empty, Weft holds out the share `holdout` of the training documents."""
     holdout: Fraction = 0.02
     """Share of training documents kept for evaluation when `eval` is empty, chosen by document content."""
     packing: Literal["concat", "fit", "pad"] | None = None
-    """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one each.
-    By default fit for chats, instructions and completions, concat for text and ids."""
+    """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one document
+    per sequence. By default fit for chats, instructions and completions, concat for text and ids."""
     borders: bool = True
-    """Positions restart at each document and attention does not cross from one document to another."""
+    """Positions restart at each document, and attention does not cross document borders."""
     max_record_bytes: PositiveInt = 64 * 2**20
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
     max_bad_fraction: Fraction = 0.01
-    """Largest share of broken records; more stop the run."""
+    """Maximum share of broken records; a larger share stops the run."""
     cache_dir: str = ""
-    """Folder for tokenised data; by default the user's cache folder, which `weft doctor` prints and WEFT_HOME moves."""
+    """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
 
 
 class OptimizerGroup(Section):
     """Parameters with a learning rate or weight decay of their own, chosen by name."""
 
     match: str = Field(min_length=1, examples=["embed.*"])
-    """Names of parameters, such as "embed.*"; `*` stands for any text. The first group that fits decides."""
+    """Pattern of parameter names, such as "embed.*"; `*` matches any text. The first matching group applies."""
     lr: NonNegative | None = None
     """Peak learning rate of these parameters; 0 freezes them. By default optimizer.lr."""
     weight_decay: NonNegative | None = None
-    """Decay of these parameters, vectors too. By default optimizer.weight_decay for matrices and 0 for vectors."""
+    """Weight decay of these parameters, including vectors. By default optimizer.weight_decay for matrices and 0 for
+    vectors."""
 
 
 class OptimizerSection(Section):
+    """The optimizer, its learning rate over the steps, and its groups of parameters."""
+
     name: Literal["adamw", "sgd", "muon"] | CodeName = "adamw"
-    """Muon updates the matrices between embedding and head, AdamW all other parameters. A class of your own or of a
-    library is named package.module:Class."""
+    """Muon updates the matrices between embedding and head, AdamW all other parameters. Give any other optimizer class
+    as package.module:Class."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
     """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """AdamW: added to the denominator of the update."""
-    states: Literal["fp32", "bf16"] = "fp32"
-    """AdamW: format of its two running means. bf16 takes half the memory and more time; each is rounded at random, by
-    seed, step and place in the parameter, so every plan rounds alike."""
+    states: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """AdamW: number format of its two running means. bf16 takes half the memory, fp8 (one-byte floats without scales) a
+    quarter; both take more time. Rounding is stochastic, by seed, step and position in the parameter, so every plan
+    rounds the same way."""
     weight_decay: NonNegative = 0.1
     """Weight decay of matrices. Norms and biases are not decayed."""
     momentum: Fraction | None = None
@@ -248,9 +209,9 @@ class OptimizerSection(Section):
     options: dict[str, OptionValue] = {}
     """Further arguments of a package.module:Class, such as {rho = 0.9}."""
     groups: tuple[OptimizerGroup, ...] = Field(default=(), strict=False)
-    """Parameters with settings of their own; the first group whose `match` fits a parameter decides."""
+    """Parameter groups with their own settings; a parameter belongs to the first group whose `match` fits."""
     max_grad_norm: NonNegative = 1.0
-    """Gradients are clipped to this global norm; 0: no clipping."""
+    """Clip gradients to this global norm; 0: no clipping."""
 
     @property
     def is_foreign(self) -> bool:
@@ -271,11 +232,11 @@ class ScheduleSection(Section):
     """Learning rate at the last step, as a factor of optimizer.lr."""
 
     def warmup(self, num_steps: int) -> int:
-        """Steps of the warm-up in a run of `num_steps`."""
+        """Return the number of steps of the warm-up in a run of `num_steps`."""
         return min(1000, num_steps // 20) if self.warmup_steps is None else self.warmup_steps
 
     def decay(self, num_steps: int) -> int:
-        """Steps of the wsd schedule's decay in a run of `num_steps`."""
+        """Return the number of steps of the wsd schedule's decay in a run of `num_steps`."""
         return self.decay_steps or max(1, num_steps // 5)
 
 
@@ -283,12 +244,12 @@ class EarlyStopSection(Section):
     patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without a better loss; by default never."""
     min_delta: NonNegative = 0.0
-    """Least improvement that counts, in nats per token."""
+    """Smallest improvement that counts, in nats per token."""
 
 
 class TrainSection(Section):
     steps: PositiveInt = 300
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Optimizer steps of the whole run, including those before a resume."""
     epochs: PositiveFloat | None = None
     """Passes over the training data, in place of `steps`."""
     seq_len: Extent = 256
@@ -296,10 +257,13 @@ class TrainSection(Section):
     global_batch: Extent = 8
     """Sequences in one optimizer step, over all ranks and microbatches."""
     max_bad_steps: Count = 5
-    """Steps in a row that may be skipped for a non-finite loss or gradient before the run stops."""
+    """Consecutive steps that may be skipped for a non-finite loss or gradient before the run stops."""
+    on_bad: Literal["stop", "restart", "leave_out"] = "stop"
+    """After more bad steps than that, or when data raises an error. restart: go back to the newest good checkpoint and
+    repeat the same steps; leave_out: go back and skip the data of those steps. Both need launch.restarts."""
     max_time: Duration | None = None
-    """Time such as 3h30m or 90s, from the start of the command: before it is over, the run saves and stops with exit
-    code 0, and the same command goes on. Absent: no limit."""
+    """Time limit such as 3h30m or 90s, counted from the start of the command. Before it expires, the run saves and
+    stops with exit code 0; the same command resumes it. By default no limit."""
     early_stop: EarlyStopSection = EarlyStopSection()
 
 
@@ -311,69 +275,94 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
+    dir: StoreOrFolder | None = Field(default=None, examples=["s3://bucket/prefix"])
+    """Where checkpoints go, each run's below its name: a folder that all machines share, or a URL of an object store,
+    such as s3://bucket/prefix or gs://bucket/prefix. Absent: `checkpoints` in the run's folder."""
     every: Count = 50
     """Steps between checkpoints; 0 saves only at the end."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
-    """Whether to keep the checkpoint with the lowest evaluation loss too."""
+    """Whether to keep the checkpoint with the best evaluation too."""
+    best_by: str = "loss"
+    """What says which evaluation is the best: loss, or one of the task's metrics by name."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Which value of `best_by` is the best."""
     keep_every: Count = 0
-    """Keep the checkpoints of steps that are a multiple of this for good; 0: none."""
+    """Never delete checkpoints whose step is a multiple of this; 0: off."""
+    verify: Literal["auto", "start", "background"] = "auto"
+    """When digests of the checkpoint that a run goes on from are checked (sizes always are, at once): before the first
+    step, or behind training and before the first save. auto: at the start up to 256 MiB for each rank."""
     background: bool = True
-    """Whether training goes on while a checkpoint is written: it waits for a copy in host memory only."""
+    """Write checkpoints in the background: training waits only for a copy in host memory."""
     busy: Literal["wait", "skip"] = "wait"
-    """What a save does that is due while the one before is still being written."""
+    """If a save is due while the previous one is still being written: wait for the previous one, or skip this save."""
     retries: Count = 2
-    """How often a save that failed is tried again, with growing pauses; training goes on meanwhile."""
+    """How many times Weft retries a failed save, with increasing pauses; training continues meanwhile."""
     on_failure: Literal["stop", "hold"] = "stop"
-    """After the last try: stop the run, or hold training and try on until it works."""
+    """After the last retry: stop the run, or hold training and keep retrying until the save succeeds."""
 
 
 class ResumeSection(Section):
     step: PositiveInt | None = None
-    """Go back to the checkpoint of this step; newer ones are set aside. Give it once: the next command would go back
-    again. Absent: the newest valid checkpoint."""
+    """Resume from the checkpoint of this step and set newer ones aside. Leave it out of the next command, or that goes
+    back again. By default the newest valid checkpoint."""
 
 
 class MemorySection(Section):
     pinned_limit: ShareOrSize = "60%"
-    """Most host memory that the ranks of one machine pin together for offload: a size, or a share of the memory of the
-    machine or container."""
+    """Maximum host memory that the ranks of one machine pin in total for offload: a size, or a share of the machine's
+    or container's memory."""
 
 
 class SampleSection(Section):
+    """The text that the trained model writes at the end of a run."""
+
     prompt: str = "def "
     """Prompt of the sample at the end of the run; empty: no sample."""
     max_tokens: PositiveInt = 120
-    """Longest sample, in tokens."""
+    """Maximum length of the sample, in tokens."""
     temperature: NonNegative = 0.7
-    """Sampling temperature; 0 takes the likeliest token each time."""
+    """Sampling temperature; 0 always takes the most likely token."""
     top_k: PositiveInt = 50
-    """Sample from this many likeliest tokens."""
+    """Sample from this many most likely tokens."""
 
 
 class LogSection(Section):
     every: PositiveInt = 10
-    """Steps between lines when the output is no terminal; events.jsonl has every step."""
+    """Steps between lines when the output is not a terminal; events.jsonl has every step."""
 
 
 class LaunchSection(Section):
     ranks: Literal["all"] | Width = "all"
-    """Ranks to start on this machine, which a '*' in the plan stands for; all: one per GPU, or up to two on a CPU."""
+    """Number of ranks to start on this machine; a '*' in the plan is set to fit it. all: one per GPU, or up to two on a
+    CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPUs if there are any, else the CPU."""
     timeout: Duration = "30m"
-    """How long a rank waits for another before the run ends, as a number and s, m, h or d."""
+    """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
     warn_after: Duration = "1m"
-    """A wait as long as this is reported: which rank is missing, where, since when. From `timeout` on: never."""
+    """Report a wait that has lasted this long: which rank is missing, in which collective, since when. `timeout` or
+    more: no reports."""
+    restarts: Count = 0
+    """How many times in a row `weft train` restarts the ranks from the newest good checkpoint after a rank died, hung
+    or failed; a new checkpoint resets the count. Not for ranks that torchrun or srun started."""
+    restart_pause: Duration = "5s"
+    """Pause before the first restart in a row; each further pause is twice as long, up to 5 minutes."""
+    min_ranks: Width | None = None
+    """When the same rank fails twice in a row, go on without it, with at least this many ranks: the planner makes a
+    plan for them, and the global batch stays. Absent: always all ranks."""
+    on_failure: Literal["stop", "hold"] = "stop"
+    """After the last restart: stop, or wait with the folder held and the devices free until a file `go_on` appears in
+    the run folder."""
 
 
 class RunConfig(Section):
     """One training run."""
 
     plan: str = "dp_replicate=*"
-    """How the model is laid out over the ranks, as text or as a table; '*' takes the ranks that the other axes leave.
-    With "auto" the planner chooses; words after it, as in "auto zero=3", are fixed."""
+    """How training is spread over the ranks, as text or as a table; an axis set to '*' takes the remaining ranks. With
+    "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
     layout: str = ""
     """How tensor parallelism cuts the model: pattern=style words, or a file of them. `weft layout MODEL --save FILE`
     writes a file to edit. By default Weft derives the layout from the model."""

@@ -34,7 +34,8 @@ _NOT_TOML = (".yaml", ".yml", ".json")
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read a config file (None: the built-in defaults) with overrides such as "optimizer.lr=1e-4".
 
-    Raises ConfigError, which holds every problem found.
+    Raises:
+        ConfigError: holds every problem found.
     """
     if path is None:
         return parse_config("", "", overrides)
@@ -45,7 +46,14 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Loade
 def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path | None = None) -> LoadedConfig:
     """Read the text of a config file, as `load_config` does.
 
-    name: of the file, for the origins of what is wrong. file: the run takes its name from it if nothing else names it.
+    Args:
+        text: TOML.
+        name: of the file, for the origins of what is wrong.
+        overrides: key=value words of the command line, applied in order.
+        file: the run takes its name from it if nothing else names it.
+
+    Raises:
+        ConfigError: with every problem found, in the order of the file's lines.
     """
     tables, origins = _read_tables(text, name)
     problems: list[Problem] = []
@@ -91,7 +99,7 @@ def _read_text(path: Path, name: str) -> str:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        rule = f"byte 0x{raw[error.start]:02x} is not UTF-8 text, and a config file is. Save the file as UTF-8."
+        rule = f"byte 0x{raw[error.start]:02x} is not valid UTF-8. Save the file as UTF-8."
         raise ConfigError([Problem("", rule, f"{name}:{line}")]) from None
 
 
@@ -110,7 +118,7 @@ def _read_tables(text: str, name: str) -> tuple[dict[str, object], dict[KeyPath,
     try:
         tables = tomllib.loads(text)
     except RecursionError:
-        raise ConfigError([Problem("", "arrays or tables are nested too deep. Flatten them.", f"{name}:1")]) from None
+        raise ConfigError([Problem("", "arrays or tables are nested too deeply. Flatten them.", f"{name}:1")]) from None
     except ValueError as error:
         line, reason = error_place(error, text)
         typed = shown(text.split("\n")[line - 1].strip(), 80)
@@ -122,7 +130,7 @@ def _read_tables(text: str, name: str) -> tuple[dict[str, object], dict[KeyPath,
 
 
 def run_name(path: Path) -> str:
-    """The name of a run after its file's name, without letters that a folder should not have; may be empty."""
+    """Return the name of a run after its file's name, without letters that a folder should not have; may be empty."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", path.stem).strip("._-")[:100]
 
 

@@ -9,7 +9,7 @@ from weft.spec.plan import PLAN_FIELDS
 
 
 def format_config(config: RunConfig) -> str:
-    """The config as a TOML file that loads back to an equal one."""
+    """Return the config as a TOML file that loads back to an equal one."""
     import tomli_w
 
     tables = config.model_dump(by_alias=True, exclude_none=True)
@@ -23,7 +23,7 @@ def format_config(config: RunConfig) -> str:
 
 
 def config_schema() -> dict[str, object]:
-    """JSON Schema of a config file, short forms included; editors use it to complete and check."""
+    """Return the JSON Schema of a config file, short forms included; editors use it to complete and check."""
     schema = cast(dict[str, object], RunConfig.model_json_schema())
     properties = cast(dict[str, dict[str, object]], schema["properties"])
     plan = properties["plan"]

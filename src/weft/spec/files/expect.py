@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import cast
 
@@ -16,6 +17,9 @@ from weft.spec.config import RunConfig
 from weft.spec.files.toml_lines import KeyPath, dotted
 
 Node = dict[str, object]
+
+#: The user, the password and the query of a URL: what people type there is not printed.
+_SECRETS = re.compile(r"(?<=://)[^/]*(?=@)|(?<=\?).+", re.DOTALL)
 
 #: What other frameworks call things, and the key that means it here.
 _OTHER_NAMES = {
@@ -154,7 +158,7 @@ def _elsewhere(name: str) -> str:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value as TOML text, on one line and cut to `limit` characters."""
+    """Return a value as TOML text, on one line and cut to `limit` characters."""
     text = _plain_toml(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -163,6 +167,7 @@ def _plain_toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
+        value = _SECRETS.sub("***", value) if "://" in value else value
         return value if value.isprintable() and value else json.dumps(value)
     if isinstance(value, int):
         return str(value) if abs(value) < 10**40 else "(a huge number)"
@@ -175,7 +180,7 @@ def _plain_toml(value: object) -> str:
 
 
 def as_toml(value: object) -> str:
-    """A value as TOML on one line, texts in quotes."""
+    """Return a value as TOML on one line, texts in quotes."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else _plain_toml(value)
 
 
@@ -210,7 +215,7 @@ def _kind(node: Node) -> str:
         case "object":
             return "a table"
         case _:
-            return "a text"
+            return "a string"
 
 
 def _names(node: Node) -> list[str]:
@@ -290,6 +295,8 @@ def _unquoted(value: str, branches: list[Node]) -> str:
 
 
 def _example(path: KeyPath, node: Node) -> str:
+    if examples := cast(list[object], node.get("examples")):
+        return as_toml(examples[0])
     default = node.get("default")
     if default is not None:
         return shown(default)

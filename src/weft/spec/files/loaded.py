@@ -32,7 +32,7 @@ class LoadedConfig:
 
 
 def show_origins(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
-    """Rows of (dotted key, value as TOML, origin), in the order of the sections."""
+    """Return the rows of (dotted key, value as TOML, origin), in the order of the sections."""
     return [(dotted(path), as_toml(value), loaded.origins[dotted(path)]) for path, value in leaves(loaded.config)]
 
 
@@ -56,6 +56,6 @@ def leaves(config: RunConfig) -> list[tuple[KeyPath, object]]:
 
 
 def by_place(problem: Problem) -> tuple[int, int]:
-    """In the order of the file's lines; the command line comes last."""
+    """Return a key that sorts problems in the order of the file's lines; the command line comes last."""
     line = problem.origin.rpartition(":")[2]
     return (0, int(line)) if line.isdigit() else (1, 0)

@@ -9,9 +9,12 @@ DEFAULT = "default"
 
 
 def origin_of(origins: Mapping[str, str], keys: Sequence[str], fallback: str = "") -> str:
-    """Where the first of these dotted keys that was typed stands; a key stands where its table does.
+    """Return where the first of these dotted keys that was typed stands; a key stands where its table does.
 
-    origins: dotted key -> origin. fallback: for keys that were typed nowhere.
+    Args:
+        origins: dotted key -> origin.
+        keys: asked in this order.
+        fallback: for keys that were typed nowhere.
     """
     for key in keys:
         origin = _around(origins, key) or _inside(origins, key)

@@ -81,8 +81,8 @@ def _put(tables: dict[str, object], path: KeyPath, value: object, problems: list
             elements = cast(list[object], node)
             if part > len(elements):
                 rule = (
-                    f"the length of {dotted(here)} is {len(elements)}. "
-                    f"Use an index up to {len(elements)}, which adds an element."
+                    f"{dotted(here)} has {len(elements)} elements. Use an index up to {len(elements)}; "
+                    f"{len(elements)} itself adds an element."
                 )
                 problems.append(_problem(dotted(path), f"{key}: {rule}"))
                 return False
@@ -124,7 +124,7 @@ def _no_inside(path: KeyPath) -> str:
     schema = node_at(path)
     key = dotted(path)
     if schema is not None and schema.get("type") == "array":
-        return f"{key} is a list, and its elements have numbers. Use e.g. {key}.0."
+        return f"{key} is a list; address its elements by number. Use e.g. {key}.0."
     if schema is not None and is_container(schema):
-        return f"{key} is a table, and something else stands there. Correct {key} first."
+        return f"{key} must be a table, and has another value. Correct {key} first."
     return f"{key} is a single value with no keys inside. Use {key}=..."

@@ -51,7 +51,7 @@ def _unfinished_line(text: str) -> int:
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as it is typed in an override: data.train.0.path; a part that is no bare key is quoted."""
+    """Return the path as it is typed in an override: data.train.0.path; a part that is no bare key is quoted."""
     return ".".join(
         str(part) if isinstance(part, int) or _BARE_KEY.fullmatch(part) else json.dumps(part) for part in path
     )

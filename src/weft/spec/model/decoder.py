@@ -81,12 +81,6 @@ class DecoderSpec:
         return range(self.first_moe_layer, self.num_layers if self.num_experts else 0, self.moe_every)
 
     @property
-    def visited_ffn_dim(self) -> float:
-        """Hidden width of the feed-forward layers that one token goes through, as a mean over the layers."""
-        share = len(self.moe_layers) / self.num_layers
-        return (1 - share) * self.ffn_dim + share * (self.top_k + self.num_shared_experts) * self.expert_width
-
-    @property
     def num_idle_params(self) -> int:
         """Parameters of the experts that one token does not visit, over all layers."""
         expert = 3 * self.dim * self.expert_width

@@ -34,9 +34,10 @@ _NAMES = {
 
 
 def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
-    """All numbers of a shape that a config.json holds, by what they are; `name` is said in errors.
+    """Return all numbers of a shape that a config.json holds, by what they are; `name` is said in errors.
 
-    Raises ModelError where one is no whole number, or what every model has is missing.
+    Raises:
+        ModelError: where one is no whole number, or what every model has is missing.
     """
     found: dict[str, int] = {}
     for field, keys in _NAMES.items():
@@ -51,15 +52,15 @@ def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
     if found.get("num_experts", 0) > 1 and not found.get("top_k"):
         missing.append("num_experts_per_tok")
     if missing:
-        raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Give a whole config.json.")
+        raise ModelError(f"model={name}: its config.json lacks {', '.join(missing)}. Use a complete config.json.")
     if found["hidden"] % found["heads"] and "head_dim" not in found:
-        rule = f"heads share hidden_size={found['hidden']} evenly. Correct its config.json, or give head_dim"
+        rule = f"it must divide hidden_size={found['hidden']}. Correct its config.json, or add head_dim"
         raise ModelError(f"model={name}: num_attention_heads={found['heads']}: {rule}.")
     return found
 
 
 def number(config: object, field: str) -> int | None:
-    """One number of a config's shape: "vocab", "hidden", "layers", "heads", "positions" and so on.
+    """Return one number of a config's shape: "vocab", "hidden", "layers", "heads", "positions" and so on.
 
     config: an object of transformers, or any that has its names. None where it has no whole number above 0 there.
     """
@@ -71,7 +72,7 @@ def number(config: object, field: str) -> int | None:
 
 
 def decoder_shape(config: object) -> DecoderSpec | None:
-    """What rules ask of a model of transformers; None where its config has no width, layers and heads."""
+    """Return what rules ask of a model of transformers; None where its config has no width, layers and heads."""
     hidden, layers, heads = (number(config, field) for field in ("hidden", "layers", "heads"))
     if hidden is None or layers is None or heads is None:
         return None
@@ -90,7 +91,7 @@ def decoder_shape(config: object) -> DecoderSpec | None:
 
 
 def image_shape(config: object) -> tuple[int, int, int] | None:
-    """Channels, height and width of the images that a model reads; None where it reads none."""
+    """Return channels, height and width of the images that a model reads; None where it reads none."""
     for part in (config, getattr(config, "vision_config", None)):
         size: Any = getattr(part, "image_size", None)
         if size:

@@ -45,12 +45,16 @@ class ModelSpec:
 
     @classmethod
     def named(cls, name: str) -> ModelSpec:
-        """Parameter counts of a named size, by formula. Raises ModelError for a name that is not known."""
+        """Count the parameters of a named size, by formula.
+
+        Raises:
+            ModelError: for a name that is not known.
+        """
         return cls.of_decoder(decoder_spec(name), name)
 
     @classmethod
     def of_decoder(cls, spec: DecoderSpec, name: str = "Decoder") -> ModelSpec:
-        """Parameter counts of any decoder shape, by formula."""
+        """Count the parameters of any decoder shape, by formula."""
         return cls(name=name, layers=tuple(_decoder_layers(spec)), shape=spec)
 
 
@@ -149,7 +153,7 @@ def _deepseek_moe() -> DecoderSpec:
 
 
 def named_sizes() -> tuple[NamedSize, ...]:
-    """Every size that Weft knows, small ones first."""
+    """Return every size that Weft knows, small ones first."""
     return (
         # Made for this project: heads and layers split evenly by 2 and 4, so that every plan can be tried on them.
         NamedSize("tiny", replace(_llama(256, 6, 8, 4, 768, 4096, 1024), tied=True), open_vocab=True),
@@ -193,22 +197,26 @@ def named_sizes() -> tuple[NamedSize, ...]:
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of the sizes, small ones first."""
+    """Return the names of the sizes, small ones first."""
     return tuple(size.name for size in named_sizes())
 
 
 def size_hides(source: str) -> str:
-    """What to tell a user whose `source` names a size and a file or folder of the working directory; else ''.
+    """Return what to tell a user whose `source` names a size and a file or folder of the working directory; else ''.
 
     The size is taken: a folder that happens to lie there must not change what a command means.
     """
     if source not in model_names() or not os.path.exists(source):
         return ""
-    return f"model={source}: the size of that name is used. Write ./{source} for the folder."
+    return f"model={source}: Weft uses the size of that name. Write ./{source} for the folder."
 
 
 def decoder_spec(name: str) -> DecoderSpec:
-    """Shape of a named size. Raises ModelError for a name that is not known."""
+    """Return the shape of a named size.
+
+    Raises:
+        ModelError: for a name that is not known.
+    """
     return _named_size(name).spec
 
 
@@ -221,10 +229,13 @@ def _named_size(name: str) -> NamedSize:
 
 
 def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
-    """The shape that a [model] section asks for: a named size with single fields changed.
+    """Return the shape that a [model] section asks for: a named size with single fields changed.
 
     tokenizer_vocab: entries of the tokenizer. Sizes that leave their vocabulary open take it; for all others it is
-    the least that the vocabulary may be. Raises ConfigError with every problem found.
+    the least that the vocabulary may be.
+
+    Raises:
+        ConfigError: with every problem found.
     """
     try:
         size = _named_size(section.name)
@@ -233,7 +244,7 @@ def resolve_decoder(section: ModelSection, tokenizer_vocab: int) -> DecoderSpec:
     spec = _with_overrides(size, section, tokenizer_vocab)
     problems = list(shape_problems(spec))
     if spec.family == "gpt2" and section.rope_theta is not None:
-        text = "the gpt2 family has a table of positions and no rotary frequencies. Leave it out."
+        text = "the gpt2 family has learned positions and no rotary frequencies. Leave it out."
         problems.append(shape_problem("rope_theta", section.rope_theta, text))
     if not spec.num_experts:
         for name, value in section:

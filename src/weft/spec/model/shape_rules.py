@@ -25,25 +25,22 @@ def shape_rules() -> tuple[ShapeRule, ...]:
         ShapeRule(
             "num_heads",
             lambda spec: spec.dim % spec.num_heads == 0,
-            lambda spec: (
-                f"the heads share dim={spec.dim} evenly, and {spec.dim} is not a multiple of {spec.num_heads}. "
-                f"Use {_nearest_divisors(spec.dim, spec.num_heads)}."
-            ),
+            lambda spec: f"it must divide model.dim={spec.dim}. Use {_nearest_divisors(spec.dim, spec.num_heads)}.",
         ),
         ShapeRule(
             "num_kv_heads",
             lambda spec: spec.num_heads % spec.num_kv_heads == 0,
             lambda spec: (
-                f"key-value heads are shared by equal groups of the {spec.num_heads} heads, and {spec.num_heads} "
-                f"is not a multiple of {spec.num_kv_heads}. Use {_nearest_divisors(spec.num_heads, spec.num_kv_heads)}."
+                f"it must divide model.num_heads={spec.num_heads}. Use "
+                f"{_nearest_divisors(spec.num_heads, spec.num_kv_heads)}."
             ),
         ),
         ShapeRule(
             "num_heads",
             lambda spec: spec.family != "llama" or spec.dim % spec.num_heads != 0 or spec.head_dim % 2 == 0,
             lambda spec: (
-                f"rotary positions turn pairs, and the head width {spec.dim}/{spec.num_heads}={spec.head_dim} is odd. "
-                f"{_even_width_fix(spec)}"
+                "rotary positions rotate pairs of features, and the head width "
+                f"{spec.dim}/{spec.num_heads}={spec.head_dim} is odd. {_even_width_fix(spec)}"
             ),
         ),
         ShapeRule(
@@ -54,7 +51,7 @@ def shape_rules() -> tuple[ShapeRule, ...]:
         ShapeRule(
             "rope_scale",
             lambda spec: spec.rope_scale >= 1,
-            lambda _: "rotary frequencies are stretched by 1 (not at all) or more. Use 1.",
+            lambda _: "rotary frequencies are stretched by a factor of at least 1. Use 1 for no stretching.",
         ),
         ShapeRule(
             "norm_eps",
@@ -76,19 +73,21 @@ def _expert_rules() -> tuple[ShapeRule, ...]:
         ShapeRule(
             "num_experts",
             lambda spec: spec.num_experts != 1,
-            lambda _: "a router needs experts to choose from. Use 2 or more, or 0 for a dense model.",
+            lambda _: "a mixture-of-experts layer needs at least 2 experts. Use 2 or more, or 0 for a dense model.",
         ),
         ShapeRule(
             "top_k",
             lambda spec: spec.num_experts < 2 or spec.top_k <= spec.num_experts,
-            lambda spec: f"a token cannot visit more than the {spec.num_experts} experts. Use 1 to {spec.num_experts}.",
+            lambda spec: (
+                f"a token cannot be routed to more than the {spec.num_experts} experts. Use 1 to {spec.num_experts}."
+            ),
         ),
         ShapeRule(
             "first_moe_layer",
             lambda spec: spec.num_experts == 0 or spec.first_moe_layer < spec.num_layers,
             lambda spec: (
-                f"layers count from 0, and there are {spec.num_layers}, so none would have experts. "
-                f"Use 0 to {spec.num_layers - 1}."
+                f"the {spec.num_layers} layers are numbered from 0, so none would have experts. Use 0 to "
+                f"{spec.num_layers - 1}."
             ),
         ),
         ShapeRule(
@@ -104,7 +103,7 @@ def _expert_rules() -> tuple[ShapeRule, ...]:
         ShapeRule(
             "capacity_factor",
             lambda spec: 0 <= spec.capacity_factor < math.inf,
-            lambda _: "an expert takes this many times its even share. Use e.g. 1.25, or 0 to drop no token.",
+            lambda _: "a number of at least 0 is needed. Use e.g. 1.25, or 0 to drop no token.",
         ),
     )
 
@@ -125,7 +124,10 @@ _COUNTS = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_
 
 
 def shape_problems(spec: DecoderSpec) -> tuple[Problem, ...]:
-    """Everything that makes a shape unusable; empty when it can be built. Fields are dotted: "model.num_heads"."""
+    """Return everything that makes a shape unusable; empty when it can be built.
+
+    Fields are dotted: "model.num_heads".
+    """
     problems: list[Problem] = []
     if spec.family not in FAMILIES:
         problems.append(shape_problem("family", spec.family, f"not one of {', '.join(FAMILIES)}. Use {FAMILIES[0]}."))

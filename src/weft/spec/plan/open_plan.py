@@ -28,7 +28,7 @@ class OpenPlan:
         self.reads = set[str]()
 
     def decided(self, name: str) -> Any:
-        """The value of a field, or MISSING."""
+        """Return the value of a field, or MISSING."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:

@@ -51,20 +51,26 @@ class Plan:
     """How a model is laid over the machines: a field for each thing that may be chosen, described where it is declared.
 
     `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
-    Raises PlanError, with every field that cannot be used, when it is made.
+
+    Raises:
+        PlanError: when it is made, with every field that cannot be used.
     """
 
     # One field after another, in the order in which they are printed.
     # fmt: off
     pp: int = described(
-        Whole(star=True), 1, "Stages of the pipeline; a mesh axis.", tried=sizes_tried, asks="use", probed=True,
+        Whole(star=True), 1,
+        "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
+        tried=sizes_tried, asks="use", probed=True,
     )
     dp_replicate: int = described(
-        Whole(star=True), 1, "Groups of ranks that hold the same states and read different samples; a mesh axis.",
+        Whole(star=True), 1,
+        "Data parallel: replicas that hold the same states and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
     dp_shard: int = described(
-        Whole(star=True), 1, "Ranks that share states as `zero` says and read different samples; a mesh axis.",
+        Whole(star=True), 1,
+        "Data parallel: ranks that shard states as `zero` says and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
     cp: int = described(
@@ -82,31 +88,31 @@ class Plan:
     )
     order: tuple[str, ...] = described(
         AxisOrder(AXES), (),
-        "The axes in use from outermost to innermost; without it, the order in which they stand here. Ranks that are "
-        "neighbours on the innermost axis are neighbours on the machine.", nearby=orders_near, divides_work=False,
+        "Mesh axes in use, outermost first; by default in the order of this table. Neighbours on the innermost axis "
+        "are neighbours on the machine.", nearby=orders_near, divides_work=False,
         tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
     )
     zero: int = described(
-        Whole(0, 3, rule="ZeRO has the stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
-        "ZeRO stage, what is shared over dp_shard and cp: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters "
-        "too.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
+        Whole(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
+        "ZeRO stage: what is sharded over dp_shard and cp. 0: nothing; 1: optimizer states; 2: also gradients; 3: "
+        "also parameters.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
     reshard: str = described(
         OneOf(RESHARDS), RESHARDS[0],
-        "When zero=3 lets gathered parameters go: after_forward (least memory), after_backward (gathered once in a "
-        "pass), after_step (once in a step, in which gradients travel once too). Under a pipeline the latter two are "
-        "the same.", needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
+        "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
+        "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same.",
+        needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
     )
     sp: bool = described(
-        Switch(), False, "Sequence parallel between tensor-parallel regions.", needs=("tp",), searched=(False, True),
+        Switch(), False, "Sequence parallelism between tensor-parallel regions.", needs=("tp",), searched=(False, True),
         tried=(False, True), asks="use", probed=True,
     )
     cp_mode: str = described(
         OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
-        "How a sequence that is cut over cp attends to all of itself: gather (keys and values of all ranks), ring "
-        "(they go around, under the computation), ulysses (all tokens of some heads, by all_to_all), or auto: the one "
-        "that suits heads, sequence and memory.", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
+        "How attention reaches the whole sequence under cp: gather (all-gathers keys and values), ring (passes them "
+        "around, overlapped with compute), ulysses (exchanges tokens for heads by all_to_all), auto (chosen by "
+        "heads, sequence length and memory).", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
         probed=True,
     )
     schedule: str = described(
@@ -114,7 +120,7 @@ class Plan:
         searched=schedules, tried=SCHEDULES, asks="value",
     )
     microbatches: int = described(
-        PassCount(), 1, "Passes of an optimizer step under a pipeline.", needs=("pp",), tried=microbatches_tried,
+        PassCount(), 1, "Microbatches of an optimizer step under a pipeline.", needs=("pp",), tried=microbatches_tried,
         divides_work=False,
     )
     virtual_stages: int = described(
@@ -123,11 +129,12 @@ class Plan:
     )
     split: tuple[int, ...] = described(
         Counts(), (),
-        "How many of the model's blocks each stage takes, in order (`3+4+4+3`); without it, stages of equal work.",
+        "How many of the model's blocks each stage takes, in order (`3+4+4+3`); by default stages of equal work.",
         needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
     )
     accumulation: int = described(
-        PassCount(), 1, "Passes of an optimizer step without a pipeline.", tried=passes_tried, divides_work=False,
+        PassCount(), 1, "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
+        tried=passes_tried, divides_work=False,
     )
     precision: str = described(
         OneOf(PRECISIONS, codes=PLANNED_PRECISIONS), "fp32",
@@ -136,25 +143,26 @@ class Plan:
     )
     reduce: str = described(
         OneOf(REDUCES), "fp32",
-        "The wire that gradients travel as between ranks: fp32 (fp64 under fp64) or bf16, half the bytes. They are "
-        "rounded for the collective alone, and accumulated and applied in fp32.", tried=("fp32",),
+        "Format of gradients in collectives: fp32 (fp64 under fp64) or bf16, which halves the bytes. Gradients are "
+        "rounded only for the collective; Weft accumulates and applies them in fp32.", tried=("fp32",),
         divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
     )
     recompute: str = described(
         PolicyOrBudget(RECOMPUTES), "none",
-        "What backward computes again instead of keeping it: a policy, one of the first blocks of each rank alone, or "
-        "a budget for what is kept.", searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value",
+        "What backward recomputes instead of keeping: a policy, a policy for the first blocks of each rank only, or "
+        "a memory budget for what is kept.",
+        searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value",
         tried=("none", "full", "selective", "attention", "full:1"),
     )
     offload: tuple[str, ...] = described(
-        WordShares(OFFLOADS), (), "What lives on the host.",
+        WordShares(OFFLOADS), (), "What is kept in host memory.",
         searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
                   ("params", "activations")),
         tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
         nearby=offloads_near, divides_work=False, asks="value",
     )
     compile: bool = described(
-        Switch(), False, "Run blocks through torch.compile.", searched=(False, True), divides_work=False,
+        Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
         tried=(False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
     )
     # fmt: on
@@ -196,7 +204,7 @@ class Plan:
         return int(self.recompute.partition(":")[2] or 0)
 
     def offload_share(self, name: str) -> float:
-        """Which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
+        """Return which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
         return share_of(self.offload, name)
 
     @property
@@ -205,11 +213,15 @@ class Plan:
         return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     def axis_sizes(self) -> dict[str, int]:
-        """Size of each mesh axis, outermost first."""
+        """Return the size of each mesh axis, outermost first."""
         return {axis: getattr(self, axis) for axis in self.axis_order}
 
     def replace(self, **changes: object) -> Plan:
-        """A new plan with some fields changed."""
+        """Return a new plan with some fields changed.
+
+        Raises:
+            PlanError: for a name that is no field, and a value that its field does not take.
+        """
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
@@ -222,7 +234,9 @@ class Plan:
         Where they leave one rank for `dp_shard=*`, zero is 0: "dp_shard=* zero=3" is a plan for any number of ranks.
 
         world_size: number of ranks; needed only where the text holds a `*`.
-        Raises PlanError for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
+
+        Raises:
+            PlanError: for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
         """
         return cls._close(text, world_size)
 
@@ -242,7 +256,7 @@ class Plan:
         if world_size < 1 or world_size % rest:
             raise refused(
                 open_axis,
-                f"{open_axis}=*: the other axes ask for {rest} ranks, and {world_size} is not a multiple of {rest}. "
+                f"{open_axis}=*: the other axes need {rest} ranks, and {world_size} is not a multiple of {rest}. "
                 f"Change them, or start a multiple of {rest} ranks.",
             )
         found: dict[str, object] = {open_axis: world_size // rest}
@@ -255,13 +269,14 @@ class Plan:
     def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
         """Read text or a table while the number of ranks is unknown: the plan with its `*` as 1, and that axis's name.
 
-        Raises PlanError with every mistake found.
+        Raises:
+            PlanError: with every mistake found.
         """
         values, open_axis = read_values(source, PLAN_FIELDS)
         return cls(**values), open_axis
 
     def format(self, open_axis: str | None = None) -> str:
-        """The one-line text form; the empty string is the default plan (one rank, fp32).
+        """Return the one-line text form; the empty string is the default plan (one rank, fp32).
 
         open_axis: a mesh axis to be written as `*`, so that `format(*read_open(text))` keeps the meaning.
         """
@@ -283,12 +298,16 @@ PLAN_FIELDS = descriptions(Plan)
 
 
 def plan_fields() -> tuple[str, ...]:
-    """Names of the plan's fields, in the order in which they are printed."""
+    """Return the names of the plan's fields, in the order in which they are printed."""
     return tuple(PLAN_FIELDS)
 
 
 def auto_fields(text: str) -> dict[str, object]:
-    """The fields that an auto plan decides, with their values. Raises PlanError where they cannot be read."""
+    """Return the fields that an auto plan decides, with their values.
+
+    Raises:
+        PlanError: where they cannot be read.
+    """
     words, problems = split_plan(text.partition("auto")[2])
     if problems:
         raise PlanError(problems)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast
 
-from weft.spec.plan.plan_values import LARGEST, Kind, PlanColumn, Schema, choice, listed, refused, shown
+from weft.errors import shown
+from weft.spec.plan.plan_values import LARGEST, Kind, PlanColumn, Schema, choice, listed, refused
 
 _COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
 _SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
@@ -48,7 +49,7 @@ class Counts(_Listed):
         counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
         if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= LARGEST for count in counts):
             return cast(tuple[int, ...], counts)
-        rule = f"the blocks of each stage are whole numbers from 1. Use e.g. {name}=3+4+4+3, or leave it out."
+        rule = f"each stage takes a whole number of blocks, at least 1. Use e.g. {name}=3+4+4+3, or leave it out."
         raise refused(name, f"{name}={shown(cast(object, value))}: {rule}")
 
     def words(self) -> str:
@@ -70,7 +71,7 @@ class AxisOrder(_Listed):
         for axis in names:
             choice(name, axis, self.axes)
         if len(set(names)) < len(names):
-            rule = f"each axis appears in it once. Use e.g. {name}=tp+dp_shard, or leave it out."
+            rule = f"each axis may appear once. Use e.g. {name}=tp+dp_shard, or leave it out."
             raise refused(name, f"{name}={'+'.join(map(str, names))}: {rule}")
         return cast(tuple[str, ...], names)
 
@@ -93,7 +94,7 @@ class AxisOrder(_Listed):
 
 @functools.cache
 def orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Every order of the axes, first the usual one."""
+    """Return every order of the axes, first the usual one."""
     return tuple(itertools.permutations(axes))
 
 
@@ -112,13 +113,13 @@ class WordShares(_Listed):
         if isinstance(value, str):
             value = (value,)
         if not isinstance(value, tuple):
-            rule = f"name what is kept on the host. Use e.g. {name}=optimizer+activations."
+            rule = f"it lists what to keep in host memory. Use e.g. {name}=optimizer+activations."
             raise refused(name, f"{name}={shown(value)}: {rule}")
         chosen: dict[str, str] = {}
         for part in cast(tuple[object, ...], value):
             word, shared = self._shared(name, part)
             if chosen.setdefault(word, shared) != shared:
-                raise refused(name, f"{name}={shown(part)}: {word} has another share already. Keep one.")
+                raise refused(name, f"{name}={shown(part)}: {word} already has another share. Keep one.")
         return tuple(chosen[word] for word in self.known if word in chosen)
 
     def _shared(self, name: str, part: object) -> tuple[str, str]:

@@ -10,24 +10,24 @@ from weft.spec.plan.plan_field import PlanField
 
 
 def is_auto(text: str) -> bool:
-    """Whether the planner is to choose: "auto", or "auto" and fields that are decided ("auto zero=3")."""
+    """Return whether the planner is to choose: "auto", or "auto" and fields that are decided ("auto zero=3")."""
     return text.split()[:1] == ["auto"]
 
 
 def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
-    """The words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
+    """Return the words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
 
     "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Wrong: a word without a value, a field given twice, and "auto".
     """
     table: dict[str, object] = {}
     problems: list[Problem] = []
     if is_auto(text):
-        rule = "the planner chooses for a whole run, and here a plan itself is needed. Use e.g. 'dp_replicate=*'."
+        rule = "auto works only for a whole run, and an explicit plan is needed here. Use e.g. 'dp_replicate=*'."
         return table, [Problem("", f"plan=auto: {rule}")]
     for word in text.split():
         name, equals, value = word.partition("=")
         if not name or not equals or not value:
-            rule = "a plan is made of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'."
+            rule = "a plan consists of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'."
             problems.append(Problem(name, f"plan word {word!r}: {rule}"))
         elif name in table:
             problems.append(Problem(name, f"plan field {name!r} is given twice in {text!r}. Keep one."))
@@ -56,7 +56,7 @@ def read_values(
                 problems += error.problems
     if len(stars) > 1 or not all(name in known and known[name].is_axis for name in stars):
         where = f"{' and '.join(stars)} have '*'" if len(stars) > 1 else f"{stars[0]}=*"
-        rule = "'*' stands for the remaining ranks of one mesh axis. Use it once, on dp_replicate."
+        rule = "only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate."
         problems.append(Problem(stars[-1], f"{where}: {rule}"))
     if problems:
         raise PlanError(problems)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft import units
-from weft.errors import PlanError, Problem, did_you_mean
+from weft.errors import PlanError, Problem, did_you_mean, shown
 
 LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
@@ -205,7 +205,10 @@ class PolicyOrBudget(Kind):
         return bool(colon) and name in self.known and name != "none" and _BLOCKS.fullmatch(count) is not None
 
     def words(self) -> str:
-        return f"{listed(self.known)}, each but `none` also of some blocks (`full:8`), or a budget (`12GiB`, `50%`)"
+        return (
+            f"{listed(self.known)}; all but `none` also for some blocks only (`full:8`); or a memory budget (`12GiB`, "
+            "`50%`)"
+        )
 
     def schema(self) -> Schema:
         return {"type": "string"}
@@ -241,14 +244,6 @@ def _budget(text: str) -> float:
 def refused(field: str, message: str) -> PlanError:
     """The error of one field."""
     return PlanError([Problem(field, message)])
-
-
-def shown(value: object) -> str:
-    """The value in an error: on one line, and short."""
-    if isinstance(value, int) and abs(value) > 10**18:
-        return "(a huge number)"  # str() of an int refuses thousands of digits
-    text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def choice(name: str, value: object, known: Sequence[str]) -> str:

@@ -62,11 +62,11 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="task-options-are-of-a-class",
         keys=("task.options", "task.name"),
-        reason="The decoder that is trained by default has sections of its own.",
+        reason="The default task, a decoder on text, has sections of its own.",
         predicate=lambda config: bool(config.task.options) and config.task.name is None,
         message=lambda config: (
-            f"{shown(config.task.options)}: they belong to a task named as package.module:Class, and none is named. "
-            f"Use task.name=package.module:Class, or leave them out."
+            f"{shown(config.task.options)}: only a task given as package.module:Class takes options. Set "
+            "task.name=package.module:Class, or leave them out."
         ),
     ),
     ConfigRule(
@@ -75,8 +75,8 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         reason="The warm-up must end before the run does.",
         predicate=lambda config: config.schedule.warmup(config.train.steps) > config.train.steps,
         message=lambda config: (
-            f"{config.schedule.warmup_steps}: the run has only train.steps={config.train.steps}. "
-            f"Use schedule.warmup_steps={config.train.steps // 10}, or more steps."
+            f"{config.schedule.warmup_steps}: warm-up must end before train.steps={config.train.steps}. Use "
+            f"schedule.warmup_steps={config.train.steps // 10}, or more steps."
         ),
     ),
     ConfigRule(
@@ -98,8 +98,8 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         reason="Only the wsd schedule has a decay of its own length; linear and cosine fall until the last step.",
         predicate=lambda config: config.schedule.decay_steps is not None and config.schedule.kind != "wsd",
         message=lambda config: (
-            f"{config.schedule.decay_steps}: schedule.kind={config.schedule.kind} has no decay of its own length. "
-            f"Leave it out, or use schedule.kind=wsd."
+            f"{config.schedule.decay_steps}: only schedule.kind=wsd has a decay of its own length, and schedule.kind "
+            f"is {config.schedule.kind}. Leave it out, or use schedule.kind=wsd."
         ),
     ),
     ConfigRule(
@@ -108,7 +108,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         reason="A saved tokenizer needs its path.",
         predicate=lambda config: config.tokenizer.kind == "file" and not config.tokenizer.path,
         message=lambda _: (
-            '"": tokenizer.kind=file reads a saved tokenizer. Use tokenizer.path= with a tokenizer.json or its folder.'
+            '"": tokenizer.kind=file needs a saved tokenizer. Set tokenizer.path to a tokenizer.json or its folder.'
         ),
     ),
     ConfigRule(
@@ -131,17 +131,18 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="options-are-of-a-class",
         keys=("optimizer.options", "optimizer.name"),
-        reason="adamw, sgd and muon have settings of their own.",
+        reason="Only optimizers given as package.module:Class take options; adamw, sgd and muon have named settings.",
         predicate=lambda config: bool(config.optimizer.options) and not config.optimizer.is_foreign,
         message=lambda config: (
-            f"{shown(config.optimizer.options)}: they belong to an optimizer named as package.module:Class, and here "
-            f"optimizer.name={config.optimizer.name}. Set betas, eps, momentum beside it, or name a class."
+            f"{shown(config.optimizer.options)}: only an optimizer given as package.module:Class takes options, and "
+            f"optimizer.name is {config.optimizer.name}. Set optimizer.betas, eps or momentum instead, or give a "
+            "class."
         ),
     ),
     ConfigRule(
         name="nesterov-is-of-sgd",
         keys=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
-        reason="Nesterov's step is a variant of SGD with momentum.",
+        reason="Nesterov momentum is a variant of SGD with momentum.",
         predicate=lambda config: (
             config.optimizer.nesterov and (config.optimizer.name != "sgd" or config.optimizer.momentum == 0)
         ),
@@ -154,11 +155,11 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="bf16-states-are-of-adamw",
         keys=("optimizer.states", "optimizer.name"),
-        reason="The running means of AdamW are the only states that Weft rounds.",
+        reason="Weft can store only AdamW's running means in bf16.",
         predicate=lambda config: config.optimizer.states != "fp32" and config.optimizer.name != "adamw",
         message=lambda config: (
-            f"{config.optimizer.states}: only AdamW rounds its running means, and here "
-            f"optimizer.name={config.optimizer.name}. Use fp32, or optimizer.name=adamw."
+            f"{config.optimizer.states}: Weft stores only AdamW's states in bf16, and optimizer.name is "
+            f"{config.optimizer.name}. Use fp32, or optimizer.name=adamw."
         ),
     ),
     ConfigRule(
@@ -194,11 +195,15 @@ def config_problems(
     world_size: int | None = None,
     device: DeviceSpec | None = None,
 ) -> list[Problem]:
-    """Every rule that a config breaks: between its keys, of the model's shape, and of the plan.
+    """Return every rule that a config breaks: between its keys, of the model's shape, and of the plan.
 
-    broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
-    origins: dotted key -> where it was typed; fallback: the origin of what was typed nowhere.
-    world_size, device: what the ranks are and run on, where that is known.
+    Args:
+        config: with defaults in the place of what was refused.
+        broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
+        origins: dotted key -> where it was typed.
+        fallback: the origin of what was typed nowhere.
+        world_size: the number of ranks, where that is known.
+        device: what they run on, where that is known.
     """
     found: list[tuple[Problem, tuple[str, ...]]] = []  # with the keys that may be to blame
     for rule in CONFIG_RULES:
@@ -217,7 +222,7 @@ def config_problems(
 
 
 def least_vocab(config: RunConfig) -> int:
-    """Entries of the tokenizer as far as the config tells: those of one to be trained, at least one of any other."""
+    """Count a tokenizer's entries as far as the config tells: all of one to be trained, at least one of any other."""
     return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
 
 
@@ -257,7 +262,7 @@ def _plan_problems(
 
 
 def in_config(problem: Problem) -> Problem:
-    """A problem of the plan's field as one of the config's key: "tp" is "plan.tp"."""
+    """Turn a problem of the plan's field into one of the config's key: "tp" is "plan.tp"."""
     if "." in problem.field:
         return problem
     message = problem.message

@@ -18,7 +18,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
         name="ep-divides-ranks",
         field="ep",
-        reason="Experts are spread over dp_shard x cp x tp, so ep divides that product.",
+        reason="Experts are spread over dp_shard x cp x tp, so ep must divide that product.",
         predicate=lambda plan, facts: (
             facts.open_axis not in ("dp_shard", "cp", "tp") and (plan.dp_shard * plan.cp * plan.tp) % plan.ep != 0
         ),
@@ -41,7 +41,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
     Rule(
         name="ep-divides-experts",
         field="ep",
-        reason="Every rank of ep holds the same number of experts, so ep divides their number.",
+        reason="Every rank of ep holds the same number of experts, so ep must divide their number.",
         predicate=lambda plan, facts: facts.model.num_experts > 0 and facts.model.num_experts % plan.ep != 0,
         finding=lambda plan, facts: (
             f"the model has {facts.model.num_experts} experts, and {facts.model.num_experts} is not a multiple of "

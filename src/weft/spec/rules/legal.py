@@ -30,10 +30,12 @@ class _Values(OpenPlan):
 
 
 def legal_plans(choices: Choices, facts: Facts, rules: Sequence[Rule] = RULES) -> Iterator[Plan]:
-    """All plans whose fields have one of their `choices`, and that break none of the rules, in a fixed order.
+    """Yield all plans whose fields have one of their `choices`, and that break none of the rules, in a fixed order.
 
-    choices: by field; a field that is not named has its default. Where `facts` knows the number of ranks, the mesh
-    axes are pruned by it as they are decided.
+    Args:
+        choices: by field; a field that is not named has its default.
+        facts: what rules may know. The mesh axes are pruned by the number of ranks as they are decided.
+        rules: those that count.
     """
     usual = Plan()
     columns: list[tuple[str, list[object]]] = []

@@ -24,9 +24,9 @@ ORDER_RULES: tuple[Rule, ...] = (
     Rule(
         name="order-is-another",
         field="order",
-        reason="The default order is written by leaving the field out.",
+        reason="Write the default order by leaving the field out.",
         predicate=lambda plan, facts: bool(plan.order) and list(plan.order) == _in_use(plan, facts),
-        finding=lambda plan, facts: "these axes stand in this order anyway",
+        finding=lambda plan, facts: "this is the default order of these axes",
         remedy=lambda plan, facts: "Leave order out",
         fix=lambda plan, facts: plan.replace(order=()),
     ),

@@ -47,9 +47,9 @@ PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
     Rule(
         name="pp-recompute-budget-not-built",
         field="recompute",
-        reason="A budget of saved activations does not yet count the microbatches in flight of a pipeline.",
+        reason="A recompute budget does not yet account for the microbatches in flight of a pipeline.",
         predicate=lambda plan, facts: plan.recompute_policy == "budget" and asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "a budget for a pipeline, whose microbatches in flight share it, is not built yet",
+        finding=lambda plan, facts: "a memory budget is not supported under a pipeline yet",
         remedy=lambda plan, facts: (
             "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank"
         ),
@@ -58,9 +58,9 @@ PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
     Rule(
         name="pp-offload-activations-not-built",
         field="offload",
-        reason="Offloaded activations return in the order of one backward pass, not yet of the several of a pipeline.",
+        reason="Activation offload follows the order of one backward pass, not yet of the several of a pipeline.",
         predicate=lambda plan, facts: plan.offload_share("activations") > 0 and asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "activations on the host under a pipeline is not built yet",
+        finding=lambda plan, facts: "activation offload is not supported under a pipeline yet",
         remedy=lambda plan, facts: "Leave activations out, or use recompute=full",
         fix=lambda plan, facts: plan.replace(
             offload=tuple(part for part in plan.offload if part.partition(":")[0] != "activations")
@@ -82,10 +82,10 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
     Rule(
         name="schedule-virtual-stages",
         field="schedule",
-        reason="Interleaved schedules have two or more stages on each rank, schedules in the shape of a V have two.",
+        reason="Interleaved schedules need two or more stages on each rank; V-shaped schedules need exactly two.",
         predicate=_wrong_stages,
         finding=lambda plan, facts: (
-            f"it has {_form_stages(plan) or '2 or more'} stages on each rank, and virtual_stages is "
+            f"it needs {_form_stages(plan) or '2 or more'} stages on each rank, and virtual_stages is "
             f"{plan.virtual_stages}"
         ),
         remedy=lambda plan, facts: "Use virtual_stages=2, or schedule=1f1b with virtual_stages=1",
@@ -96,7 +96,7 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
         field="microbatches",
         reason="An interleaved schedule sends microbatches through its stages in groups of pp.",
         predicate=lambda plan, facts: plan.pp > 1 and plan.microbatches % _unit(plan) != 0,
-        finding=lambda plan, facts: f"schedule={plan.schedule} takes them in groups of pp={plan.pp}",
+        finding=lambda plan, facts: f"schedule={plan.schedule} takes microbatches in groups of pp={plan.pp}",
         remedy=_group_choices,
         fix=_nearest_microbatches,
     ),
@@ -114,7 +114,7 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
         field="split",
         reason="A split gives the number of blocks of each stage, so it needs a pipeline.",
         predicate=lambda plan, facts: bool(plan.split) and not asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "stages belong to a pipeline, and pp is 1",
+        finding=lambda plan, facts: "it divides the blocks of a pipeline, and pp is 1",
         remedy=lambda plan, facts: "Leave split out, or use pp=2 or more",
         fix=lambda plan, facts: plan.replace(split=()),
     ),

@@ -18,6 +18,7 @@ from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.rules.rule import Facts, Rule, Violation, alternatives, asks
 from weft.spec.shares import batch_unit, choose_cp_mode, even_passes, num_chunks, ulysses_fits
+from weft.units import counted
 
 #: What the plan can say and the runtime cannot do yet. Delete a rule when its technique is there.
 NOT_BUILT: tuple[Rule, ...] = PIPELINE_NOT_BUILT
@@ -106,7 +107,7 @@ LASTING: tuple[Rule, ...] = (
         reason="The product of the mesh axes is the number of ranks, so exactly that many must be started.",
         predicate=lambda plan, facts: facts.open_axis is None and plan.world_size != facts.world_size,
         finding=lambda plan, facts: (
-            f"the plan asks for {plan.world_size} ranks ({_product(plan)}), but {facts.world_size} were started"
+            f"the plan needs {plan.world_size} ranks ({_product(plan)}), but {facts.world_size} were started"
         ),
         remedy=lambda plan, facts: f"Start {plan.world_size} ranks, or put dp_replicate=* in the plan",
         fix=lambda plan, facts: (
@@ -118,11 +119,12 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="global-batch",
         field="train.global_batch",
-        reason="Every rank takes the same number of sequences in every pass of a step.",
+        reason="Every rank takes the same number of sequences in every microbatch of a step.",
         predicate=lambda plan, facts: facts.global_batch % _batch_unit(plan) != 0,
         finding=lambda plan, facts: (
-            f"{plan.dp_size} data-parallel ranks with {plan.microbatches_per_step} passes each take a multiple of "
-            f"{_batch_unit(plan)} sequences, and {facts.global_batch} is not one"
+            f"{counted(plan.dp_size, 'data-parallel rank')} x "
+            f"{counted(plan.microbatches_per_step, 'microbatch', 'microbatches')} need a multiple of "
+            f"{_batch_unit(plan)} sequences"
         ),
         remedy=lambda plan, facts: alternatives(_batch_choices(plan, facts), "train.global_batch"),
         fix=_smaller_accumulation,
@@ -143,7 +145,7 @@ LASTING: tuple[Rule, ...] = (
         field="dp_shard",
         reason="With zero=0 only experts are sharded; without experts these ranks are replicas: dp_replicate.",
         predicate=lambda plan, facts: plan.zero == 0 and plan.ep == 1 and asks(plan, facts, "dp_shard"),
-        finding=lambda plan, facts: "zero=0 shards nothing over these ranks",
+        finding=lambda plan, facts: "zero=0 shards nothing, so these ranks would be replicas",
         remedy=lambda plan, facts: f"Use zero=1, 2 or 3, or dp_replicate={plan.dp_size} for replicas",
         fix=lambda plan, facts: plan.replace(zero=1),
     ),
@@ -159,10 +161,11 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="offload-params-needs-zero-3",
         field="offload",
-        reason="Below zero=3 every forward reads all parameters: all would travel from the host in each pass.",
+        reason="Below zero=3 every pass needs all parameters on the device, so all would be copied from the host each "
+        "time.",
         predicate=lambda plan, facts: plan.offload_share("params") > 0 and plan.zero != 3,
         finding=lambda plan, facts: (
-            f"zero={plan.zero} needs whole parameters on the device in every pass; zero=3 brings them piece by piece"
+            f"zero={plan.zero} needs all parameters on the device in every pass; zero=3 loads them block by block"
         ),
         remedy=lambda plan, facts: "Use zero=3 with dp_shard=2 or more, or offload=optimizer",
         fix=lambda plan, facts: _with_offload(plan, "params", "optimizer"),
@@ -171,8 +174,8 @@ LASTING: tuple[Rule, ...] = (
         name="tp-heads",
         field="tp",
         reason=(
-            "Tensor parallelism gives each rank whole heads, so tp divides the heads; key-value heads are divided, or "
-            "each is repeated on equally many ranks."
+            "Tensor parallelism gives each rank whole heads, so tp must divide the heads; key-value heads are "
+            "divided too, or each is repeated on the same number of ranks."
         ),
         predicate=lambda plan, facts: facts.model.num_heads % plan.tp != 0 or not _kv_heads_fit(facts, plan.tp),
         finding=_heads_finding,
@@ -182,7 +185,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="tp-ffn",
         field="tp",
-        reason="Tensor parallelism cuts the feed-forward layer, so tp divides its width.",
+        reason="Tensor parallelism splits the feed-forward layer, so tp must divide its width.",
         predicate=lambda plan, facts: facts.model.ffn_dim % plan.tp != 0,
         finding=lambda plan, facts: (
             f"the model's ffn_dim is {facts.model.ffn_dim}, and that is not a multiple of {plan.tp}"
@@ -193,7 +196,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="tp-shared-experts",
         field="tp",
-        reason="Tensor parallelism cuts the experts that all tokens visit, so tp divides their width.",
+        reason="Tensor parallelism splits the shared experts, so tp must divide their width.",
         predicate=lambda plan, facts: _shared_width(facts) % plan.tp != 0,
         finding=lambda plan, facts: (
             f"the model's shared experts are {_shared_width(facts)} wide, and that is not a multiple of {plan.tp}"
@@ -213,7 +216,7 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="sp-divides-sequence",
         field="train.seq_len",
-        reason="Sequence parallelism gives each rank of tp equally many tokens of every sequence.",
+        reason="Sequence parallelism gives each rank of tp the same number of tokens of every sequence.",
         predicate=lambda plan, facts: plan.sp and facts.seq_len % _sequence_unit(plan) != 0,
         finding=lambda plan, facts: (
             f"with sp=on, {plan.cp} x {plan.tp} ranks share the {facts.seq_len} tokens of a sequence evenly, and "
@@ -240,18 +243,18 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="microbatches-need-pp",
         field="microbatches",
-        reason="Microbatches fill a pipeline; without one, the passes of a step are counted by accumulation.",
+        reason="microbatches counts the microbatches of a pipeline; without a pipeline, accumulation counts them.",
         predicate=lambda plan, facts: plan.microbatches > 1 and not asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "microbatches belong to a pipeline, and pp is 1",
+        finding=lambda plan, facts: "it applies to a pipeline, and pp is 1",
         remedy=lambda plan, facts: f"Use accumulation={plan.accumulation * plan.microbatches}",
         fix=lambda plan, facts: plan.replace(microbatches=1, accumulation=plan.accumulation * plan.microbatches),
     ),
     Rule(
         name="accumulation-without-pp",
         field="accumulation",
-        reason="In a pipeline the passes of a step are its microbatches.",
+        reason="Under a pipeline, microbatches counts the microbatches of a step, so accumulation stays 1.",
         predicate=lambda plan, facts: plan.accumulation > 1 and asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "under a pipeline the passes of a step are its microbatches",
+        finding=lambda plan, facts: "under a pipeline, microbatches takes its place",
         remedy=lambda plan, facts: f"Use microbatches={plan.accumulation * plan.microbatches}",
         fix=lambda plan, facts: plan.replace(microbatches=plan.accumulation * plan.microbatches, accumulation=1),
     ),
@@ -260,14 +263,14 @@ LASTING: tuple[Rule, ...] = (
         field="schedule",
         reason="A schedule orders the passes of a pipeline, so it needs pp.",
         predicate=lambda plan, facts: plan.schedule != "1f1b" and not asks(plan, facts, "pp"),
-        finding=lambda plan, facts: "a schedule orders a pipeline, and pp is 1",
+        finding=lambda plan, facts: "it applies to a pipeline, and pp is 1",
         remedy=lambda plan, facts: "Leave schedule out, or use pp=2 or more",
         fix=lambda plan, facts: plan.replace(schedule="1f1b"),
     ),
     Rule(
         name="virtual-stages-need-interleaving",
         field="virtual_stages",
-        reason="Several stages on one rank need pp and a schedule that interleaves them.",
+        reason="Several stages on one rank need a pipeline and a schedule that interleaves them.",
         predicate=lambda plan, facts: (
             plan.virtual_stages > 1 and (not asks(plan, facts, "pp") or plan.schedule in ("gpipe", "1f1b", "zb_h1"))
         ),
@@ -306,8 +309,8 @@ LASTING: tuple[Rule, ...] = (
             and not ulysses_fits(plan.cp, facts.model.num_heads, facts.model.num_kv_heads, plan.tp)
         ),
         finding=lambda plan, facts: (
-            f"{facts.model.num_heads} heads and {facts.model.num_kv_heads} key-value heads do not come out even over "
-            f"cp={plan.cp}{f' and tp={plan.tp}' if plan.tp > 1 else ''}"
+            f"{facts.model.num_heads} heads and {facts.model.num_kv_heads} key-value heads cannot be divided evenly "
+            f"over cp={plan.cp}{f' and tp={plan.tp}' if plan.tp > 1 else ''}"
         ),
         remedy=lambda plan, facts: "Use cp_mode=ring or cp_mode=gather, which take any number of heads",
         fix=lambda plan, facts: plan.replace(cp_mode="auto"),
@@ -315,16 +318,16 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="cp-mode-needs-cp",
         field="cp_mode",
-        reason="A mode of context parallelism needs more than one rank on cp.",
+        reason="cp_mode applies to context parallelism, so it needs more than one rank on cp.",
         predicate=lambda plan, facts: plan.cp_mode != "auto" and not asks(plan, facts, "cp"),
-        finding=lambda plan, facts: "it says how a sequence that is cut over cp attends, and cp is 1",
+        finding=lambda plan, facts: "it applies to context parallelism, and cp is 1",
         remedy=lambda plan, facts: "Leave cp_mode out, or use cp=2 or more",
         fix=lambda plan, facts: plan.replace(cp_mode="auto"),
     ),
     Rule(
         name="seq-len-fits-model",
         field="train.seq_len",
-        reason="A sequence must not be longer than the positions of the model.",
+        reason="A sequence must not be longer than the model's max_seq_len.",
         predicate=lambda plan, facts: facts.seq_len > facts.model.max_seq_len,
         finding=lambda plan, facts: f"the model reads at most {facts.model.max_seq_len} tokens (model.max_seq_len)",
         remedy=lambda plan, facts: f"Use train.seq_len={facts.model.max_seq_len} or less",
@@ -347,7 +350,13 @@ RULES: tuple[Rule, ...] = (*NOT_BUILT, *LASTING)
 
 
 def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None = None) -> list[Violation]:
-    """Every rule that the plan breaks, at most one for each field: the first in the list says the most."""
+    """Return every rule that the plan breaks, at most one for each field: the first in the list says the most.
+
+    Args:
+        plan: what is checked.
+        facts: what is known besides; a rule that needs more is passed over. None: nothing.
+        rules: None: all of RULES.
+    """
     found: dict[str, Violation] = {}
     for rule in RULES if rules is None else rules:
         violation = rule.check(plan, facts or Facts()) if rule.field not in found else None
@@ -357,7 +366,11 @@ def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None =
 
 
 def check_plan(plan: Plan, facts: Facts | None = None) -> None:
-    """Raise PlanError with every rule that the plan breaks."""
+    """Raise PlanError with every rule that the plan breaks.
+
+    Raises:
+        PlanError: with all of them, by the plan's fields.
+    """
     violations = check(plan, facts)
     if violations:
         raise PlanError(Problem(violation.field, violation.message) for violation in violations)

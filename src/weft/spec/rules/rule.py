@@ -25,10 +25,14 @@ class UnknownFact(Exception):
 class Facts:
     """What is known besides the plan; None is unknown. Reading an unknown fact ends the rule that reads it.
 
-    model: the model's shape. world_size: ranks that were started. global_batch: sequences in one optimizer step.
-    seq_len: tokens in one sequence. device: what each rank runs on.
-    limits: values that a traced model allows of a plan's fields.
-    open_axis: the mesh axis that is still `*`, and 1 in the plan; None where all are numbers.
+    Args:
+        model: the model's shape.
+        world_size: ranks that were started.
+        global_batch: sequences in one optimizer step.
+        seq_len: tokens in one sequence.
+        device: what each rank runs on.
+        limits: values that a traced model allows of a plan's fields.
+        open_axis: the mesh axis that is still `*`, and 1 in the plan; None where all are numbers.
     """
 
     __slots__ = ("_device", "_global_batch", "_limits", "_model", "_seq_len", "_world_size", "open_axis")
@@ -54,26 +58,32 @@ class Facts:
 
     @property
     def model(self) -> DecoderSpec:
+        """The model's shape."""
         return _known(self._model)
 
     @property
     def world_size(self) -> int:
+        """The number of ranks that were started."""
         return _known(self._world_size)
 
     @property
     def global_batch(self) -> int:
+        """The number of sequences in one optimizer step."""
         return _known(self._global_batch)
 
     @property
     def seq_len(self) -> int:
+        """The number of tokens in one sequence."""
         return _known(self._seq_len)
 
     @property
     def device(self) -> DeviceSpec:
+        """What each rank runs on."""
         return _known(self._device)
 
     @property
     def limits(self) -> Mapping[str, Limit]:
+        """The values that a traced model allows, by the plan's fields."""
         return _known(self._limits)
 
 
@@ -106,7 +116,7 @@ class Rule:
     fix: Callable[[Plan, Facts], Plan | None] = _no_fix
 
     def check(self, plan: Plan, facts: Facts) -> Violation | None:
-        """The violation, or None where the plan keeps the rule or a fact is unknown."""
+        """Return the violation, or None where the plan keeps the rule or a fact is unknown."""
         try:
             if not self.predicate(plan, facts):
                 return None
@@ -142,7 +152,7 @@ class Violation:
 
 
 def alternatives(values: Sequence[object], field: str) -> str:
-    """'Use tp=1, 2, 4 or 8': the legal values of a field, at most eight of them."""
+    """Return 'Use tp=1, 2, 4 or 8': the legal values of a field, at most eight of them."""
     shown = [str(value) for value in values[:8]]
     listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]
     return f"Use {field}={listed}"

@@ -34,5 +34,5 @@ Step = Action | Pair
 
 
 def parts(step: Step) -> tuple[Action, ...]:
-    """The actions of a step, one or two."""
+    """Return the actions of a step, one or two."""
     return (step.forward, step.backward) if isinstance(step, Pair) else (step,)

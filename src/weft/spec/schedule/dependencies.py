@@ -7,7 +7,7 @@ from weft.spec.schedule.schedule import Schedule
 
 
 def needs(schedule: Schedule, action: Action) -> list[Action]:
-    """What must be made before this action, as F and B: see `makes`."""
+    """Return what must be made before this action, as F and B: see `makes`."""
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
@@ -17,7 +17,7 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def makes(action: Action) -> tuple[Action, ...]:
-    """What others may need of this action: a whole backward makes B and W."""
+    """Return what others may need of this action: a whole backward makes B and W."""
     if action.kind != "BW":
         return (action,)
     return action._replace(kind="B"), action._replace(kind="W")

@@ -61,15 +61,15 @@ class Schedule:
         return self.num_ranks * self.virtual_stages
 
     def owner(self, stage: int) -> int:
-        """The rank (on the axis pp) that holds a stage."""
+        """Return the rank (on the axis pp) that holds a stage."""
         return stage_owner(self.name, self.num_ranks, stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, ascending."""
+        """Return the stages of a rank, ascending."""
         return stages_of(self.name, self.num_ranks, self.virtual_stages, rank)
 
     def in_flight(self, rank: int) -> int:
-        """Most forwards of which the rank keeps activations at once, counted in stages of one microbatch.
+        """Return the most forwards of which the rank keeps activations at once, counted in stages of one microbatch.
 
         Divided by `virtual_stages` it is in microbatches. They are let go by W, or by the whole backward.
         """
@@ -82,21 +82,44 @@ class Schedule:
 
 
 def stage_owner(name: str, num_ranks: int, stage: int) -> int:
-    """The rank (on the axis pp) that holds a stage under a schedule of this name."""
+    """Return the rank (on the axis pp) that holds a stage.
+
+    Args:
+        name: of the schedule.
+        num_ranks: size of the axis pp.
+        stage: counted from the embedding, from 0.
+    """
     if FORMS[name].is_v:
         return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
     return stage % num_ranks
 
 
 def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tuple[int, ...]:
-    """The stages of a rank under a schedule of this name, ascending."""
+    """Return the stages of a rank, ascending.
+
+    Args:
+        name: of the schedule.
+        num_ranks: size of the axis pp.
+        virtual_stages: stages that each rank holds; schedules in the form of a V have two.
+        rank: on the axis pp.
+    """
     if FORMS[name].is_v:
         return rank, 2 * num_ranks - 1 - rank
     return tuple(range(rank, num_ranks * virtual_stages, num_ranks))
 
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
-    """The lists of all ranks. PlanError where the schedule cannot order these numbers."""
+    """Return the lists of all ranks.
+
+    Args:
+        name: one of SCHEDULES.
+        num_ranks: size of the axis pp.
+        num_microbatches: of one rank, in one step.
+        virtual_stages: stages that each rank holds.
+
+    Raises:
+        PlanError: where the schedule cannot order these numbers.
+    """
     problems = schedule_problems(name, num_ranks, num_microbatches, virtual_stages)
     if problems:
         raise PlanError(problems)
@@ -105,7 +128,11 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_sta
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that a plan asks for. PlanError where it cannot be."""
+    """Return the schedule that a plan asks for.
+
+    Raises:
+        PlanError: where the schedule cannot order the plan's numbers.
+    """
     return build_schedule(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages)
 
 
@@ -115,7 +142,7 @@ def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_
     legal = form.virtual_stages
     if virtual_stages != legal if legal is not None else virtual_stages < 2:
         wanted = "2 or more" if legal is None else str(legal)
-        rule = f"schedule={name} has {wanted} stages on each rank. Use virtual_stages={wanted}."
+        rule = f"schedule={name} needs {wanted} stages on each rank. Use virtual_stages={wanted}."
         found.append(Problem("virtual_stages", f"virtual_stages={virtual_stages}: {rule}"))
     least, unit = form.least_per_rank * num_ranks, num_ranks if form.in_groups else 1
     if num_microbatches % unit:

@@ -21,7 +21,10 @@ _LOSS_SHARE = 64
 
 
 def bucket_bytes(device: str) -> int:
-    """Bytes of fp32 masters in a bucket. device: "cpu" or "cuda", where the first of a backward is smaller."""
+    """Return the bytes of fp32 masters in a bucket.
+
+    device: "cpu" or "cuda", where the first of a backward is smaller.
+    """
     return _GPU_BUCKET_BYTES if device == "cuda" else _BUCKET_BYTES
 
 
@@ -33,7 +36,7 @@ class LossChunk:
 
     @classmethod
     def of_device(cls, device_bytes: int = 0) -> LossChunk:
-        """device_bytes: memory of the GPU; 0 for a CPU, which wants logits in its caches.
+        """Choose by the memory of a GPU in bytes; 0 for a CPU, which wants logits in its caches.
 
         A GPU wants large products: each chunk reads and writes the gradient of the weight. A power of two, so that what
         vendors and drivers say is one size.
@@ -44,9 +47,12 @@ class LossChunk:
         return cls(min(_MOST_LOSS_CHUNK, max(_LOSS_CHUNK, share)))
 
     def rows(self, tokens: Any, vocab: Any, sum_bytes: Any) -> Any:
-        """Tokens at a time: in equal chunks, as few as there can be; the last may be smaller. Arrays give an array.
+        """Return the number of tokens at a time: in equal chunks, as few as there can be; the last may be smaller.
 
-        vocab: entries on a rank. sum_bytes: of one logit in the format of the sum.
+        Args:
+            tokens: of one microbatch on a rank. Arrays give an array.
+            vocab: entries on a rank.
+            sum_bytes: of one logit in the format of the sum.
         """
         most = self.num_bytes // (vocab * sum_bytes)
         most = most + (most < 1)

@@ -14,7 +14,7 @@ from weft.spec.divisors import common_divisors
 
 
 def batch_unit(data_ranks: int, num_microbatches: int) -> int:
-    """The number of samples of which a global batch is a multiple: one for each microbatch of each rank."""
+    """Return the number of samples of which a global batch is a multiple: one for each microbatch of each rank."""
     return data_ranks * num_microbatches
 
 
@@ -23,27 +23,39 @@ def samples_per_microbatch(global_batch: int, data_ranks: int, num_microbatches:
 @overload
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any: ...
 def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any:
-    """Samples that one microbatch of one rank holds, in whole ones. Arrays of ranks and microbatches give an array."""
+    """Return how many samples one microbatch of one rank holds, in whole ones.
+
+    Args:
+        global_batch: samples of a step.
+        data_ranks: ranks that see different samples; an array gives an array.
+        num_microbatches: of each of them, or an array.
+    """
     return global_batch // batch_unit(data_ranks, num_microbatches)
 
 
 def even_passes(global_batch: int, data_ranks: int) -> list[int]:
-    """Numbers of microbatches that ranks can cut their samples into evenly, ascending; none where ranks cannot."""
+    """List the numbers of microbatches into which ranks can cut their samples evenly; none where they cannot."""
     return [] if global_batch % data_ranks else common_divisors(global_batch // data_ranks)
 
 
 def share_out(count: int, num_parts: int) -> list[range]:
-    """0 to count - 1 as so many runs in order: the first ones may have one more than the others, which may be empty."""
+    """Divide 0 to count - 1 into runs in order: the first may have one more than the others, which may be empty."""
     size, rest = divmod(count, num_parts)
     starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[range]:
-    """The samples of each microbatch of a rank, by their numbers in the global batch.
+    """Return the samples of each microbatch of a rank, by their numbers in the global batch.
 
     The batch is shared out as the first microbatch of every rank, then the second of every rank, and so on. So ranks
     differ by at most one sample, as do microbatches; the last ones may be empty.
+
+    Args:
+        global_batch: samples of a step.
+        data_ranks: ranks that see different samples.
+        num_microbatches: of each of them.
+        rank: the place of this one among them.
     """
     return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
 
@@ -51,11 +63,18 @@ def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int
 def divide_layers(
     costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0
 ) -> tuple[int, ...]:
-    """How many layers each stage takes, so that the most costly stage costs least; at least one each.
+    """Return how many layers each stage takes, so that the most costly stage costs least; at least one each.
 
-    costs: of each layer, in any unit. before: of what the first stage has besides (the embedding); after: of what the
-    last one has (norm, head, loss). Among equally good divisions the one whose later stages have most: they hold
-    fewer activations. Raises ValueError for fewer layers than stages.
+    Among equally good divisions the one whose later stages have most: they hold fewer activations.
+
+    Args:
+        costs: of each layer, in any unit.
+        num_stages: of the whole model.
+        before: cost of what the first stage has besides (the embedding).
+        after: cost of what the last one has besides (norm, head, loss).
+
+    Raises:
+        ValueError: for fewer layers than stages.
     """
     num_layers = len(costs)
     if num_layers < num_stages:
@@ -114,12 +133,16 @@ def _evened(
 def divide_by_rank(
     num_layers: int, stages: Sequence[Sequence[int]], *, first: float = 0.0, last: float = 0.0
 ) -> list[int]:
-    """How many equal layers each stage takes, so that the rank with most to do has least, where ranks hold several.
+    """Divide equal layers among stages so that the rank with most to do has least, where ranks hold several stages.
 
     A bound is halved until no smaller one can be kept, and ranks are filled up to it (the classic linear partition).
     Stages are counted from the embedding; every stage holds at least one layer where there are enough.
 
-    stages: those of each rank. first, last: what the first and the last stage hold besides, in layers' time.
+    Args:
+        num_layers: of the whole model.
+        stages: those of each rank.
+        first: what the first stage holds besides, in layers' time.
+        last: what the last stage holds besides, in layers' time.
     """
     num_stages = sum(map(len, stages))
     owner = {stage: rank for rank, own in enumerate(stages) for stage in own}

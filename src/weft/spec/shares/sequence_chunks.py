@@ -18,20 +18,34 @@ RING_TOKENS = 4096
 
 
 def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> bool:
-    """Whether the heads of one tensor-parallel rank can be shared out over cp ranks.
+    """Return whether the heads of one tensor-parallel rank can be shared out over cp ranks.
 
     Query heads must come out even. Key-value heads are shared out, or, where they are fewer, each goes to several.
+
+    Args:
+        cp: ranks that share a sequence.
+        num_heads: query heads of the whole model.
+        num_kv_heads: key-value heads of the whole model.
+        tp: ranks that share the heads.
     """
     heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
     return num_heads % (cp * tp) == 0 and heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
 
 
 def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_len: int, tp: int = 1) -> str:
-    """The way that a plan's `cp_mode` stands for: itself, or for "auto" the one that suits the shape.
+    """Return the way that a plan's `cp_mode` stands for: itself, or for "auto" the one that suits the shape.
 
     Ulysses where it sends no more than the others would: each rank sends its queries, keys, values and outputs once,
     while gather and ring take every other rank's keys and values. Else the ring, from RING_TOKENS tokens on a rank,
     and for less gather, whose calls are fewer. Sequences that are no multiple of 2 * cp have Ulysses alone.
+
+    Args:
+        mode: the plan's `cp_mode`.
+        cp: ranks that share a sequence.
+        num_heads: query heads of the whole model.
+        num_kv_heads: key-value heads of the whole model.
+        seq_len: tokens of a whole sequence.
+        tp: ranks that share the heads.
     """
     if mode != "auto" or cp == 1:
         return "gather" if mode == "auto" else mode
@@ -44,12 +58,18 @@ def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_le
 
 
 def num_chunks(mode: str, cp: int) -> int:
-    """Into how many equal chunks a sequence is cut; its length must be a multiple of that."""
+    """Return into how many equal chunks a sequence is cut; its length must be a multiple of that."""
     return cp if mode == "ulysses" else 2 * cp
 
 
 def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
-    """Numbers of the chunks that a rank of cp holds, in order of the sequence."""
+    """Return the numbers of the chunks that a rank of cp holds, in order of the sequence.
+
+    Args:
+        mode: "gather", "ring" or "ulysses".
+        cp: ranks that share a sequence.
+        rank: on the axis cp.
+    """
     return (rank,) if mode == "ulysses" else (rank, 2 * cp - 1 - rank)
 
 

@@ -21,7 +21,7 @@ class Growth:
     square: float = 0.0
 
     def at(self, batch: Any, seq: Any) -> Any:
-        """Its value; numbers or numpy arrays."""
+        """Return its value; numbers or numpy arrays."""
         linear, square = self.seq + self.tokens * batch, self.seq_square + self.square * batch
         return self.one + self.batch * batch + (linear + square * seq) * seq
 
@@ -49,7 +49,13 @@ class Matmul:
     weight_grad: bool = True
 
     def sizes(self, batch: Any, seq: Any, t: Any) -> tuple[Any, Any, Any, Any]:
-        """m, n, k and the number of products on one rank."""
+        """Return m, n, k and the number of products on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each on this rank.
+            t: ranks that divide the layer, where it is cut.
+        """
         found = [each.at(batch, seq) for each in (self.m, self.n, self.k, self.batch)]
         place = {"columns": 1, "rows": 2, "inside": 3}.get(self.cut)
         if place is not None:
@@ -57,7 +63,13 @@ class Matmul:
         return found[0], found[1], found[2], found[3]
 
     def flops(self, batch: Any, seq: Any, t: Any) -> Any:
-        """Of forward, on one rank."""
+        """Return the FLOPs of forward, on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each on this rank.
+            t: ranks that divide the layer, where it is cut.
+        """
         m, n, k, count = self.sizes(batch, seq, t)
         return 2.0 * m * n * k * count
 
@@ -80,7 +92,14 @@ class TracedAttention:
     cut: bool = False
 
     def flops(self, batch: Any, seq: Any, t: Any, c: Any) -> Any:
-        """Of forward, on one rank: a causal mask leaves half of the square."""
+        """Return the FLOPs of forward, on one rank: a causal mask leaves half of the square.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each on this rank.
+            t: ranks that divide the heads, where they are cut.
+            c: ranks that share a sequence: keys are those of all of it.
+        """
         heads = self.heads / t if self.cut else self.heads
         rows = self.queries.at(batch, seq)
         return 4.0 * rows * self.keys.at(batch, seq * c) * heads * self.head_dim * (0.5 if self.causal else 1.0)
@@ -95,7 +114,14 @@ class DividedBytes:
     whole: Growth = Growth()
 
     def at(self, batch: Any, seq: Any, t: Any, between: Any) -> Any:
-        """Bytes on one rank. between: what divides activations outside of cut regions: t under sp, else 1."""
+        """Return the bytes on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each.
+            t: ranks that divide what is cut.
+            between: what divides activations outside of cut regions: t under sp, else 1.
+        """
         return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
 
     def __add__(self, other: DividedBytes) -> DividedBytes:

@@ -53,7 +53,15 @@ class TracedLayer:
         return self.params_cut + self.params_whole
 
     def flops(self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, backward: bool = False) -> Any:
-        """FLOPs of matrix products and attention on one rank, which has 1/cp of each sequence of `seq` tokens."""
+        """Count FLOPs of matrix products and attention on one rank, which has 1/cp of each sequence.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each, whole.
+            tp: ranks that divide what is cut.
+            cp: ranks that share a sequence.
+            backward: those of backward in place of forward's.
+        """
         part = seq / cp
         products = sum(each.flops(batch, part, tp) * (each.num_backward if backward else 1) for each in self.matmuls)
         scores = sum(each.flops(batch, part, tp, cp) * (2.5 if backward else 1.0) for each in self.attentions)
@@ -62,13 +70,31 @@ class TracedLayer:
     def saved_bytes(
         self, batch: Any, seq: Any, policy: str = "none", *, tp: Any = 1, cp: Any = 1, sp: bool = False
     ) -> Any:
-        """Bytes that one pass keeps for backward on one rank."""
+        """Return the bytes that one pass keeps for backward on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each, whole.
+            policy: of recompute.
+            tp: ranks that divide what is cut.
+            cp: ranks that share a sequence.
+            sp: whether tp divides the rest of the activations too.
+        """
         return dict(self.saved)[policy].at(batch, seq / cp, tp, tp if sp else 1)
 
     def moved_bytes(
         self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, sp: bool = False, backward: bool = False
     ) -> Any:
-        """Bytes that memory-bound kernels read and write on one rank."""
+        """Return the bytes that memory-bound kernels read and write on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each, whole.
+            tp: ranks that divide what is cut.
+            cp: ranks that share a sequence.
+            sp: whether tp divides the rest of the activations too.
+            backward: those of backward in place of forward's.
+        """
         return (self.moved_backward if backward else self.moved_forward).at(batch, seq / cp, tp, tp if sp else 1)
 
 
@@ -115,9 +141,12 @@ class TracedModel:
         return next((each for layer in self.layers for each in layer.attentions), None)
 
     def flops(self, batch: Any, seq: Any, *, causal: bool = True) -> Any:
-        """The model's own FLOPs of forward and backward, head included; what kernels do again is not counted.
+        """Return the model's own FLOPs of forward and backward, head included; what kernels do again is not counted.
 
-        causal=False counts attention's whole square.
+        Args:
+            batch: sequences.
+            seq: tokens of each.
+            causal: False counts attention's whole square.
         """
         total = 6.0 * batch * seq * self.vocab * self.hidden
         for layer in (self.before, *self.layers, self.after):
@@ -136,9 +165,13 @@ class TracedModel:
 
     @classmethod
     def from_table(cls, source: str, table: Mapping[str, Any]) -> TracedModel:
-        """What `save` wrote. source: for errors. Raises ModelError."""
+        """Return what `save` wrote.
+
+        Raises:
+            ModelError: for a table of another version, or of no saved model; it names `source`.
+        """
         if table.get("version") != VERSION:
-            rule = f"version={table.get('version')} of a saved model, and this is for version {VERSION}"
+            rule = f"version={table.get('version')} of a saved model; this Weft reads version {VERSION}"
             raise ModelError(f"model={source}: {rule}. Trace it again: weft plan package.module:function --save-model.")
         try:
             values = {name: table[name] for name in (each.name for each in fields(cls))}
@@ -149,7 +182,7 @@ class TracedModel:
             )
             return cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            rule = f"it is no saved model ({type(error).__name__}: {error})"
+            rule = f"it is not a saved model ({type(error).__name__}: {error})"
             raise ModelError(f"model={source}: {rule}. Trace it again, or give a config.json.") from None
 
 

@@ -26,7 +26,9 @@ def describe(module: nn.Module) -> ModelSpec:
 
     Children of one container that are alike become one LayerSpec with a count: "blocks.*" when all children are
     alike, else "blocks.{0-3,5}". A weight that several modules share is counted where it is met first.
-    Raises ModelError when a parameter has no shape yet.
+
+    Raises:
+        ModelError: when a parameter has no shape yet.
     """
     spec = getattr(module, "spec", None)
     return ModelSpec(

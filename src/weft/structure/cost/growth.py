@@ -65,9 +65,14 @@ def trace_model(
 ) -> TracedModel:
     """Describe a model on the meta device.
 
-    call(model, batch, seq): runs it on so many samples of so many tokens. seq_step: least tokens of a sequence to
-    try; 0: the model reads no sequence. Raises ModelError where it does not run without numbers, or its work does
-    not grow as a polynomial.
+    Args:
+        model: on the meta device.
+        outline: its blocks, head and what tensor parallelism cuts.
+        call: call(model, batch, seq) runs it on so many samples of so many tokens.
+        seq_step: least tokens of a sequence to try; 0: the model reads no sequence.
+
+    Raises:
+        ModelError: where it does not run without numbers, or its work does not grow as a polynomial.
     """
     points = [(batch, seq * seq_step) for batch, seq in _POINTS] if seq_step else list(_BATCHES)
     weights = _weights(model)
@@ -126,8 +131,8 @@ def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[
         first = str(error).strip().partition("\n")[0]
         where = f" in {layers.current}" if layers.current else ""
         raise ModelError(
-            f"it cannot be run without numbers: {recorder.last_op}{where} fails ({type(error).__name__}: {first}). "
-            f"What runs must not depend on values: give a folder with its config.json, or another example"
+            f"it cannot run on the meta device: {recorder.last_op}{where} fails ({type(error).__name__}: {first}). "
+            f"Its operations must not depend on values: give a folder with its config.json, or another example"
         ) from error
     _count_params(model, outline, recorder, layers.parts)
     measured = {
@@ -184,8 +189,8 @@ def _same_parts(runs: Sequence[_Run]) -> list[int]:
         )
         if not same:
             raise ModelError(
-                "it runs other operations for another batch or sequence, so that its work is no function of them. "
-                "Give a folder with its config.json, or a size"
+                "it runs other operations for another batch size or sequence length, so its work cannot be "
+                "extrapolated. Give a folder with its config.json, or a size"
             )
     return list(first.parts)
 
@@ -206,10 +211,8 @@ class _Fit:
         found[np.abs(found) < 1e-9 * scale] = 0.0
         trial = float(self._trial @ found)
         if abs(trial - values[-1]) > _TOLERANCE * scale:
-            rule = "its work is no polynomial of batch and sequence"
-            raise ModelError(
-                f"{rule}: {values[-1]:.6g} where {trial:.6g} was expected. Give its config.json, or a size"
-            )
+            rule = "its work is not a polynomial of batch size and sequence length"
+            raise ModelError(f"{rule}: {values[-1]:.6g} instead of {trial:.6g}. Give its config.json, or a size")
         return Growth(**{name: float(f"{value:.10g}") for name, value in zip(self._names, found, strict=True)})
 
     def parts(self, values: Sequence[tuple[float, float, float]]) -> DividedBytes:

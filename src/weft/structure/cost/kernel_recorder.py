@@ -36,10 +36,14 @@ _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
 def is_worth_keeping(op: Any, made: float, read: float) -> bool:
-    """Whether a product is rather kept than made again: batched ones only where they are not the larger side.
+    """Return whether a product is rather kept than made again: batched ones only where they are not the larger side.
 
     Those are attention scores where they are larger than what they are made of: dear to keep, cheap to make again.
-    op: its name without the overload, or what has it. made, read: sizes in the same unit.
+
+    Args:
+        op: its name without the overload, or what has it.
+        made: size of the result.
+        read: size of what it is made of, in the same unit.
     """
     return str(op) not in ("aten.bmm", "aten.baddbmm") or made <= read
 
@@ -190,7 +194,7 @@ class KernelRecorder(TorchDispatchMode):
             row.dims = _grouped(args, made[0])
         elif packet in flop_registry:
             raise ModelError(
-                f"{packet}: the tracer has no words for this product. Plan from a size or a config.json, or let the "
+                f"{packet}: the tracer does not support this product. Plan from a size or a config.json, or let the "
                 f"model use torch's plain matrix products and attention"
             )
         if row.kind == "product" and style in ("columns", "rows"):

@@ -26,6 +26,7 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def now(self) -> int:
+        """The bytes of the storages that are alive."""
         self._made = {key: value for key, value in self._made.items() if not value[0].expired()}
         return sum(size for _, size in self._made.values())
 

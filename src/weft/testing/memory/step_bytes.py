@@ -47,7 +47,7 @@ class StepBytes(LiveTensors):
 
 
 def peak_of_step(step: TrainStep, batch: dict[str, torch.Tensor]) -> int:
-    """Bytes on this rank at the fullest moment of a step, the batch not counted. Trains one step."""
+    """Return the bytes on this rank at the fullest moment of a step, the batch not counted. Trains one step."""
     gc.collect()
     watch = StepBytes(_states(step), batch.values())
     with watch:

@@ -30,9 +30,9 @@ def install(device: PaperDevice, stub: ctypes.CDLL) -> None:
         setattr(torch.cuda, name, value)
     _tensors(device)
     _libraries()
-    FakeWork.wait = lambda work, timeout=None: (device.wait_work(work), True)[1]
-    FakeWork.is_completed = lambda work: True
-    FakeWork.synchronize = lambda work: device.wait_work(work)
+    FakeWork.wait = lambda self, timeout=None: (device.wait_work(self), True)[1]
+    FakeWork.is_completed = lambda self: True
+    FakeWork.synchronize = lambda self: device.wait_work(self)
 
 
 def _streams(device: PaperDevice, stream_class: Any, event_class: Any) -> dict[str, Any]:
@@ -111,16 +111,16 @@ def _tensors(device: PaperDevice) -> None:
         else:
             plain_stream(tensor, stream)
 
-    def tolist(tensor: FakeTensor) -> Any:
-        if not on_device(tensor):
+    def tolist(self: FakeTensor) -> Any:
+        if not on_device(self):
             raise TypeError("a tensor without values has no list")
-        return tensor.cpu().tolist()
+        return self.cpu().tolist()
 
-    torch.Tensor.record_stream = record_stream  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.record_stream = record_stream  # pyright: ignore[reportAttributeAccessIssue] - in its place
     FakeTensor.tolist = tolist
     # Addresses are only compared, never read. They are as far apart as no tensor is large.
-    torch.UntypedStorage.data_ptr = _storage_address  # pyright: ignore[reportAttributeAccessIssue]
-    FakeTensor.data_ptr = lambda tensor: (  # pyright: ignore[reportAttributeAccessIssue]
+    torch.UntypedStorage.data_ptr = _storage_address  # pyright: ignore[reportAttributeAccessIssue] - in its place
+    FakeTensor.data_ptr = lambda tensor: (  # pyright: ignore[reportAttributeAccessIssue] - in its place
         tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
     )
 
@@ -134,8 +134,8 @@ def _storage_address(storage: torch.UntypedStorage) -> int:
 
 def _libraries() -> None:
     """Let modules move in place, and lists of classes in torch and Weft name the device's tensors."""
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 
     import weft.memory.activations as activations
 
@@ -144,7 +144,8 @@ def _libraries() -> None:
     # A module that moves keeps its parameter objects, as on a real device. Fake tensors are remembered by weak
     # references; a swap leaves those with the other one, which nobody asks for.
     torch.__future__.set_swap_module_params_on_conversion(True)
-    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])  # pyright: ignore[reportAttributeAccessIssue]
-    for listed in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    utils: Any = torch.utils
+    utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])
+    for listed in (of_optimizers, of_gradients):
         listed.append(FakeTensor)
     activations._PLAIN = (*activations._PLAIN, FakeTensor)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from weft import env
 from weft.mesh import LOOPBACK
@@ -31,7 +32,7 @@ def join_silent_ranks(num_ranks: int, rank: int) -> None:
     """Be one of several ranks, on torch's fake process group: the others answer with what this one has."""
     place = env.RankEnv(rank, num_ranks, 0, 1, LOOPBACK, 29500, "torchrun")  # alone on its machine, which has one GPU
     env.export_rank(place)
-    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=dist.HashStore())
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=HashStore())
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:

@@ -43,6 +43,7 @@ class PaperReport:
 
     @property
     def num_syncs(self) -> int:
+        """The number of times that the host waited for the device."""
         return sum(self.syncs.values())
 
     @property
@@ -51,10 +52,11 @@ class PaperReport:
         return sum(number for name, number in self.copies.items() if ", blocking @" in name)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return its fields by name."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return what people read of it."""
         told = [
             f"{self.name}: {self.kernels} kernels, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
             f"{sum(self.copies.values())} copies, {self.num_blocking} of them blocking; "
@@ -86,15 +88,31 @@ class Finished:
 def script_on_paper(
     path: str | Path, *arguments: str, ranks: int = 1, rank: int = 0, cwd: Path | None = None, limit_s: float = 600.0
 ) -> Finished:
-    """Run a script in a process that finds one GPU on paper, as one of `ranks`. limit_s: seconds that it may take.
+    """Run a script in a process that finds one GPU on paper.
 
-    Raises LaunchError where this machine cannot have one: see `why_not`.
+    Args:
+        path: of the script.
+        *arguments: its command line.
+        ranks: size of the world that it finds.
+        rank: its place there.
+        cwd: the process's working folder; None: this one's.
+        limit_s: seconds that it may take.
+
+    Raises:
+        LaunchError: where this machine cannot have one: see `why_not`.
     """
     return _run(("script", f"--ranks={ranks}", f"--rank={rank}", str(path), *arguments), cwd, limit_s)
 
 
 def plans_on_paper(plans: Sequence[str], *options: str, cwd: Path | None = None, limit_s: float = 600.0) -> Finished:
-    """Train some steps under each plan, one rank of it, in one process. options: as `python -m weft.testing.paper`."""
+    """Train some steps under each plan, one rank of it, in one process.
+
+    Args:
+        plans: one line each.
+        *options: as `python -m weft.testing.paper` takes them.
+        cwd: the process's working folder; None: this one's.
+        limit_s: seconds that it may take.
+    """
     return _run(("plans", *options, *plans), cwd, limit_s)
 
 

@@ -136,6 +136,6 @@ class Races:
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and the one behind the last, in its storage."""
     width = tensor.element_size()
-    first = tensor.storage_offset() * width
+    first = int(tensor.storage_offset()) * width
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (reach + 1) * width
+    return first, first + int(reach + 1) * width

@@ -6,7 +6,7 @@ confirmed them.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from weft.testing.paper.counts import line_of
 from weft.testing.paper.races import DEFAULT
@@ -28,8 +28,8 @@ class RooflineClock:
     def __init__(self) -> None:
         self.host = self.start = 0.0
         self.free: defaultdict[int, float] = defaultdict(float)
-        self.busy: Counter[int] = Counter()
-        self.idle: Counter[str] = Counter()
+        self.busy: defaultdict[int, float] = defaultdict(float)
+        self.idle: defaultdict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
         """Measure from here: the clock goes on, since events may be older."""

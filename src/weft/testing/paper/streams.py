@@ -77,4 +77,4 @@ def classes_of(device: PaperDevice) -> tuple[Any, Any]:
 
 def device_here() -> PaperDevice:
     """The paper device of this process, for a script that runs on it."""
-    return torch.cuda.Stream.on  # pyright: ignore[reportAttributeAccessIssue]
+    return torch.cuda.Stream.on  # pyright: ignore[reportAttributeAccessIssue] - ours

@@ -37,7 +37,7 @@ def load_stub() -> ctypes.CDLL:
 
 
 def why_not() -> str:
-    """Why this machine cannot have a paper device; empty where it can."""
+    """Return why this machine cannot have a paper device; empty where it can."""
     if not sys.platform.startswith("linux"):
         return f"the paper device is built for Linux, and this is {sys.platform}"
     if shutil.which("g++") is None:
@@ -83,7 +83,7 @@ def _build(source: Path, torch_dir: Path, built: Path) -> None:
             first = next((line for line in lines if "error" in line), "no message")
             raise LaunchError(
                 f"paper device: g++ cannot build it for torch {version('torch')}: {first}. "
-                f"Use a g++ that knows C++20 (11 or later)."
+                f"Use a g++ that supports C++20 (11 or later)."
             )
         Path(name).replace(built)
     finally:

@@ -42,7 +42,7 @@ def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
     owns_all = tensor.nbytes == tensor.untyped_storage().nbytes()
     if owns_all and _is_small(tensor):
         copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(value)
-        tensor.__dict__[_FIELD] = _Known(copy, [True])
+        setattr(tensor, _FIELD, _Known(copy, [True]))
     else:
         forget([tensor])
 
@@ -71,7 +71,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, w
     for tensor, value in zip(leaves(out), leaves(real), strict=True):
         if on_device(tensor) and _FIELD not in tensor.__dict__:
             memory = next((one.memory for one in sources if _share(one.value, value)), [True])
-            tensor.__dict__[_FIELD] = _Known(value, memory)
+            setattr(tensor, _FIELD, _Known(value, memory))
 
 
 def _follows(func: Any, inputs: list[torch.Tensor], outs: list[torch.Tensor]) -> bool:

@@ -49,8 +49,10 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is trained. dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: the
-    model's own where None."""
+    """How much is trained.
+
+    dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: the model's own where None.
+    """
 
     num_steps: int = 3
     dtype: str = "float64"
@@ -84,7 +86,11 @@ class Subject:
         return self.settings.global_batch if self.kind in ("decoder", "task") else None
 
     def build(self) -> BuiltCase:
-        """The model with its data and loss. Raises ModelError where it cannot be had."""
+        """Return the model with its data and loss.
+
+        Raises:
+            ModelError: where it cannot be had.
+        """
         torch.manual_seed(self.settings.seed)
         dtype = DTYPES[self.settings.dtype]
         if self.kind == "decoder":
@@ -101,8 +107,9 @@ class Subject:
         vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
         if data is None and vocab_size is None and not has_inputs(model):
             raise ModelError(
-                f"model={self.source}: nothing says what its inputs are. Return (model, loader) with a DataLoader, or "
-                f"(model, batch_fn), where batch_fn(step, size) gives {{'x': tensor, 'labels': tensor}}."
+                f"model={self.source}: Weft cannot tell what its inputs are. Return (model, loader) with a "
+                "DataLoader, or (model, batch_fn), where batch_fn(step, size) gives "
+                f"{{'x': tensor, 'labels': tensor}}."
             )
         return BuiltCase(self, model.to(dtype), data=data, loss_fn=loss_fn, vocab_size=vocab_size)
 
@@ -215,7 +222,12 @@ class BuiltCase(SampleCase):
 
 
 def find_subject(source: str, settings: Settings) -> Subject:
-    """What `source` stands for; the table is at the top of the file. Raises ModelError or ConfigError."""
+    """Return what `source` stands for; the table is at the top of the file.
+
+    Raises:
+        ModelError: where no model can be found or its sizes cannot be changed.
+        ConfigError: for a config file that breaks rules.
+    """
     path = Path(source)
     if path.suffix == ".toml":
         config = load_config(path).config
@@ -238,8 +250,8 @@ def find_subject(source: str, settings: Settings) -> Subject:
     except ModelError as error:
         rule = str(error).removeprefix(f"model.name={source}: ")
         raise ModelError(
-            f"model={source}: no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face folder, "
-            f"or package.module:function."
+            f"model={source}: it names no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face "
+            "folder, or package.module:function."
         ) from None
 
 
@@ -256,7 +268,7 @@ def _refuse_reduction(maker: str, settings: Settings) -> None:
     asked = (("layers", settings.num_layers), ("width", settings.dim), ("vocab", settings.vocab_size))
     for name, value in asked:
         if value is not None:
-            raise ConfigError(f"{name}={value}: {maker} makes its model as it likes. Reduce it there.")
+            raise ConfigError(f"{name}={value}: {maker} builds the model itself. Set the size there.")
 
 
 def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
@@ -285,9 +297,9 @@ def _quieten(model: nn.Module) -> list[str]:
     for module in dropouts:
         module.p = 0.0
     if dropouts:
-        notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch would draw it from other numbers")
+        notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch draws other random numbers")
     if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
-        notes.append("the model has batch norms, whose statistics are of one rank's microbatch: plans differ in them")
+        notes.append("the model has batch norms, which use the statistics of one rank's microbatch, so plans differ")
     return notes
 
 

@@ -25,7 +25,7 @@ def techniques_of(plan: Plan) -> frozenset[str]:
 
 
 def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
-    """Few of the plans, in which each layout and all pairs of settings occur."""
+    """Choose few of the plans, in which each layout and all pairs of settings occur."""
     return [plans[index] for index in covering([row_of(plan) for plan in plans])]
 
 
@@ -51,16 +51,16 @@ class Sweep:
             self.refused.setdefault(asked, reason)
 
     def is_refused(self, plan: Plan) -> bool:
-        """Whether the plan asks for all of something that was refused."""
+        """Return whether the plan asks for all of something that was refused."""
         asked = techniques_of(plan)
         return any(other <= asked for other in self.refused)
 
     def allowed(self) -> list[Plan]:
-        """The legal plans that ask for nothing that was refused."""
+        """Return the legal plans that ask for nothing that was refused."""
         return [plan for plan in self.every if not self.is_refused(plan)]
 
     def plans(self) -> Iterator[Plan]:
-        """Each technique by itself, then the plans that are chosen; say what was refused before asking for the next."""
+        """Yield each technique by itself, then the chosen plans; say what was refused before asking for the next."""
         done: dict[Plan, None] = {}
         for plan in self._probes():
             done[plan] = None
@@ -76,7 +76,7 @@ class Sweep:
                     left = left if left is None or self.is_refused(plan) else left - 1
 
     def part(self, number: int, count: int) -> Iterator[Plan]:
-        """Each technique by itself, then every `count`-th of the plans that are chosen after that.
+        """Yield each technique by itself, then every `count`-th of the plans that are chosen after that.
 
         A model refuses the same in every part, so all parts together are the whole choice.
         """

@@ -61,7 +61,7 @@ class Verdict:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As a dict for JSON; numbers that JSON does not know become text."""
+        """Return a dict for JSON; numbers that JSON does not know become text."""
         return json.loads(json.dumps(asdict(self)), parse_constant=str)
 
 
@@ -78,7 +78,10 @@ class _Reference:
 class Verifier:
     """Verifies plans of one number of ranks for one subject; a context, because it holds ranks and a folder.
 
-    pool: ranks that run already, for several subjects in turn; they are left running.
+    Args:
+        subject: the model, and how much of it is trained.
+        num_ranks: of every plan.
+        pool: ranks that run already, for several subjects in turn; they are left running. None: new ones.
     """
 
     def __init__(self, subject: Subject, num_ranks: int, pool: RankPool | None = None):
@@ -208,9 +211,7 @@ def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list
     unused = [name for name, grad in result.grads.items() if not grad.any()]
     if unused and notes is not None:
         first, every = unused[0], len(result.grads)
-        notes.append(
-            f"{len(unused)} of {every} parameters have no gradient in the last step, {first} the first of them"
-        )
+        notes.append(f"{len(unused)} of {every} parameters have no gradient in the last step; the first is {first}")
     tensors = start if subject.kind == "function" else {}
     tensors |= {f"gradient/{name}": tensor.contiguous() for name, tensor in result.grads.items()}
     tensors |= {f"weight/{name}": tensor.contiguous() for name, tensor in result.weights.items()}
@@ -228,7 +229,7 @@ def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
     except Exception as error:
         raise ModelError(
             f"model={subject.source}: PyTorch alone cannot train it: {type(error).__name__} ({error}). "
-            f"Mend the model, its data or its loss; give inputs by package.module:function where they are others."
+            f"Fix the model, its data or its loss; if it needs other inputs, give them with package.module:function."
         ) from error
 
 

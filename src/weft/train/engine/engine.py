@@ -37,19 +37,27 @@ class Engine(Protocol):
     wants_stop: bool
 
     def build(self) -> None:
-        """Make model and optimizer. Raises a WeftError for what cannot be laid out so."""
+        """Make model and optimizer.
+
+        Raises:
+            WeftError: for what cannot be laid out so.
+        """
         ...
 
     @property
     def batches(self) -> Batches:
-        """This rank's training batches."""
+        """The training batches of this rank."""
         ...
 
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
-        """One optimizer step on this rank's microbatches.
+        """Take one optimizer step on this rank's microbatches.
 
-        number: steps done before, from which all chance is derived. lr_factor: of each peak learning rate. A
-        `LateResult` may be read after the next step was called; before anything else that is asked of the engine.
+        A `LateResult` may be read after the next step was called; before anything else that is asked of the engine.
+
+        Args:
+            batches: the microbatches, in their order.
+            number: steps done before, from which all chance is derived.
+            lr_factor: of each peak learning rate.
         """
         ...
 
@@ -59,19 +67,22 @@ class Engine(Protocol):
         ...
 
     def evaluate(self) -> Evaluation:
-        """Loss and metrics over the task's evaluation set."""
+        """Compute loss and metrics over the task's evaluation set."""
         ...
 
     def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
-        """What this rank writes of weights and optimizer states, to be written before the next step.
+        """Return what this rank writes of weights and optimizer states, to be written before the next step.
 
-        aside: as copies in host memory, which last until the next such call. CheckpointError where they do not fit.
+        aside: as copies in host memory, which last until the next such call.
         Paths are "model/<name>" and "optimizer/<name>"; pieces of all ranks together are all of it, each element once.
+
+        Raises:
+            CheckpointError: where copies do not fit.
         """
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps beside the arrays: JSON values by name."""
+        """Return what a checkpoint keeps beside the arrays: JSON values by name."""
         ...
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
@@ -82,39 +93,39 @@ class Engine(Protocol):
         ...
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """The JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise."""
+        """Return the JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise."""
         ...
 
     def gather(self, record: bytes) -> list[bytes]:
-        """The bytes of every rank in their order, on the first rank; others may get none."""
+        """Return the bytes of every rank in their order, on the first rank; others may get none."""
         ...
 
     def talk(self) -> Together:
-        """The ranks as a thread beside training asks them, which leaves the collectives of training alone."""
+        """Return the ranks as a thread beside training asks them, which leaves the collectives of training alone."""
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Part from the other ranks. failed: after an error, when they may never come."""
+        """Leave the other ranks. failed: after an error, when they may never come."""
         ...
 
     # --- what people are told ---
 
     def versions(self) -> Mapping[str, str]:
-        """Versions of the libraries that compute, by name."""
+        """Return the versions of the libraries that compute, by name."""
         ...
 
     def lines(self) -> Sequence[str]:
-        """How the model is laid out and what that costs, for the opening of a run."""
+        """Return how the model is laid out and what that costs, for the opening of a run."""
         ...
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of all ranks' pieces that `save` will give, optimizer states included."""
+        """Return the bytes of all ranks' pieces that `save` will give, optimizer states included."""
         ...
 
     def peak_flops(self) -> float | None:
-        """Peak FLOP/s of this rank's device at the plan's number format; None where it is not known."""
+        """Return the peak FLOP/s of this rank's device at the plan's number format; None where it is not known."""
         ...
 
     def report(self, book: TimeBook, start_step: int) -> Sequence[str]:
-        """Lines that say where the time went, for the end of a run."""
+        """Return the lines that say where the time went, for the end of a run."""
         ...

@@ -35,6 +35,6 @@ class EngineJob:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from whole numbers, the same on every machine."""
+    """Return a 63-bit seed from whole numbers, the same on every machine."""
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

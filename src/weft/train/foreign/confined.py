@@ -60,12 +60,12 @@ def _stand_wall(out: Path) -> None:
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if event.startswith(_FORBIDDEN):
-            raise PermissionError(f"reading a checkpoint wanted {event}")
+            raise PermissionError(f"reading the checkpoint triggered {event}, which is blocked")
         if event in ("open", "os.mkdir") and _is_write(event, arguments):
             path = arguments[0]
             name = os.path.realpath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
             if not name.startswith(inside):
-                raise PermissionError(f"reading a checkpoint wanted to write {name}")
+                raise PermissionError(f"reading the checkpoint tried to write {name}")
 
     sys.addaudithook(watch)
 

@@ -91,7 +91,7 @@ def read_dcp(source: Path, taken: Taken) -> None:
         except Exception as error:  # whatever a damaged or hostile file brings about
             raise NotTaken(f".metadata: {reason_of(error)}") from error
     if not isinstance(metadata, _Record) or not isinstance(metadata.get("state_dict_metadata"), dict):
-        raise NotTaken(".metadata is not that of a checkpoint")
+        raise NotTaken(".metadata does not describe a checkpoint")
     places = metadata.get("planner_data")
     stored: dict[Any, list[tuple[_Index, _Stored]]] = defaultdict(list)
     for index, info in (metadata.get("storage_data") or {}).items():
@@ -100,7 +100,7 @@ def read_dcp(source: Path, taken: Taken) -> None:
     for name, entry in metadata.get("state_dict_metadata").items():
         place = places.get(name, (name,)) if isinstance(places, dict) else (name,)
         if not isinstance(name, str) or not all(isinstance(one, str | int) for one in place):
-            raise NotTaken(f".metadata: {str(name)[:80]!r} is no name")
+            raise NotTaken(f".metadata: {str(name)[:80]!r} is not a tensor name")
         if isinstance(entry, _Tensor):
             taken.tensor(place, _whole(source, name, entry, stored[name]))
         else:
@@ -127,20 +127,20 @@ def _whole(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _
     for index, info in stored:
         chunk, offset = load_weights(_bytes(source, info), name), index.get("offset")
         if not isinstance(chunk, torch.Tensor) or chunk.dtype != dtype or not _is_shape(offset):
-            raise NotTaken(f"{name}: a piece of it is no tensor of {dtype}")
+            raise NotTaken(f"{name}: one of its pieces is not a tensor of {dtype}")
         ends = [low + size for low, size in zip(offset, chunk.shape, strict=False)]
         if len(offset) != len(shape) or chunk.dim() != len(shape) or any(map(int.__gt__, ends, shape)):
-            raise NotTaken(f"{name}: a piece of it does not lie in {list(shape)}")
+            raise NotTaken(f"{name}: one of its pieces lies outside of the shape {list(shape)}")
         if tuple(chunk.shape) == tuple(shape) and len(stored) == 1:
             return chunk
         if found is None:
             found, seen = torch.empty(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
         box = tuple(slice(low, end) for low, end in zip(offset, ends, strict=True))
         if bool(seen[box].any()):
-            raise NotTaken(f"{name}: two pieces of it overlap")
+            raise NotTaken(f"{name}: two of its pieces overlap")
         found[box], seen[box] = chunk, True
     if found is None or not bool(seen.all()):
-        raise NotTaken(f"{name}: pieces of it are missing")
+        raise NotTaken(f"{name}: some of its pieces are missing")
     return found
 
 
@@ -151,13 +151,13 @@ def _is_shape(value: Any) -> bool:
 def _bytes(source: Path, info: _Stored) -> bytes:
     """The saved bytes of one piece."""
     if info.get("transform_descriptors"):
-        raise NotTaken("its files are compressed. Load and save it once more without compression")
+        raise NotTaken("its files are compressed. Load it and save it again without compression")
     offset, length = info.get("offset"), info.get("length")
     path = within(source, info.get("relative_path"))
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise NotTaken(f"{path.name}: .metadata gives no place in it")
+        raise NotTaken(f"{path.name}: .metadata gives no byte range in it")
     if offset + length > path.stat().st_size:
-        raise NotTaken(f"{path.name} is shorter than .metadata says: it was cut off")
+        raise NotTaken(f"{path.name} is shorter than .metadata says: it was truncated")
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(length)

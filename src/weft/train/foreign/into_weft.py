@@ -47,9 +47,17 @@ def bring_in(
 ) -> BroughtIn:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, and commit its weights and states under `root`.
 
-    step: optimizer steps done; None: as the source says. model_key: the table of weights, where the source has several.
-    limit_s: how long (s) reading may take. The disk of `root` holds everything twice for a moment.
-    Raises CheckpointError for what cannot be read, or holds anything but weights and plain values.
+    The disk of `root` holds everything twice for a moment.
+
+    Args:
+        source: the foreign folder.
+        root: the folder of the steps' folders.
+        step: optimizer steps done; None: as the source says.
+        model_key: the table of weights, where the source has several.
+        limit_s: how long (s) reading may take.
+
+    Raises:
+        CheckpointError: for what cannot be read, or holds anything but weights and plain values.
     """
     kind = _kind_of(source)
     try:
@@ -59,7 +67,7 @@ def bring_in(
             found = _read(Path(work))
             return _commit(found, kind, source, root, step, model_key)
     except OSError as error:
-        raise CheckpointError(f"{root}: it cannot be written ({error.strerror}). Give another run.") from error
+        raise CheckpointError(f"{root}: cannot be written ({error.strerror}). Give another run.") from error
 
 
 def _kind_of(source: Path) -> str:
@@ -68,7 +76,7 @@ def _kind_of(source: Path) -> str:
     if (source / "latest").is_file() or any(source.glob("*_optim_states.pt")):
         return "zero"
     raise CheckpointError(
-        f"SOURCE={source}: this is no checkpoint that Weft imports. Give a folder of torch.distributed.checkpoint "
+        f"SOURCE={source}: not a checkpoint that Weft imports. Give a folder of torch.distributed.checkpoint "
         f"(with .metadata) or of DeepSpeed (with `latest`)."
     )
 
@@ -80,7 +88,7 @@ def _run_child(kind: str, source: Path, work: Path, limit_s: float) -> None:
         ended = subprocess.run(command, env=env.bare_env(), capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
         raise CheckpointError(
-            f"SOURCE={source}: reading it took longer than {limit_s:g} s. Raise --limit where it is large."
+            f"SOURCE={source}: reading it took longer than {limit_s:g} s. If the checkpoint is large, raise --limit."
         ) from None
     if ended.returncode == 0:
         return
@@ -118,7 +126,7 @@ def _commit(found: _Found, kind: str, source: Path, root: Path, step: int | None
         del weights[name]
     step = _step(found, states) if step is None else step
     if (root / folder_name(step)).exists():
-        raise CheckpointError(f"{root}: it has a checkpoint of step {step} already. Give another run, or --step.")
+        raise CheckpointError(f"{root}: already has a checkpoint of step {step}. Give another run, or another --step.")
     state = {
         "progress": {"step": step},
         "plan": f"imported from {_KINDS[kind]}",
@@ -128,7 +136,7 @@ def _commit(found: _Found, kind: str, source: Path, root: Path, step: int | None
     }
     path = save_checkpoint(root, step, {"model": weights, "optimizer": states}, state)
     left_out = [*(".".join(map(str, place)) for place in names.left_out), *found.left_out]
-    return BroughtIn(path, step, _KINDS[kind], len(weights), len(states), tuple(left_out))
+    return BroughtIn(Path(str(path)), step, _KINDS[kind], len(weights), len(states), tuple(left_out))
 
 
 def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch.Tensor]:

@@ -50,20 +50,20 @@ def _model_of(weights_at: Mapping[Place, list[Place]], states: list[Place], key:
     if key is not None:
         found = [place for place in weights_at if ".".join(map(str, place)) == key]
         if not found:
-            raise CheckpointError(f"--model {key}: no tensors are in it. {_tables(weights_at)}")
+            raise CheckpointError(f"--model {key}: this table holds no tensors. {_tables(weights_at)}")
         return found[0]
     owners = {str(place[-2]) for place in states if place[-3:-2] == ("state",)}
     fits = [place for place, members in weights_at.items() if owners <= {str(one[-1]) for one in members}]
     if len(fits) != 1:
         fits = [place for place in fits or weights_at if place and place[-1] in ("model", "module", "state_dict")]
     if len(fits) != 1:
-        raise CheckpointError(f"which tensors are the model's weights cannot be told. {_tables(weights_at)}")
+        raise CheckpointError(f"cannot tell which tensors are the model's weights. {_tables(weights_at)}")
     return fits[0]
 
 
 def _tables(weights_at: Mapping[Place, list[Place]]) -> str:
     known = ", ".join(".".join(map(str, place)) or "(the top)" for place in weights_at) or "none"
-    return f"Name the table with --model; there are: {known}."
+    return f"Name their table with --model, one of: {known}."
 
 
 def _unwrapped(weights: dict[str, Place]) -> dict[str, Place]:
@@ -83,7 +83,7 @@ def _states(places: list[Place], weights: Mapping[str, Place]) -> Iterable[tuple
             owner, state = place[number + 1], str(place[number + 2])
             if isinstance(owner, int):
                 raise CheckpointError(
-                    "the optimizer's states have numbers instead of names. Save once more with get_state_dict of "
+                    "the optimizer's states are keyed by number instead of by name. Save again with get_state_dict of "
                     "torch.distributed.checkpoint.state_dict."
                 )
         else:

@@ -82,7 +82,7 @@ def reason_of(error: Exception) -> str:
     """Why a file cannot be read, in one clause."""
     found = _GLOBAL.search(str(error))
     if found:
-        return f"it holds {found[1]}, which is no weight, so nothing of it was run or loaded"
+        return f"it holds {found[1]}, which is not a weight; Weft ran and loaded nothing from it"
     first = str(error).strip().split("\n")[0][:160]
     return f"it cannot be read as weights ({type(error).__name__}: {first})"
 
@@ -93,7 +93,7 @@ def within(folder: Path, name: Any) -> Path:
         raise NotTaken(f"{str(name)[:80]!r} names a file outside of the checkpoint's folder")
     path = folder / name
     if path.is_symlink() or not path.is_file():
-        raise NotTaken(f"{name} is missing or no plain file")
+        raise NotTaken(f"{name} is missing or is not a plain file")
     return path
 
 

@@ -76,7 +76,7 @@ def _tag_folder(source: Path) -> Path:
     tag = within(source, "latest").read_text(errors="replace").strip()
     folder = source / tag
     if tag != Path(tag).name or tag in (".", "..") or folder.is_symlink() or not folder.is_dir():
-        raise NotTaken(f"`latest` names {tag[:80]!r}, which is no folder in it")
+        raise NotTaken(f"`latest` names {tag[:80]!r}, and the checkpoint has no such folder")
     return folder
 
 
@@ -88,11 +88,11 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         if match is None:
             continue
         if int(match[2]):
-            raise NotTaken(f"{path.name}: it was saved with tensor or pipeline parallelism, which is not imported")
+            raise NotTaken(f"{path.name}: it was saved with tensor or pipeline parallelism, which Weft does not import")
         found[int(match[1] or 0)] = within(folder, path.name)
     if sorted(found) != list(range(len(found))) or not found:
         kind = "optimizer states" if pattern is _STATES else "model states"
-        raise NotTaken(f"files of {kind} are missing: there are those of ranks {sorted(found)}")
+        raise NotTaken(f"files of {kind} are missing: found only those of ranks {sorted(found)}")
     return [found[rank] for rank in sorted(found)]
 
 
@@ -113,7 +113,7 @@ def _stage(states: dict[str, Any]) -> int:
     found = states.get("zero_stage")
     value: Any = found.arguments[0] if isinstance(found, _Plain) and found.arguments else found
     if value not in (1, 2, 3):
-        raise NotTaken(f"zero_stage is {value!r}; stages 1, 2 and 3 are imported")
+        raise NotTaken(f"zero_stage is {value!r}; Weft imports stages 1, 2 and 3")
     return value
 
 
@@ -121,7 +121,7 @@ def _world_size(states: dict[str, Any]) -> int:
     found = states.get("partition_count")
     found = max(found) if isinstance(found, list) and found else found
     if type(found) is not int:
-        raise NotTaken("partition_count is no number")
+        raise NotTaken("partition_count is not a number")
     return found
 
 
@@ -129,14 +129,14 @@ def _shapes(found: Any) -> list[dict[str, tuple[int, ...]]]:
     """Groups of parameters: name -> shape, in order."""
     groups = found if isinstance(found, list) else [found]
     if not groups or not all(isinstance(group, dict) for group in groups):
-        raise NotTaken("param_shapes is no list of tables")
+        raise NotTaken("param_shapes is not a list of tables")
     return [{str(name): tuple(shape) for name, shape in group.items()} for group in groups]
 
 
 def _flat(states: dict[str, Any], stage: int) -> list[torch.Tensor]:
     found = states.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(found, list) or not all(isinstance(one, torch.Tensor) for one in found):
-        raise NotTaken("the fp32 partitions are missing: optimizer states were left out when it was saved")
+        raise NotTaken("the fp32 partitions are missing: it was saved without optimizer states")
     return [one.reshape(-1) for one in found]
 
 
@@ -164,7 +164,7 @@ def _equal_pieces(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator
     for name, shape in shapes.items():
         each = -(-numel(shape) // len(ranks))
         if any(start + each > rank.numel() for rank in ranks):
-            raise NotTaken(f"{name}: the partitions end before it")
+            raise NotTaken(f"{name}: the partitions end before this parameter")
         line = torch.cat([rank[start : start + each] for rank in ranks])
         yield name, _cut(line, name, 0, shape)
         start += each
@@ -172,7 +172,7 @@ def _equal_pieces(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator
 
 def _cut(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...]) -> torch.Tensor:
     if start + numel(shape) > line.numel():
-        raise NotTaken(f"{name}: the partitions end before it")
+        raise NotTaken(f"{name}: the partitions end before this parameter")
     return line[start : start + numel(shape)].view(shape)
 
 
@@ -183,7 +183,7 @@ def _moments(
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     base = [one.get(key) for one in states]
     if not all(isinstance(one, dict) and isinstance(one.get("state"), dict) for one in base):
-        raise NotTaken(f"{key} has no states; save it without elastic checkpoints")
+        raise NotTaken(f"{key} has no states; save it again with elastic checkpoints off")
     by_rank: list[list[dict[str, Any]]] = [
         list(_table(one or {}, "state").values()) for one in base
     ]  # a group, or a part of one under stage 3

@@ -29,10 +29,17 @@ CHOSEN = "planned.json"
 
 
 def settle_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
-    """The config with a plan in the place of "auto", and what is expected of it; any other config as it is.
+    """Return the config with a plan in the place of "auto", and what is expected of it; any other config as it is.
 
     A run that was begun keeps the plan that was chosen then, as long as it has the same ranks.
-    Raises PlanError where no plan fits this machine.
+
+    Args:
+        config: its plan may be "auto", with or without decided fields.
+        world_size: ranks of the run.
+        local_size: ranks of this machine.
+
+    Raises:
+        PlanError: where no plan fits this machine.
     """
     if not is_auto(config.plan):
         return config, None
@@ -57,7 +64,19 @@ def choose_plan(
     global_batch: int | None = None,
     profile: Profile | None = None,
 ) -> Candidate:
-    """The fastest plan that the runtime runs today. Raises PlanError where none fits."""
+    """Return the fastest plan that the runtime runs today.
+
+    Args:
+        model: in the planner's words.
+        machines: where it will run.
+        decided: fields of the plan with values that stay.
+        seq_len: tokens of a sequence; None: the config's, else a usual one.
+        global_batch: sequences of a step; None: the config's, else a usual one.
+        profile: what was measured of the machine; None: nothing.
+
+    Raises:
+        PlanError: where no plan fits.
+    """
     if machines.device.name in ("cpu", "here"):
         decided = {"compile": False, "offload": ()} | decided  # the host is the device, and compilers may be missing
     asked = Question.of(model, machines, seq_len=seq_len, global_batch=global_batch, fixed=decided)
@@ -67,10 +86,10 @@ def choose_plan(
     rule = f"no plan fits {model.name} on {machines}"
     if found.nearest is not None:
         need, most = found.nearest.total_bytes, found.nearest.usable_bytes
-        rule += f"; the least that one needs is {format_bytes(need)} of {format_bytes(most)} on a rank"
+        rule += f"; the smallest plan needs {format_bytes(need)} of {format_bytes(most)} on a rank"
     elif found.refused:
         rule += f"; {found.refused[0].message.rstrip('.')}"
-    remedy = "Use more ranks or a smaller model; `weft plan` shows what would do."
+    remedy = "Use more ranks or a smaller model; `weft plan` shows what would fit."
     raise PlanError([Problem("plan", f"plan=auto: {rule}. {remedy}")])
 
 
@@ -84,15 +103,21 @@ def _profile(machines: ClusterSpec) -> Profile | None:
 
 
 def chosen_line(best: Candidate) -> str:
-    """What was chosen and what is expected of it, in one line."""
+    """Return what was chosen and what is expected of it, in one line."""
     return (
-        f"plan auto chose {best.plan or 'one rank'}: {format_seconds(best.step_s)} a step and "
-        f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on a rank are expected."
+        f"plan=auto chose {best.plan or 'one rank'}: expected {format_seconds(best.step_s)} a step and "
+        f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on each rank."
     )
 
 
 def record_choice(folder: Path, asked: str, best: Candidate) -> None:
-    """Write what was chosen and expected into the run's folder."""
+    """Write what was chosen and expected into the run's folder.
+
+    Args:
+        folder: of the run.
+        asked: the plan as it was typed, such as "auto tp=2".
+        best: the chosen plan with its estimate.
+    """
     table = {"asked": asked, "world_size": best.plan.world_size, **report.candidate_table(best)}
     draft = folder / f".{CHOSEN}.{os.getpid()}"
     draft.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
@@ -111,14 +136,20 @@ def _begun(folder: Path, asked: str, world_size: int) -> str | None:
 
 
 def this_cluster(world_size: int, local_size: int, device: str = "auto") -> ClusterSpec:
-    """The machines of this run: `local_size` ranks on each. device: "cpu", or "auto" for GPUs where there are any.
+    """Return the machines of this run.
 
-    Raises PlanError for a GPU that is not in the device table, and for ranks that do not fill whole machines.
+    Args:
+        world_size: ranks of the run.
+        local_size: ranks on each machine.
+        device: "cpu", or "auto" for GPUs where there are any.
+
+    Raises:
+        PlanError: for a GPU that is not in the device table, and for ranks that do not fill whole machines.
     """
     import torch
 
     if world_size % local_size:
-        rule = f"{world_size} ranks do not fill whole machines of {local_size}"
+        rule = f"{world_size} ranks do not fill machines of {local_size} ranks each"
         raise PlanError([Problem("plan", f"plan=auto: {rule}. Write the plan itself.")])
     if device == "cpu" or not torch.cuda.is_available():
         spec = _this_cpu(local_size)

@@ -26,12 +26,14 @@ _STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
 
 
 def trace(source: str) -> TracedModel:
-    """The description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
+    """Return the description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
 
     The function is called with meta as the default device and without arguments. It returns a model; or a model and
     an example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as `weft verify`
     takes it. Without an example the model is called with ids, an image or features, by how it begins.
-    Raises ModelError where that gives no model, or the model does not run without numbers.
+
+    Raises:
+        ModelError: where that gives no model, or the model does not run without numbers.
     """
     with torch.device("meta"):
         model, rest = call_function(source)
@@ -45,11 +47,17 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     """Trace a model, which is brought to the meta device and half precision, in place.
 
     example: arguments of a forward, or batch_fn(step, size); None: ids, an image or features, by how it begins.
+
+    Raises:
+        ModelError: where the model does not run without numbers.
     """
     inputs = dry_run.Inputs(model, example)
     model.to("meta").train()
     if isinstance(model, layers.KnownModel) and model.has_routers:
-        raise ModelError("its experts take as many tokens as values say. Give its size, or a config of Weft")
+        raise ModelError(
+            "how many tokens each expert gets depends on values, which a trace does not have. Give its "
+            "size, or a config of Weft"
+        )
     cut, styles, why_not = _tensor_parallel(model, inputs.example)
     head = layers.find_lm_head(model) or _vocabulary_head(model, styles)
     outline = Outline(
@@ -74,7 +82,7 @@ def _halve(model: nn.Module) -> None:
         param.data = param.data.to(dtype)
     cast_inputs(model, precision)
     config = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
+    if config is not None and hasattr(config, "use_cache"):
         config.use_cache = False
 
 
@@ -86,7 +94,7 @@ def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], d
     except (LayoutError, ModelError) as error:
         return (1,), {}, str(error).partition(". ")[0].removeprefix("layout: ").rstrip(".")
     shown = ", ".join(map(str, legal))
-    return tuple(legal), _styles(model, layout), f"its layers can be shared evenly by {shown} ranks"
+    return tuple(legal), _styles(model, layout), f"its layers divide evenly over {shown} ranks"
 
 
 def _styles(model: nn.Module, layout: Layout) -> dict[str, str]:
@@ -112,7 +120,7 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     kind = type(model).__name__
     attention = found.attention
     if not found.reads_sequence:
-        limits += [(name, Limit((value,), "the model reads no sequence that could be cut"))
+        limits += [(name, Limit((value,), "the model's input has no sequence dimension to cut"))
                    for name, value in (("cp", 1), ("sp", 0))]  # fmt: skip
     elif not isinstance(model, layers.KnownModel) and not hugging_face.is_hugging_face(model):
         rule = f"{kind} is neither one of Weft's decoders nor one of transformers, so its attention cannot be replaced"
@@ -120,7 +128,7 @@ def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut:
     elif attention is None or not attention.causal:
         limits.append(("cp", Limit((1,), "its attention is not torch's fused one under a causal mask alone")))
     if any(each.batch.one > 1 for layer in found.layers for each in layer.matmuls):
-        rule = "tracing does not tell which modules are experts. Plan it by its config.json to divide them"
+        rule = "a trace does not show which modules are experts. To divide them, plan from the model's config.json"
         limits.append(("ep", Limit((1,), rule)))
     try:
         find_chain(model)

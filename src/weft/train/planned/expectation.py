@@ -119,7 +119,7 @@ def _lines(measured: Mapping[str, Any], expected: Mapping[str, Any], device: str
         both = theirs.get(name, 0.0), measured["parts"].get(name, 0.0)
         if max(both) >= _WORTH_TELLING * step:
             lines.append(f"        {name}: {format_seconds(both[0])} planned, {format_seconds(both[1])} measured")
-    what = "allocated" if device == "cuda" else "held by the process, with all its libraries"
+    what = "allocated" if device == "cuda" else "used by the whole process, libraries included"
     lines.append(
         f"        memory: {format_bytes(int(expected['memory_bytes']))} of tensors planned, "
         f"{format_bytes(measured['memory_bytes'])} {what}"

@@ -45,8 +45,15 @@ def report_times(
 ) -> list[str]:
     """Write times.svg and trace.json into the run folder; the report's lines. A collective: all ranks call it.
 
-    Lines are empty where no step was done. task: of the run, to lay what the planner expects beside it.
-    start_step: where this start began; times are of this start alone.
+    Lines are empty on all ranks but the first, and where no step was done.
+
+    Args:
+        folder: of the run.
+        mesh: of the ranks.
+        model: as it was trained.
+        book: this rank's times.
+        task: of the run, to lay what the planner expects beside it.
+        start_step: where this start began; times are of this start alone.
     """
     if not book.num_steps:
         return []
@@ -108,13 +115,13 @@ def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:
 
 
 def _bubble_line(pipeline: Pipeline, timeline: Timeline, lists: list[list[Span]]) -> str:
-    """What of the last step the schedule itself leaves empty, and what was empty."""
+    """The idle share of the last step that the schedule itself causes, and the measured one."""
     planned = sum(timeline.idle_s) / (len(timeline.idle_s) * timeline.makespan_s)
     span = max(actions[-1][2] for actions in lists)
     busy = sum(end - start for actions in lists for _, start, end in actions)
     return (
-        f"        last step: {pipeline.schedule.name} itself leaves {planned:.0%} of it empty, "
-        f"and {1 - busy / (len(lists) * span):.0%} was"
+        f"        last step: {pipeline.schedule.name} by itself leaves {planned:.0%} of it idle; "
+        f"measured: {1 - busy / (len(lists) * span):.0%}"
     )
 
 

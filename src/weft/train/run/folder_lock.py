@@ -25,7 +25,10 @@ def run_lock(folder: Path) -> Generator[int]:
     """Hold the folder, made where it is missing, and give the descriptor of the lock; others may be given it too.
 
     When an error ends the block before anything was written, a folder that was made here is taken away again.
-    Raises LaunchError when another command holds the folder, ConfigError where it cannot be written to.
+
+    Raises:
+        LaunchError: when another command holds the folder.
+        ConfigError: where it cannot be written to.
     """
     try:
         descriptor, made = _acquire(folder)
@@ -66,7 +69,7 @@ def _acquire(folder: Path) -> tuple[int, list[Path]]:
             raise
         # Taken away between our open and our lock.
         os.close(descriptor)
-    raise FileNotFoundError(errno.ENOENT, "others take it away again and again", str(folder))
+    raise FileNotFoundError(errno.ENOENT, "other processes keep taking the lock", str(folder))
 
 
 def _lock(descriptor: int, folder: Path) -> None:

@@ -6,12 +6,13 @@ whose loss was finite can still have spoilt the weights, and the step after tell
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from weft.checkpoint import (
     SavedPiece,
@@ -27,6 +28,7 @@ from weft.checkpoint import (
     verify_checkpoint,
 )
 from weft.checkpoint.arrays import RawArray
+from weft.checkpoint.targets import Location
 from weft.errors import CheckpointError, UnfitError
 from weft.spec import RunConfig
 from weft.train.engine import GROUPS, Engine
@@ -35,6 +37,8 @@ from weft.train.hooks import SaveEnd
 from weft.train.progress import Progress
 from weft.train.run.rates import rate_change, rate_state
 from weft.train.run.save_thread import Save
+from weft.train.state import DigestsBehind, is_small
+from weft.units import counted
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18
@@ -53,6 +57,7 @@ class Keeper:
         self._num_told = 0
         self._together = Together(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
         self._resumed = 0
+        self._digests: DigestsBehind | None = None
         self._good_step = 0
 
     def resume(self) -> tuple[Progress, list[str]]:
@@ -80,10 +85,17 @@ class Keeper:
             self._engine.on_first(lambda: _check_saved(self._folder, step))
             problems = verify_checkpoint(self._folder.checkpoint(step), together=self._together)
             notes += self._engine.on_first(lambda: go_back(self._folder, step, problems))
-        found = newest_checkpoint(self._folder.checkpoints, together=self._together)
+        verify, number = self._config.checkpoint.verify, self._together.number
+        found = newest_checkpoint(self._folder.checkpoints, verify=verify == "start", together=self._together)
         if found is None:
             return None, notes
-        return found.step, [*notes, *(f"checkpoint passed over: {one}" for one in found.passed_over)]
+        path = found.path
+        if verify == "auto" and self._engine.on_first(lambda: is_small(path, number)):
+            found = newest_checkpoint(self._folder.checkpoints, together=self._together)
+            assert found is not None
+        elif verify != "start" and not self._config.resume.step:
+            self._digests = DigestsBehind(path, self._together.rank, number, functools.partial(self._stop, found.step))
+        return found.step, [*notes, *(f"skipped checkpoint: {one}" for one in found.passed_over)]
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
         """Begin to write a checkpoint, each rank its part; `ended` tells what becomes of it.
@@ -95,11 +107,12 @@ class Keeper:
         if not last and self._config.checkpoint.busy == "skip" and self._engine.on_first(lambda: self._is_busy()):
             return "the checkpoint before it is still being written (checkpoint.busy=skip)"
         self._finish()
+        self._prove_start()
         began = time.perf_counter()
         step, state, pieces = progress.step, self._state(progress, is_good), self._pieces()
         best = progress.best_step if self._config.checkpoint.keep_best else None
 
-        def write() -> Path:
+        def write() -> Location:
             path = save_pieces(self._folder.checkpoints, step, pieces, state, self._talk, GROUPS, refuse_unfit)
             if is_good:
                 self.confirm(step)
@@ -125,7 +138,7 @@ class Keeper:
         if save is not None and not wait:
             failures = save.failures[self._num_told :]
             self._num_told += len(failures)
-            self._ends += [SaveEnd(save.step, note=f"{one} It is tried again.") for one in failures if not save.error]
+            self._ends += [SaveEnd(save.step, note=f"{one} Weft tries again.") for one in failures if not save.error]
             if save.is_over and save.error is not None and not isinstance(save.error, UnfitError):
                 self._engine.wants_stop = True
             elif save.is_over or (save.is_held and not failures):
@@ -140,6 +153,36 @@ class Keeper:
             self._save.give_up()
             if failed:
                 self._save.wait(_LAST_WAIT_S)
+
+    def _stop(self, step: int, problems: list[str]) -> None:
+        """In a thread of one rank: what the run went on from is damaged, so that nothing of it may be saved."""
+        self._ends += [SaveEnd(step, note=f"step {step}, which the run went on from: {one}")
+                       for one in problems]  # fmt: skip
+        self._engine.wants_stop = True
+
+    def _prove_start(self) -> None:
+        """Before the first save: what the run went on from is whole; else CheckpointError on all ranks.
+
+        It is set aside then, and nothing was saved of what came from it.
+        """
+        digests, self._digests = self._digests, None
+        if digests is None:
+            return
+        with self._engine.pulse.doing("waits for the digests of its checkpoint"):
+            found = json.dumps(digests.wait()).encode()
+        answers = self._together.gather(found)
+        self._engine.on_first(lambda: self._refuse_start([one for text in answers for one in json.loads(text)]))
+
+    def _refuse_start(self, problems: list[str]) -> None:
+        if not problems:
+            return
+        set_aside(self._folder.checkpoints, lambda one: one.step == self._resumed)
+        steps = saved_steps(self._folder)
+        goes_on = f"it resumes from step {steps[-1]}" if steps else "it starts anew, since no other was saved"
+        raise CheckpointError(
+            f"checkpoint of step {self._resumed}, which the run went on from: {'; '.join(dict.fromkeys(problems))}. "
+            f"It is set aside, and no step since is saved. Run the command again: {goes_on}."
+        )
 
     def _is_busy(self) -> bool:
         return self._save is not None and not self._save.is_over
@@ -159,7 +202,7 @@ class Keeper:
                 return list(self._engine.save(aside=True))
             except CheckpointError as error:
                 self._background = False
-                self._ends.append(SaveEnd(0, note=f"{error} Until then each save makes training wait."))
+                self._ends.append(SaveEnd(0, note=f"{error} Meanwhile training waits for each save."))
         return list(self._engine.save())
 
     def _state(self, progress: Progress, is_good: bool) -> dict[str, object]:
@@ -210,19 +253,19 @@ class Keeper:
         doubtful = self._set_doubtful_aside(first_bad)
         steps = saved_steps(self._folder)
         if not steps:
-            return "it starts anew, since nothing was saved"
+            return "it starts over, because nothing was saved"
         *older, newest = steps
         if newest >= first_bad - 1 and not self._was_evaluated(newest):
             return (
-                f"it resumes from step {newest}, the only checkpoint. Where that ends alike, its weights are spoilt: "
-                f"start anew with another run.name"
+                f"it resumes from step {newest}, the only checkpoint. If it fails the same way, that checkpoint's "
+                "weights are damaged: start over with another run.name"
             )
         text = f"it resumes from step {newest}, the last good checkpoint"
         if doubtful:
-            text += f" (step {first_bad - 1} may be spoilt and was set aside: checkpoints/step_*.aside)"
-        return text + (f"; from an older one with resume.step={older[-1]}" if older else "")
+            text += f" (step {first_bad - 1} may be damaged and was set aside: checkpoints/step_*.aside)"
+        return text + (f"; for an older one add resume.step={older[-1]}" if older else "")
 
-    def _set_doubtful_aside(self, first_bad: int) -> list[Path]:
+    def _set_doubtful_aside(self, first_bad: int) -> list[Location]:
         steps = saved_steps(self._folder)
         doubtful = {step for step in steps if step >= first_bad - 1 and not self._was_evaluated(step)}
         if not steps or doubtful >= {*steps}:
@@ -257,14 +300,14 @@ def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
     names = ", ".join(path.name for path in moved)
     return [
         f"resume.step={step}: newer checkpoints are set aside as {names}",
-        "        leave resume.step out of the next command, or it goes back once more",
+        "        leave resume.step out of the next command, or the run goes back again",
     ]
 
 
-def _told_unfinished(moved: list[Path]) -> list[str]:
+def _told_unfinished(moved: list[Location]) -> list[str]:
     if not moved:
         return []
-    count = f"{len(moved)} unfinished checkpoint{'s' if len(moved) > 1 else ''}"
+    count = counted(len(moved), "unfinished checkpoint")
     steps = ", ".join(str(step_in_name(path.name.split(".")[0])) for path in moved)
     return [
         f"{count} ignored: step {steps}; COMMIT is missing (a crash while saving, or a copy that left files out)",
@@ -280,4 +323,4 @@ def refuse_unfit(group: str, values: RawArray) -> None:
     if not math.isfinite(largest):
         raise UnfitError("a weight is not finite" if group == "model" else "a state of the optimizer is not finite")
     if group == "model" and largest > _LARGEST_WEIGHT:
-        raise UnfitError(f"a weight is beyond {_LARGEST_WEIGHT:g}")
+        raise UnfitError(f"a weight exceeds {_LARGEST_WEIGHT:g}")

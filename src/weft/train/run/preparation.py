@@ -17,6 +17,7 @@ from weft.spec.rules import check
 from weft.train.folder import RunFolder, free_name, run_folder
 from weft.train.run.epochs import with_steps
 from weft.train.run.folder_lock import run_lock
+from weft.train.run.left_out import LEFT_OUT
 from weft.train.task import Report, Task
 from weft.train.tasks import find_task
 
@@ -27,10 +28,18 @@ _BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.
 def prepare_run(config: RunConfig, world_size: int, report: Report | None = None, *, locked: bool = False) -> RunFolder:
     """Check everything that can be checked before ranks start, make the data ready, and write the run folder.
 
-    Called by one process, before any process group exists. locked: whether the caller holds `run_lock`, as a command
-    does for the whole of its run; else the folder is held while this function works.
-    Raises the WeftError of what is wrong, LaunchError where another command trains in the folder; then nothing in an
-    existing folder was changed.
+    Called by one process, before any process group exists.
+
+    Args:
+        config: the whole run.
+        world_size: ranks that will train.
+        report: called with (stage, done, total) while data is prepared.
+        locked: whether the caller holds `run_lock`, as a command does for the whole of its run; else the folder is held
+            while this function works.
+
+    Raises:
+        WeftError: the one of what is wrong; nothing in an existing folder was changed then.
+        LaunchError: where another command trains in the folder.
     """
     folder = run_folder(config)
     with contextlib.nullcontext() if locked else run_lock(folder.path):
@@ -46,6 +55,7 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
         refuse_other_run(folder, config, task)
     config = task.config = _with_own_layout(config, task, plan)
     _check_optimizer(config, task)
+    _check_best(config, task)
     task.prepare(folder, report)
     config, notes = with_steps(config, task)
     task.config = config
@@ -53,6 +63,8 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         texts = {"plan.txt": plan.format() + "\n", **task.keep(folder, notes), "config.toml": format_config(config)}
+        if (folder.path / LEFT_OUT).is_file():
+            texts[LEFT_OUT] = (folder.path / LEFT_OUT).read_text()
         for name, text in texts.items():
             _write(folder.path / name, text)
     except OSError as error:
@@ -75,8 +87,8 @@ def refuse_other_run(folder: RunFolder, config: RunConfig, task: Task) -> None:
         Problem(
             name,
             f"{name}={'none' if new is None else new}: the run in {str(folder.path)!r} was started "
-            f"{'without it' if old is None else f'with {old}'}, and cannot go on with another value. "
-            f"Use {free_name(folder)} for a new run, or {_as_typed(name, old)} to resume.",
+            f"{'without it' if old is None else f'with {old}'}, and cannot continue with another value. Use "
+            f"{free_name(folder)} for a new run, or {_as_typed(name, old)} to resume.",
         )
         for name, old, new in (*changes, *task.changes(before))
     ]
@@ -120,6 +132,15 @@ def _check_optimizer(config: RunConfig, task: Task) -> None:
         from weft.optim import check_optimizer
 
         check_optimizer(task.shapes(), config.optimizer)
+
+
+def _check_best(config: RunConfig, task: Task) -> None:
+    """ConfigError where the best checkpoint is to be told by a metric that the task does not have."""
+    by, known = config.checkpoint.best_by, ("loss", *(metric.name for metric in task.metrics))
+    if by not in known:
+        raise ConfigError(
+            f"checkpoint.best_by={by}: this task's evaluations have no such metric. Use {' or '.join(known)}."
+        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from weft import env
 from weft.checkpoint import require_space
+from weft.checkpoint.targets import located
 from weft.lazy import named_object
 from weft.monitor import tail_events
 from weft.monitor.screen import busy, make_display, tell
 from weft.train.engine import Engine, EngineJob
 from weft.train.folder import RunFolder
+from weft.train.hooks import Hook
+from weft.train.injected import FaultHook, asked_fault
 from weft.train.loop import ASKED_TO_STOP, Trainer
 from weft.train.progress import Progress
 from weft.train.run.folder_lock import run_lock
 from weft.train.run.keeping import Keeper
+from weft.train.run.left_out import steps_left_out
 from weft.train.run.recorder import RunRecorder
 from weft.train.run.signals import stop_on_signal
 from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
@@ -31,7 +35,7 @@ from weft.train.tasks import find_task
 from weft.units import parse_seconds
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from weft.private_torch import Store
 
 #: The engine that trains where nobody names another. By name: engines stand above this room, and load torch.
 TORCH = "weft.engines.torch_engine:TorchEngine"
@@ -71,8 +75,11 @@ def run_rank(
 ) -> RunResult:
     """Train, as one rank, the run that `prepare_run` made; goes on from the newest valid checkpoint.
 
-    run: what `prepare_run` gave, or the path of its folder. place: this process among the ranks; None is a single rank.
-    terminal: where the first rank shows progress.
+    Args:
+        run: what `prepare_run` gave, or the path of its folder.
+        place: this process among the ranks; None is a single rank.
+        terminal: where the first rank shows progress; None: stdout.
+        start: how the command started it.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     began = time.monotonic() if start.began is None else start.began
@@ -83,11 +90,15 @@ def run_rank(
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
         job = EngineJob(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store)
+        fault = asked_fault(place.rank if place else 0)
+        drilled = FaultHook(fault, job.task, folder) if fault else None
         engine = cast(Callable[[EngineJob], Engine], named_object(start.engine))(job)
         try:
             with busy(terminal if is_first else None, "loading the model and the data"):
                 engine.build()
-            result = _RankRun(job, engine, terminal or sys.stdout, voice, start.command).train(began, until_left)
+            result = _RankRun(job, engine, terminal or sys.stdout, voice, start.command).train(
+                began, until_left, [drilled.watch(engine)] if drilled else []
+            )
         except BaseException:
             engine.close(failed=True)
             raise
@@ -102,10 +113,10 @@ class _RankRun:
         self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
         self.terminal, self.voice, self.command = terminal, voice, command
 
-    def train(self, began: float, until_left: contextlib.ExitStack) -> RunResult:
+    def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
         """Resume or start, train to the end, show, sum up. Signals that ask to stop are heeded until the ranks part.
 
-        began: when the command did (s of time.monotonic).
+        began: when the command did (s of time.monotonic). hooks: further ones.
         """
         is_first = self.engine.rank == 0
         keeper = Keeper(self.folder, self.config, self.engine)
@@ -128,7 +139,8 @@ class _RankRun:
             ended=keeper.ended,
             confirm=keeper.confirm,
             halted=keeper.halted,
-            hooks=[hook for hook in (limit, recorder) if hook],
+            hooks=[hook for hook in (limit, recorder, *hooks) if hook],
+            left_out=steps_left_out(self.folder),
             progress=progress,
         )
         until_left.enter_context(stop_on_signal(self.engine))
@@ -156,7 +168,7 @@ class _RankRun:
         Raises CheckpointError where the disk is too full to save.
         """
         limit, num_bytes = self.config.train.max_time, self.engine.checkpoint_bytes()
-        require_space(self.folder.path, num_bytes)
+        require_space(located(self.config.checkpoint.dir or self.folder.path), num_bytes)
         return TimeLimit(limit, began + parse_seconds(limit), num_bytes) if limit else None
 
     def _show(self, recorder: RunRecorder, step: int, reason: str) -> str:

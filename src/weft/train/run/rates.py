@@ -52,5 +52,6 @@ def stretched(config: RunConfig, old: float, new: float) -> str:
     kind = config.schedule.kind
     ends = "" if kind == "constant" else f"the {kind} schedule then ends at step {config.train.steps}: "
     return (
-        f"{ends}lr goes from {old:.1e} {way} to {new:.1e}; to stay there: schedule.kind=constant optimizer.lr={old:.3g}"
+        f"{ends}lr goes from {old:.1e} {way} to {new:.1e}; to keep the old rate: schedule.kind=constant "
+        f"optimizer.lr={old:.3g}"
     )

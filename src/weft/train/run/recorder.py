@@ -40,8 +40,8 @@ class RunRecorder(Hook):
             back = f", or go back with resume.step={self._saved}" if self._saved else ""
             self.on_warning(
                 record.step,
-                f"step {record.step}: the loss jumped to {record.loss:.4g}; {usual:.4g} is usual of the last steps. "
-                f"Where it stays high, lower optimizer.lr or optimizer.max_grad_norm{back}.",
+                f"step {record.step}: the loss jumped to {record.loss:.4g}; {usual:.4g} is typical of recent steps. "
+                f"If it stays high, lower optimizer.lr or optimizer.max_grad_norm{back}.",
             )
         self._artist.draw_when_late()
         return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from weft.checkpoint.targets import Location
 from weft.errors import CheckpointError, UnfitError
 from weft.train.hooks import SaveEnd
 
@@ -15,19 +15,22 @@ _PAUSE_S = (1.0, 30.0)
 
 
 class Save:
-    """One save of one rank. `act` writes and commits it with all ranks, and gives its path.
+    """One save of one rank. Errors are those of all ranks alike, so that all try again together.
 
-    retries: how often a CheckpointError is tried again; holds: whether it is tried on after that, while training waits.
-    Errors are those of all ranks alike, so that all try again together.
+    Args:
+        step: optimizer steps done.
+        act: writes and commits it with all ranks, and returns its path.
+        retries: how often a CheckpointError is tried again.
+        holds: whether it is tried on after that, while training waits.
     """
 
-    def __init__(self, step: int, act: Callable[[], Path], retries: int = 0, holds: bool = False):
+    def __init__(self, step: int, act: Callable[[], Location], retries: int = 0, holds: bool = False):
         self.step = step
         self._act, self._retries, self._holds = act, retries, holds
         self._began = time.perf_counter()
         self._over = threading.Event()
         self._given_up = threading.Event()
-        self._path: Path | None = None
+        self._path: Location | None = None
         self._durable_s = 0.0
         #: How long training waited for it (s).
         self.stall_s = 0.0
@@ -51,6 +54,7 @@ class Save:
 
     @property
     def is_over(self) -> bool:
+        """Whether it has ended, well or not."""
         return self._over.is_set()
 
     @property
@@ -59,7 +63,7 @@ class Save:
         return self._holds and not self.is_over and len(self.failures) > self._retries
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until it is over; what training waits is its stall."""
+        """Wait until it is over; what training waits is its stall."""
         began = time.perf_counter()
         self._over.wait(seconds)
         self.stall_s += time.perf_counter() - began
@@ -69,14 +73,14 @@ class Save:
         self._given_up.set()
 
     def end(self) -> SaveEnd:
-        """How it ended. Raises what it failed on."""
+        """Return how it ended, or raise what it failed on."""
         if isinstance(self.error, UnfitError):
             return SaveEnd(self.step, why=str(self.error))
         if self.error is not None:
             raise self.error
         return SaveEnd(self.step, self._path, stall_s=self.stall_s, durable_s=self._durable_s)
 
-    def _tried(self) -> Path:
+    def _tried(self) -> Location:
         pause = _PAUSE_S[0]
         while True:
             try:

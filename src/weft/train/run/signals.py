@@ -16,7 +16,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, s
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """The stop signals that this process listens to: `nohup` has SIGHUP ignored, and means it."""
+    """Return the stop signals that this process listens to: `nohup` has SIGHUP ignored, and means it."""
     return [one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 

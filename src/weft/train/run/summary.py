@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.monitor import last_per_step, read_events
+from weft.monitor import goodput, last_per_step, read_events
 from weft.train.engine import Engine
 from weft.train.folder import RunFolder
 from weft.train.progress import Progress
 from weft.train.run.rates import more_steps
 from weft.train.task import Metric, Task
+from weft.units import counted
 
 #: What every run leaves in its folder, beside what the task does.
 _CONTENTS = ("events.jsonl", "loss.png")
@@ -27,7 +28,7 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
         f"model   {task.model_line()}",
         *(f"data    {line}" for line in task.data_lines()),
         f"batch   {task.batch_line()}",
-        f"plan    {plan} on {plan.world_size} {device} rank{'s' if plan.world_size > 1 else ''}",
+        f"plan    {plan} on {counted(plan.world_size, f'{device} rank')}",
         *engine.lines(),
     ]
 
@@ -48,8 +49,8 @@ def _go_on(command: Sequence[str]) -> str:
     """How an unfinished run goes on; the command that went back to an older step would go back once more."""
     kept = [word for word in command if not word.startswith("resume.step=")]
     if len(kept) < len(command):
-        return f"{shlex.join(kept)}   goes on from here"
-    return "the same command again goes on from here"
+        return f"{shlex.join(kept)}   continues from here"
+    return "the same command continues from here"
 
 
 def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str] = ()) -> list[str]:
@@ -57,7 +58,7 @@ def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str
     told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
     return [
         f"{folder.path} is complete: {step} steps are done.",
-        f"Go on with more steps:  {with_setting(command, folder, 'train.steps', step * 2)}",
+        f"Train for more steps:  {with_setting(command, folder, 'train.steps', step * 2)}",
         *([f"                        {told}"] if told else []),
         *([f"Try the model:          {try_it}"] if try_it else []),
     ]
@@ -78,16 +79,21 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
     config, progress = task.config, ending.progress
     evaluations = last_per_step(read_events(folder.events), kind="eval")
     lines = [""]
-    if ending.shown:
-        lines += ["sample  " + ending.shown.replace("\n", "\n        "), ""]
-    lines.append(f"done    {progress.step} of {config.train.steps} steps: {ending.reason}")
+    if shown := [line.rstrip() for line in ending.shown.rstrip().splitlines()]:
+        lines += [f"{'        ' if number else 'sample  '}{line}".rstrip() for number, line in enumerate(shown)] + [""]
+    if ending.reason == "finished":
+        lines.append(f"done    {counted(progress.step, 'step')}")
+    else:
+        lines.append(f"stopped at step {progress.step} of {config.train.steps}: {ending.reason}")
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
         fall = f"{_evaluation(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
         lines.append(f"eval    {fall}{_evaluation(last, task.metrics)}")
+        lines += [f"        {one.words}: {one.help}" for one in task.metrics if one.help and last.get(one.name)]
     lines += [
         *ending.times,
         *_saves(folder),
+        *goodput(read_events(folder.events)).lines(config.checkpoint.every),
         f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/",
     ]
     try_it = task.try_line(folder)
@@ -96,7 +102,7 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
         next_lines.append(_go_on(command))
     else:
         wanted = config.train.steps * 2
-        next_lines.append(f"{with_setting(command, folder, 'train.steps', wanted)}   trains on from here")
+        next_lines.append(f"{with_setting(command, folder, 'train.steps', wanted)}   continues from here")
         if told := more_steps(config, wanted):
             next_lines.append(told)
     return [*lines, *(f"{'        ' if place else 'next    '}{line}" for place, line in enumerate(next_lines))]
@@ -113,9 +119,8 @@ def _saves(folder: RunFolder) -> list[str]:
     if not found:
         return []
     stall, durable = (statistics.median(float(one[key]) for one in found) for key in ("stall_s", "durable_s"))
-    number = f"{len(found)} checkpoint{'s' if len(found) > 1 else ''}"
-    each = " each (median)" if len(found) > 1 else ""
-    return [f"saves   {number}: training waited {stall:.3f} s and they were on disk after {durable:.3f} s{each}"]
+    number, median = counted(len(found), "checkpoint"), " (medians)" if len(found) > 1 else ""
+    return [f"saves   {number}: training waited {stall:.3f} s, on disk after {durable:.3f} s{median}"]
 
 
 def _evaluation(event: dict[str, Any], metrics: Sequence[Metric]) -> str:

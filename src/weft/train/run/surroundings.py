@@ -21,7 +21,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def circumstances(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
-    """JSON values: "config" as tables, "data" by source, and versions and machine of this process. Imports no torch."""
+    """Return JSON values: "config" as tables, "data" by source, versions and machine of this process. No torch."""
     return {
         **_versions(),
         "config": config.model_dump(mode="json", by_alias=True, exclude_none=True),

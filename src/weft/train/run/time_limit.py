@@ -39,7 +39,7 @@ class TimeLimit(Hook):
         late = self._last - self._deadline
         if late >= 0:
             raise ConfigError(
-                f"train.max_time={self._text}: the time was over {late:.0f} s before the first step. "
+                f"train.max_time={self._text}: the time ran out {late:.0f} s before the first step. "
                 f"Use a longer time, or leave it out."
             )
 
@@ -54,7 +54,7 @@ class TimeLimit(Hook):
         # The other ranks hear of it in the next step; an evaluation may come before that one.
         if now + 2 * longest + self._evaluation_s + self._save_s + _CLOSING_S < self._deadline:
             return None
-        self.reason = f"train.max_time={self._text} is nearly over"
+        self.reason = f"train.max_time={self._text} is nearly used up"
         return self.reason
 
     def on_checkpoint(self, saved: SaveEnd) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.parallel import data_parallel
 from weft.parallel.local_tensors import StateSource, Stretch, flat_of
+from weft.private_torch import foreach_lerp_
 
 
 class Ema:
@@ -19,11 +20,17 @@ class Ema:
 
     The first update takes the weights as they are, as torch's AveragedModel does. It costs as much memory as the
     masters on this rank, on the same device.
+
+    Raises:
+        ModelError: for a decay that is not from 0 up to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999):
         if not 0.0 <= decay < 1.0:
-            raise ModelError(f"decay={decay}: it is the share of the average that stays, from 0 up to 1. Use 0.999.")
+            raise ModelError(
+                f"decay={decay}: the share of the average that an update keeps must be at least 0 and "
+                "below 1. Use 0.999."
+            )
         self.decay = decay
         self.num_updates = 0
         self._engine = data_parallel(model)
@@ -32,7 +39,11 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After each optimizer step; no collective."""
+        """Move the averages after each optimizer step; no collective.
+
+        Raises:
+            ModelError: inside of `swapped`.
+        """
         if self._is_swapped:
             raise ModelError("ema.update(): the averages are in the model now. Call it outside of ema.swapped().")
         weights = self._engine.held_weights()
@@ -41,14 +52,17 @@ class Ema:
         else:
             averages, live = self._paired(weights)
             if averages:
-                torch._foreach_lerp_(averages, live, 1.0 - self.decay)
+                foreach_lerp_(averages, live, 1.0 - self.decay)
         self.num_updates += 1
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """While inside, the model has the averages, in place, and the averages are the weights. All ranks call it.
+        """Give the model the averages while inside, in place, and the averages the weights. All ranks call it.
 
         For evaluation and export; a step inside would train the averages. Under zero=1 and 2 it gathers the weights.
+
+        Raises:
+            ModelError: inside of another `swapped`.
         """
         if self._is_swapped:
             raise ModelError("ema.swapped(): the averages are in the model already. Leave the block around it first.")
@@ -61,7 +75,11 @@ class Ema:
             self._swap()
 
     def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the averages, for checkpoints; no collective."""
+        """Yield what this rank holds of the averages, for checkpoints; no collective.
+
+        Raises:
+            ModelError: inside of `swapped`.
+        """
         if self._is_swapped:
             raise ModelError("ema: the averages are in the model now. Save and load outside of ema.swapped().")
         averages, weights = self._paired(self._engine.held_weights())
@@ -90,6 +108,9 @@ class Ema:
         own = {name: average.shape for name, average in self._average.items()}
         if own != {name: weight.shape for name, weight in weights.items()}:
             if self.num_updates:
-                raise ModelError("ema: an optimizer divided the weights anew. Make the ema after the last optimizer.")
+                raise ModelError(
+                    "ema: an optimizer was made after the ema and divided the weights again. Make the "
+                    "ema after the last optimizer."
+                )
             self._average = {name: weight.clone() for name, weight in weights.items()}
         return [self._average[name] for name in weights], list(weights.values())

@@ -43,7 +43,14 @@ def pretrained_from_whole(
 ) -> None:
     """Write whole tensors as the Hugging Face folder of a model without numbers, such as one on the meta device.
 
-    dtype: of floating tensors in the files; None: as they are. Raises CheckpointError where they are another model's.
+    Args:
+        model: with save_pretrained; its config is written beside the tensors.
+        whole: tensors by the model's own names, in its shapes.
+        folder: where the files go.
+        dtype: of floating tensors in the files; None: as they are.
+
+    Raises:
+        CheckpointError: where the tensors are another model's.
     """
     originals = originals_of(model)
     names = {name for name, one in originals.items() if one.first == name}

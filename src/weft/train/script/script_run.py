@@ -40,7 +40,15 @@ from weft.units import parse_seconds
 
 
 class Run(ScriptState):
-    """What `init` gives: the plan, its mesh, and one call for each step of adoption."""
+    """What `init` gives: the plan, its mesh, and one call for each step of adoption.
+
+    Args:
+        plan: without `*` or "auto".
+        mesh: of that plan, on this rank.
+        ledger: counts what the mesh's collectives send.
+        seed: of initial weights, dropout and the order of samples.
+        watch: reports waits that last; None: nobody does.
+    """
 
     def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int, watch: Watch | None = None):
         self._watch = watch
@@ -52,7 +60,7 @@ class Run(ScriptState):
 
     @property
     def device(self) -> torch.device:
-        """This rank's device."""
+        """The device of this rank."""
         return self.mesh.device
 
     @property
@@ -71,10 +79,18 @@ class Run(ScriptState):
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
         Matrices that are shapes alone (`weft.models.as_shapes`) are drawn from the run's seed, each rank its part.
-        layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save` wrote;
-        None: found from the model. balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their
-        router_aux_loss_coef, but by sequence and in backward; 0: none. pinned_limit: host memory that all ranks of one
-        machine may pin for what is offloaded: "64GiB", or a share of what the machine has.
+
+        Args:
+            model: any nn.Module; it is also what is returned.
+            layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save`
+                wrote;
+                None: found from the model.
+            balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their router_aux_loss_coef,
+                but by
+                sequence and in backward; 0: none.
+            pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: "64GiB", or a share
+                of what
+                the machine has.
         """
         if balance_rate:
             balance_routers(model, balance_rate)
@@ -84,12 +100,14 @@ class Run(ScriptState):
         return model
 
     def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
-        """This rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
+        """Return this rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
 
         A sampler or batch_sampler is kept: it is drawn alike on all ranks. Batches are cut by samples, and the loader's
         collate_fn is called for each part. Where the plan cuts a rank's samples into microbatches, or a batch has fewer
         samples than there are ranks, `for` gives `weft.Microbatches`; else batches as the loader itself makes them.
-        Raises DataError where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
+
+        Raises:
+            DataError: where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
         """
         return ShardedLoader(
             loader,
@@ -111,12 +129,20 @@ class Run(ScriptState):
         max_grad_norm: float = 0.0,
         **optimizer_options: Any,
     ) -> TrainStep:
-        """The step of this run: `metrics = step(batch)`.
+        """Return the step of this run: `metrics = step(batch)`.
 
-        optimizer: a class such as torch.optim.AdamW, built here with `optimizer_options`, or an optimizer built on
-        the parallelized model. loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
-        forward(model, batch) -> output; without it the model gets x of (x, y) and [x, y], and of a dict all but labels
-        by name. max_grad_norm: 0 is no clipping.
+        Args:
+            model: what `parallelize` returned.
+            optimizer: a class such as torch.optim.AdamW, built here, or an optimizer built on the parallelized model.
+            loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
+            forward: forward(model, batch) -> output; None: the model gets x of (x, y) and [x, y], and of a dict all but
+                labels
+                by name.
+            max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+            **optimizer_options: for the class, such as lr=3e-4.
+
+        Raises:
+            PlanError: for options that the class does not take, or beside an optimizer that is built already.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             _check_options(optimizer, optimizer_options)
@@ -128,7 +154,7 @@ class Run(ScriptState):
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, max_grad_norm=max_grad_norm)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """torch.nn.utils.clip_grad_norm_ for every plan, in a loop of your own between backward() and optimizer.step().
+        """Clip gradients under any plan, in a loop of your own between backward() and optimizer.step().
 
         The norm is that of the whole gradient, also of what tp, ep and zero=3 divide, of which torch's function sees
         this rank's part alone. Returns the norm before clipping, a 0-d tensor equal on all ranks. A collective.
@@ -136,7 +162,7 @@ class Run(ScriptState):
         return data_parallel(model).clip_own(max_norm)
 
     def global_mean(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        """The loss for `backward()` in a loop of your own: the mean over the tokens of all ranks.
+        """Return the loss for `backward()` in a loop of your own: the mean over the tokens of all ranks.
 
         loss_sum: of this rank's tokens or samples, 0-d; num_tokens: how many. A collective: call it on all ranks.
         """
@@ -145,7 +171,14 @@ class Run(ScriptState):
         return global_mean(loss_sum, num_tokens, self.mesh)
 
     def close(self) -> None:
-        """Part from the other ranks. Call it last, or use the run as a context manager."""
+        """Wait for a save in the background, and leave the other ranks.
+
+        Call it last, or use the run as a context manager.
+
+        Raises:
+            CheckpointError: where that save failed.
+        """
+        self.wait_saved()
         if self._watch is not None:
             self._watch.close()
         leave_ranks()
@@ -159,6 +192,8 @@ class Run(ScriptState):
         # After an error the others may never come to the parting barrier.
         if error is None:
             self.close()
+        elif self._behind is not None:
+            self._behind.leave()
 
 
 def init(
@@ -174,13 +209,21 @@ def init(
 ) -> Run:
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
-    plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it needs
-    the model (a size, a Hugging Face config folder, package.module:function, or a spec), tokens of a sequence and
-    sequences of a step.
-    device: "auto", "cpu" or "cuda".
-    timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
-    keeps its own. warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
-    Raises PlanError when the plan breaks a rule or needs another number of ranks than were started.
+    Args:
+        plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it
+            needs
+            `model`, `seq_len` and `global_batch`.
+        device: "auto", "cpu" or "cuda".
+        seed: of initial weights, dropout and the order of samples.
+        model: a size, a Hugging Face config folder, package.module:function, or a spec. None unless the plan is "auto".
+        seq_len: tokens of a sequence.
+        global_batch: sequences of a step.
+        timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
+            keeps its own.
+        warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
+
+    Raises:
+        PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
     """
     limit_s, warn_after_s = _duration("timeout", timeout), _duration("warn_after", warn_after)
     place = env.rank_env()
@@ -244,7 +287,7 @@ def _chosen(
 
     if model is None or seq_len is None or global_batch is None:
         call = "weft.init('auto', model='llama3-8b', seq_len=4096, global_batch=64)"
-        raise PlanError(f"plan=auto: the planner must know model, seq_len and global_batch. Write e.g. {call}.")
+        raise PlanError(f"plan=auto: the planner needs model, seq_len and global_batch. Write e.g. {call}.")
     sizes = (place.world_size, place.local_world_size) if place else (1, 1)
     machines = this_cluster(*sizes, device)
     described = trace(model) if isinstance(model, str) and CODE.fullmatch(model) else model

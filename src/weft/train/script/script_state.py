@@ -6,6 +6,8 @@ rest as JSON. Each rank writes and reads its part.
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch import nn
 from weft.checkpoint import (
     Checkpoint,
     Found,
+    SavedPiece,
     Together,
     folder_name,
     load_checkpoint,
@@ -27,12 +30,14 @@ from weft.checkpoint import (
     save_pieces,
     verify_checkpoint,
 )
+from weft.checkpoint.targets import Location, located
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.parallel import data_parallel, drops_of
 from weft.parallel.placement import is_attached, originals
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
+from weft.train.script.saves_behind import SavesBehind
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
 from weft.train.state import GroupSource, capture_model, on_each, on_first, pieces, resume, together, written
 from weft.train.step import ForwardFn, LossFn, TrainStep, call_model, mean_loss
@@ -47,7 +52,7 @@ class Loaded:
 
     step: int
     extra: Any
-    path: Path
+    path: Location
     plan: str
     passed_over: tuple[str, ...] = ()
 
@@ -66,6 +71,7 @@ class ScriptState:
     mesh: Mesh
     #: Whether what `shard` gives may hold batches that stand in for none: somebody leaves them out.
     _leaves_out: bool = False
+    _behind: SavesBehind | None = None
 
     def save(
         self,
@@ -79,24 +85,56 @@ class ScriptState:
         ema: Ema | None = None,
         extra: Any = None,
         keep: int | None = None,
-    ) -> Path:
+        background: bool = False,
+    ) -> Location:
         """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
 
-        step: optimizer steps done. optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
-        loader: what `shard` returned. scheduler: of torch.optim.lr_scheduler. extra: JSON values of your own.
-        keep: how many of the newest checkpoints stay in the folder; None: all.
-        Raises CheckpointError, on all ranks, when it cannot be written; ModelError for a model of another run.
+        Args:
+            folder: of all checkpoints of the run, reached by every rank; or a URL such as s3://bucket/prefix.
+            step: optimizer steps done.
+            model: what `parallelize` returned.
+            optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
+            loader: what `shard` returned.
+            scheduler: of torch.optim.lr_scheduler.
+            ema: what `ema` returned.
+            extra: JSON values of your own.
+            keep: how many of the newest checkpoints stay in the folder; None: all.
+            background: return once the values are copied, and write meanwhile; `wait_saved`, the next `save` and
+                `load`, and the end of the run wait for it.
+
+        Raises:
+            CheckpointError: on all ranks, when it cannot be written, or when a save in the background failed before.
+            ModelError: for a model of another run.
         """
+        self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
         state = self._state(model, optimizer, loader, scheduler, ema, extra)
         own, groups = pieces(model, torch_optimizer), ["model", "optimizer"]
         if ema is not None:
             own = chain(own, written("ema", ema.stretches(), data_parallel(model)))
             groups.append("ema")
-        path = save_pieces(Path(folder), step, own, state, together(self.mesh), groups)
-        if keep is not None:
-            on_first(self.mesh, lambda: prune_checkpoints(path.parent, keep, whole=step) and None)
-        return path
+        root = located(folder)
+
+        def write(own: Iterable[SavedPiece], ranks: Together) -> Location:
+            path = save_pieces(root, step, own, state, ranks, groups)
+            if keep is not None:
+                ranks.on_first(functools.partial(_prune, root, keep, step))
+            return path
+
+        if not background:
+            return write(own, together(self.mesh))
+        state = copy.deepcopy(state)
+        self._behind = self._behind or SavesBehind(self.mesh)
+        self._behind.begin(step, own, write)
+        return root / folder_name(step)
+
+    def wait_saved(self) -> Location | None:
+        """Wait for the save in the background, and return its path; None where none is under way. All ranks call it.
+
+        Raises:
+            CheckpointError: where it could not be written; earlier checkpoints then stand as they were.
+        """
+        return self._behind.wait() if self._behind else None
 
     def load(
         self,
@@ -109,13 +147,23 @@ class ScriptState:
         ema: Ema | None = None,
         step: int | None = None,
     ) -> Loaded | None:
-        """Go on from the newest whole checkpoint of the folder, saved under any plan. None where none was ever saved.
+        """Go on from the newest whole checkpoint of the folder, of any plan; None where there is none.
 
-        step: of the checkpoint to load instead. All ranks call it, each with access to the folder.
-        Raises CheckpointError where all are damaged, or it is of another model; ModelError for a model of another run.
+        All ranks call it.
+
+        Args:
+            folder: of all checkpoints of the run, reached by every rank.
+            model, optimizer: as for `save`; their weights and states are replaced.
+            loader, scheduler, ema: go on where the saved ones were; None: left alone.
+            step: of the checkpoint to load in place of the newest.
+
+        Raises:
+            CheckpointError: where all are damaged, it is of another model, or was saved without what is given here.
+            ModelError: for a model of another run.
         """
+        self.wait_saved()
         model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
-        found = _find(Path(folder), step, together(self.mesh))
+        found = _find(located(folder), step, together(self.mesh))
         if found is None:
             return None
         path = found.path
@@ -146,12 +194,11 @@ class ScriptState:
             restore_scheduler(scheduler, state["scheduler"])
         if (drops := drops_of(model)) is not None:
             drops.num_keys = int(state.get("dropout_keys", 0))
-        return Loaded(
-            checkpoint.step, state.get("extra"), path, state.get("plan", ""), tuple(map(str, found.passed_over))
-        )
+        passed_over = tuple(map(str, found.passed_over))
+        return Loaded(checkpoint.step, state.get("extra"), path, state.get("plan", ""), passed_over)
 
     def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """Whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
+        """Return the whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
 
         The first rank gets them, the others an empty dict, or all ranks with `everywhere`. Trained weights are the
         masters: float32 under bf16 and fp16. All ranks call it.
@@ -170,20 +217,28 @@ class ScriptState:
     ) -> None:
         """Write what `model.save_pretrained` would write on one process: of transformers, or peft's adapters.
 
-        dtype: of floating tensors in the files; None: that in which the model was loaded. options: for the model's own
-        save_pretrained. All ranks call it, and the first one writes.
+        All ranks call it, and the first one writes.
+
+        Args:
+            model: what `parallelize` returned.
+            folder: where the files go.
+            dtype: of floating tensors in the files; None: that in which the model was loaded.
+            **options: for the model's own save_pretrained.
+
+        Raises:
+            ModelError: where the model has no save_pretrained, or is of another run.
         """
         model = self._own(model)
         if not callable(getattr(model, "save_pretrained", None)):
             raise ModelError(
                 f"model of type {type(model).__name__}: it has no save_pretrained. "
-                f"Use run.full_state_dict(model), and write what it gives."
+                f"Use run.full_state_dict(model) and save its result."
             )
         whole = self.full_state_dict(model)
         on_first(self.mesh, lambda: write_pretrained(model, folder, whole, originals(model), dtype, options))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
-        """An exponential moving average of the trained weights; make it after the optimizer.
+        """Return an exponential moving average of the trained weights; make it after the optimizer.
 
         Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
         """
@@ -192,9 +247,13 @@ class ScriptState:
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
     ) -> Evaluated:
-        """The mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
+        """Return the mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
 
-        batches: this rank's, such as `shard` gives. loss_fn, forward: as `train_step` takes them.
+        Args:
+            model: what `parallelize` returned.
+            batches: this rank's, such as `shard` gives.
+            loss_fn: as `train_step` takes it.
+            forward: as `train_step` takes it.
         """
         self._leaves_out = True
         return Evaluated(*mean_loss(self._own(model), batches, self.mesh, loss_fn, forward or call_model))
@@ -205,7 +264,7 @@ class ScriptState:
         if not isinstance(found, nn.Module) or not is_attached(found):
             raise ModelError(
                 f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
-                f"run.parallelize(model) returned, not a copy of it nor a wrapper around it."
+                f"run.parallelize(model) returned, not a copy or a wrapper of it."
             )
         if data_parallel(found).axes.mesh is not self.mesh:
             raise ModelError(
@@ -239,13 +298,17 @@ def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.opti
     found = optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
     if not isinstance(found, torch.optim.Optimizer):
         raise ModelError(
-            f"optimizer of type {type(optimizer).__name__}: it is no torch optimizer. Give the optimizer, or what "
+            f"optimizer of type {type(optimizer).__name__}: it is not a torch optimizer. Give the optimizer, or what "
             f"run.train_step returned."
         )
     return found
 
 
-def _find(folder: Path, step: int | None, ranks: Together) -> Found | None:
+def _prune(root: Location, keep: int, step: int) -> None:
+    prune_checkpoints(root, keep, whole=step)
+
+
+def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
     """The checkpoint to load, of which each rank verified its share, and the newer ones that were passed over."""
     if step is None:
         return newest_checkpoint(folder, together=ranks)
@@ -262,7 +325,7 @@ def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
     if missing or extra:
         lacks = f"it lacks {_listed(missing)}" if missing else ""
-        has = f"it has {_listed(extra)}, which the model has not" if extra else ""
+        has = f"it has {_listed(extra)}, which the model does not have" if extra else ""
         raise CheckpointError(
             f"{checkpoint.path}: a checkpoint of another model: {' and '.join(filter(None, (lacks, has)))}. "
             f"Load it into the model it was saved from, or save this one to another folder."

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "DigestsBehind",
     "GroupSource",
     "capture_model",
+    "copied",
     "expected_bytes",
     "gather",
+    "is_small",
     "on_each",
     "on_first",
     "pieces",
@@ -21,10 +24,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.train.state.digests_behind import DigestsBehind, is_small
     from weft.train.state.on_ranks import gather, on_each, on_first, together
     from weft.train.state.state import (
         GroupSource,
         capture_model,
+        copied,
         expected_bytes,
         pieces,
         restore_model,
@@ -35,10 +40,13 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "DigestsBehind": ".digests_behind",
         "GroupSource": ".state",
         "capture_model": ".state",
+        "copied": ".state",
         "expected_bytes": ".state",
         "gather": ".on_ranks",
+        "is_small": ".digests_behind",
         "on_each": ".on_ranks",
         "on_first": ".on_ranks",
         "pieces": ".state",

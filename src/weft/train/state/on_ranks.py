@@ -16,7 +16,11 @@ from weft.mesh import Mesh
 
 
 def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
-    """The JSON value that the first rank's `act` returns, on all ranks. What it raises, all raise. A collective."""
+    """Return the JSON value that the first rank's `act` returns, on all ranks. A collective.
+
+    Raises:
+        CheckpointError: on the other ranks, with the text of what `act` raised on the first.
+    """
     said, failure = None, None
     if mesh.rank == 0:
         try:
@@ -34,7 +38,7 @@ def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
 
 
 def gather(mesh: Mesh, record: bytes) -> list[bytes]:
-    """The bytes of every rank in their order, on all ranks. A collective."""
+    """Return the bytes of every rank in their order, on all ranks. A collective."""
     if mesh.world_size == 1:  # no way through the device for nobody
         return [record]
     text = torch.frombuffer(bytearray(record + b"."), dtype=torch.uint8).to(mesh.device)
@@ -45,13 +49,17 @@ def gather(mesh: Mesh, record: bytes) -> list[bytes]:
 
 
 def together(mesh: Mesh) -> Together:
-    """This rank among all, for what checkpoints ask of the others."""
+    """Return this rank among all, for what checkpoints ask of the others."""
     act: Callable[[Callable[[], Any]], Any] = functools.partial(on_first, mesh)
     return Together(mesh.rank, mesh.world_size, act, functools.partial(gather, mesh))
 
 
 def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
-    """What `act` returns on this rank, where no rank fails: else all raise, so that none waits. A collective."""
+    """Return what `act` returns on this rank, where no rank fails: else all raise, so that none waits. A collective.
+
+    Raises:
+        CheckpointError: where another rank's `act` raised; it names the rank. This rank's own error is raised as it is.
+    """
     value, failure = None, None
     try:
         value = act()
@@ -62,7 +70,9 @@ def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
     if failure is not None:
         raise failure
     if worst:
-        raise CheckpointError(f"rank {mesh.world_size - worst} could not do what the other ranks did; it says why.")
+        raise CheckpointError(
+            f"rank {mesh.world_size - worst} failed where the other ranks succeeded; its log says why."
+        )
     return value
 
 

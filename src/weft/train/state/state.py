@@ -19,29 +19,20 @@ from weft.checkpoint import Checkpoint, SavedPiece
 from weft.checkpoint.parts import Part
 from weft.errors import CheckpointError
 from weft.memory import HostCopies
-from weft.optim import build_optimizer, freeze
+from weft.optim import build_optimizer, exact_moment, freeze
 from weft.parallel import DataParallel, data_parallel
-from weft.parallel.local_tensors import SavedTensor, StateSource, Stretch, WholeTensors
+from weft.parallel.local_tensors import SavedTensor, Stretch
 from weft.parallel.placement import pieces_allowed
 from weft.parallel.zero import carried_here, load_carried
 from weft.spec.config import OptimizerSection
 
 
-def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors of a parallelized model and its optimizer in groups: "model" and "optimizer".
-
-    All ranks call it: what is sharded is gathered piece by piece. keep: whether this rank is the one that writes;
-    the others get nothing back and hold no more than one piece at a time. Tensors may be the live ones: write them
-    before the next step.
-    """
-    tensors, engine = capture_model(model, keep=keep), data_parallel(model)
-    return {"model": tensors, "optimizer": held(engine.states(optimizer), keep)}
-
-
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The "model" group of `capture`, in the same manner."""
+    """Return the parameters and buffers of a parallelized model, whole. All ranks call it: what is sharded is gathered.
+
+    keep: whether this rank wants them; the others get nothing back and hold no more than one tensor at a time. They may
+    be the live ones: use them before the next step.
+    """
     engine = data_parallel(model)
     weights = held(chain(engine.weights(), engine.frozen()), keep)
     # On all ranks: under zero=3 looking at a module lets its gathered weights go.
@@ -53,23 +44,25 @@ def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Ten
 
 
 def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
-    """Bytes of what `capture` will give of a model that is trained; optimizer states exist only after a step.
+    """Return the bytes of a checkpoint of a model that is trained; optimizer states exist only after a step.
 
-    model: on the meta device; what the optimizer leaves alone is frozen in it. master: the format in which weights and
-    states are kept.
+    Args:
+        model: on the meta device; what the optimizer leaves alone is frozen in it.
+        optimizer: the section of the config.
+        master: the format in which weights and states are kept.
     """
     freeze(model, optimizer)
-    num_values = sum(tensor.numel() for tensor in model_tensors(model).values())
+    num_values: float = sum(tensor.numel() for tensor in model_tensors(model).values())
     for group in build_optimizer(model.named_parameters(), optimizer).param_groups:
         num_values += _states_each(group, optimizer) * sum(param.numel() for param in group["params"])
-    return num_values * master.itemsize
+    return round(num_values * master.itemsize)
 
 
-def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> int:
-    """Values that an optimizer keeps for each of a group's parameters; of a foreign class as many as AdamW."""
+def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> float:
+    """Values of the masters' size that an optimizer keeps for each of a group's weights, a foreign class as AdamW."""
     if optimizer.name == "sgd":
         return int(group["momentum"] > 0)
-    return 1 if group.get("matrices") or optimizer.states == "bf16" else 2
+    return 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
 
 
 def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
@@ -84,16 +77,22 @@ def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, tor
 def pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
 ) -> Iterator[SavedPiece]:
-    """What this rank writes of a checkpoint: its share of weights and states, no collective.
+    """Yield what this rank writes of a checkpoint: its share of weights and states, no collective.
 
-    Tensors are in their own memory, to be written before the next step, or what `copies` takes of them as they are now.
+    Args:
+        model: what `parallelize` returned.
+        optimizer: adopted by a step.
+        copies: takes the tensors as they are now; None: tensors are in their own memory, to be written before the next
+            step.
     """
     found = _pieces(model, optimizer)
-    if copies is None:
-        return found
-    found = list(found)
+    return found if copies is None else iter(copied(list(found), copies))
+
+
+def copied(found: Sequence[SavedPiece], copies: HostCopies) -> list[SavedPiece]:
+    """Copy the tensors of pieces as they are now. CheckpointError where the host has no room for it."""
     taken = copies.take([cast(torch.Tensor, one.data) for one in found])
-    return (replace(one, data=copy) for one, copy in zip(found, taken, strict=True))
+    return [replace(one, data=copy) for one, copy in zip(found, taken, strict=True)]
 
 
 def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
@@ -104,7 +103,13 @@ def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Save
 
 
 def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> Iterator[SavedPiece]:
-    """What of the stretches this rank writes, as pieces of a group."""
+    """Yield what of the stretches this rank writes, as pieces of a group.
+
+    Args:
+        group: such as "model".
+        stretches: what this rank holds.
+        engine: of the model.
+    """
     for one in stretches:
         mine = one.mine(engine.axes.mesh.rank)
         if mine is None:
@@ -126,7 +131,14 @@ class GroupSource:
         self._checkpoint, self._group = checkpoint, group
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with elements of a part's line from `start` on."""
+        """Fill `out` with elements of a part's line.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor.
+            start: place in its line where reading begins, in elements.
+            out: filled to its end, in the saved dtype.
+        """
         self._checkpoint.read(self._group, name, part, start, out)
 
 
@@ -134,37 +146,29 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
     """Give a parallelized model and its optimizer what `pieces` gave under any plan. All ranks call it.
 
     Each reads what it holds, and nothing else. Returns lines that say what is left out because it fits another plan
-    only. CheckpointError for a checkpoint of another model.
+    only.
+
+    Args:
+        model: what `parallelize` returned.
+        optimizer: adopted by a step.
+        checkpoint: open.
+
+    Raises:
+        CheckpointError: for a checkpoint of another model.
     """
-    weights, states = GroupSource(checkpoint, "model"), GroupSource(checkpoint, "optimizer")
-    wire = checkpoint.private("wire", data_parallel(model).axes.mesh.rank)
-    return _take(model, optimizer, weights, states, wire)
-
-
-def restore(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, torch.Tensor]]
-) -> list[str]:
-    """The same from whole tensors in memory, such as `capture` gave."""
-    weights, states = WholeTensors(groups["model"]), WholeTensors(groups["optimizer"])
-    return _take(model, optimizer, weights, states, groups.get("wire", {}))
-
-
-def _take(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    weights: StateSource,
-    states: StateSource,
-    wire: Mapping[str, torch.Tensor],
-) -> list[str]:
-    engine = data_parallel(model)
+    weights, engine = GroupSource(checkpoint, "model"), data_parallel(model)
     own, axes, saved = model_tensors(model), engine.axes, weights.entries
     shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
     # A stage of a pipeline takes its own tensors only.
     _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
     engine.load_weights(weights)
-    engine.load_states(optimizer, states)
+    engine.load_states(optimizer, GroupSource(checkpoint, "optimizer"))
     _match_formats(optimizer)
-    return load_carried(engine, wire)
+    return load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
+
+
+#: Formats of moments that only the rounded AdamW takes.
+_ROUNDED = (torch.bfloat16, torch.int8, torch.uint8)
 
 
 def _match_formats(optimizer: torch.optim.Optimizer) -> None:
@@ -173,12 +177,16 @@ def _match_formats(optimizer: torch.optim.Optimizer) -> None:
         return
     for param, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == torch.bfloat16:
-                state[key] = value.to(param.dtype)
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype in _ROUNDED:
+                state[key] = exact_moment(value).to(param.dtype)
 
 
 def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy weights and buffers into a plain model. CheckpointError names what is missing, left over or misshapen."""
+    """Copy weights and buffers into a plain model.
+
+    Raises:
+        CheckpointError: names what is missing, left over or misshapen.
+    """
     own = model_tensors(model)
     _check_names({name: tensor.shape for name, tensor in own.items()}, tensors)
     with torch.no_grad():

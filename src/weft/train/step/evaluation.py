@@ -22,7 +22,14 @@ from weft.train.task import Task
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -> Evaluation:
-    """Loss and metrics of this rank's batches, added over the data-parallel ranks. A collective."""
+    """Compute loss and metrics of this rank's batches, added over the data-parallel ranks. A collective.
+
+    Args:
+        model: what `parallelize` returned.
+        batches: as many on each rank.
+        mesh: of the ranks.
+        task: gives forward, loss and metrics.
+    """
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
     def add(output: Any, local: Any) -> None:
@@ -43,10 +50,16 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
 def mean_loss(
     model: nn.Module, batches: Iterable[Any], mesh: Mesh, loss_fn: LossFn, forward: ForwardFn
 ) -> tuple[float, int]:
-    """The mean loss of this rank's batches and those of the other data-parallel ranks, and the number in it.
+    """Compute the mean loss of all data-parallel ranks' batches, and the number that it is the mean over.
 
-    batches: plain ones or `Microbatches`, as many on each rank. loss_fn, forward: as `TrainStep` takes them. Equal on
-    all ranks; a collective.
+    Equal on all ranks; a collective.
+
+    Args:
+        model: what `parallelize` returned.
+        batches: plain ones or `Microbatches`, as many on each rank.
+        mesh: of the ranks.
+        loss_fn: as `TrainStep` takes it.
+        forward: as `TrainStep` takes it.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     counts = True  # of the batch that is under way

@@ -24,9 +24,10 @@ LABELS = "labels"
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model's output: model(x) for x, (x, y) and [x, y]; by keyword, without labels, for a dict.
+    """Return the model's output: model(x) for x, (x, y) and [x, y]; by keyword, without labels, for a dict.
 
-    Raises ModelError where the batch does not say what the inputs are.
+    Raises:
+        ModelError: where the batch does not say what the inputs are.
     """
     if isinstance(batch, torch.Tensor):
         return model(*_first_inputs(model, (batch,)))
@@ -44,7 +45,7 @@ def _first_inputs(model: nn.Module, batch: Sequence[Any]) -> Sequence[Any]:
     if len(batch) > 1 and all(isinstance(entry, Mapping | tuple | list) for entry in batch):
         raise ModelError(
             f"batch: a list of {len(batch)} {type(batch[0]).__name__}s, and a batch is a tensor, or a tuple, list or "
-            f"dict of tensors. Let the loader's collate_fn stack samples, give microbatches that are cut already as "
+            "dict of tensors. Let the loader's collate_fn stack the samples, pass microbatches as "
             f"weft.Microbatches([...]), or give forward=lambda model, batch: model(...)."
         )
     params = _parameters(model)

@@ -53,8 +53,8 @@ class CheckedLoss:
     def _warn_of_mean(self, output: Any) -> None:
         self._warns = False  # once is enough
         warnings.warn(
-            f"loss_fn: it returns output.loss, which is a mean over the tokens of one rank's microbatch, where Weft "
-            f"expects their sum; the result is not that of one device unless all have equally many tokens. "
+            "loss_fn: it returns output.loss, a mean over the tokens of one rank's microbatch, and Weft expects "
+            "their sum. The result equals one device's only if all microbatches have the same number of tokens. "
             f"Write\n{sum_of_hugging_face(output)}",
             WeftWarning,
             stacklevel=6,  # the line that calls the step

@@ -23,13 +23,17 @@ _MARK = "_weft_samples"
 class Microbatches:
     """A batch that is cut already: `step(Microbatches([first, second]))`, as many as the plan accumulates.
 
-    A plain list is one batch, because that is what torch's DataLoader gives. samples: for each microbatch, the numbers
-    that its samples have in the global batch, counted from 0 over all ranks; random numbers follow them. Without
-    numbers at all, ranks and microbatches are taken to be equally large. A microbatch with an empty list of numbers
-    stands in for one without samples: it runs, so that ranks stay together, and counts for nothing. rows: how many
-    rows each sample has in tensors whose rows are no samples.
+    A plain list is one batch, because that is what torch's DataLoader gives.
 
-    Raises ModelError where there are not as many of each.
+    Args:
+        batches: the microbatches, each as the model takes it.
+        samples: for each microbatch, the numbers that its samples have in the global batch, counted from 0 over all
+            ranks; random numbers follow them. None: ranks and microbatches are taken to be equally large. An empty list
+            of numbers: the microbatch runs, so that ranks stay together, and counts for nothing.
+        rows: how many rows each sample has in tensors whose rows are no samples; None where there are no such tensors.
+
+    Raises:
+        ModelError: where there are not as many of each.
     """
 
     def __init__(
@@ -45,8 +49,8 @@ class Microbatches:
             counts = [()] * len(numbers) if rows is None else list(rows)
             if not len(numbers) == len(counts) == len(self._batches):
                 raise ModelError(
-                    f"samples: numbers of {len(numbers)} microbatches were given for {len(self._batches)}. "
-                    f"Give a list of numbers for each; an empty one where there are no samples."
+                    f"samples: sample numbers of {len(numbers)} microbatches were given for {len(self._batches)} "
+                    "microbatches. Give one list for each, an empty one for a microbatch without samples."
                 )
             self._samples = tuple(map(SampleNumbers, numbers, counts))
 
@@ -54,19 +58,27 @@ class Microbatches:
     def of_samples(
         cls, sample_at: Callable[[int], Any], own: Sequence[range], collate: Callable[[list[Any]], Any]
     ) -> Microbatches:
-        """A rank's microbatches, each made of its samples. sample_at: gives a sample by its number in the global batch.
+        """Return a rank's microbatches, each made of its samples.
 
-        own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them. collate: makes a
-        batch of a list of samples.
+        Args:
+            sample_at: gives a sample by its number in the global batch.
+            own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them.
+            collate: makes a batch of a list of samples.
         """
         parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
         return cls([collate(part) for part in parts], own, [rows_of(part) for part in parts])
 
     @classmethod
     def of_rows(cls, batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
-        """A rank's microbatches of a global batch in whose tensors each row is a sample.
+        """Return a rank's microbatches of a global batch in whose tensors each row is a sample.
 
-        Raises ModelError where rows are not samples.
+        Args:
+            batch: tensors of shape (samples, ...), nested in dicts, lists and tuples.
+            plan: says how many microbatches a rank has, and how many ranks share the batch.
+            dp_rank: this rank's place on the data-parallel axes.
+
+        Raises:
+            ModelError: where rows are not samples.
         """
         count = samples_in(batch)
         own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
@@ -79,22 +91,22 @@ class Microbatches:
         return self._samples
 
     def to(self, device: torch.device) -> Microbatches:
-        """The same on `device`."""
+        """Return the same on `device`."""
         return self.map(lambda batch: move_batch(batch, device))
 
     def map(self, change: Callable[[Any], Any]) -> Microbatches:
-        """The same samples, in changed batches."""
+        """Return the same samples, in changed batches."""
         changed = Microbatches(map(change, self._batches))
         changed._samples = self._samples
         return changed
 
     def marked(self) -> list[Any]:
-        """The microbatches in a list, each marked so that a step knows its samples."""
+        """Return the microbatches in a list, each marked so that a step knows its samples."""
         return [batch if samples is None else mark(batch, samples)
                 for batch, samples in zip(self._batches, self._samples or [None] * len(self), strict=True)]  # fmt: skip
 
     def counted(self) -> Iterator[tuple[Any, bool]]:
-        """Each microbatch, and whether it counts: those that stand in for none do not."""
+        """Yield each microbatch, and whether it counts: those that stand in for none do not."""
         for index, batch in enumerate(self._batches):
             yield batch, self._samples is None or not self._samples[index].is_empty
 
@@ -104,8 +116,8 @@ class Microbatches:
     def __iter__(self) -> Iterator[Any]:
         if self._samples is not None and any(one.is_empty for one in self._samples):
             raise ModelError(
-                "batch: this rank has no sample for a microbatch, so another one stands in for it, which only the step "
-                "of run.train_step knows to leave out. In a loop of your own use drop_last=True, and a batch_size of "
+                "batch: this rank has no sample for one microbatch, so a stand-in takes its place, and only "
+                "run.train_step leaves it out of the sums. In your own loop use drop_last=True, and a batch_size of "
                 "at least one sample for each rank and microbatch."
             )
         return iter(self._batches)
@@ -114,7 +126,7 @@ class Microbatches:
         if isinstance(index, str):
             raise ModelError(
                 f"batch[{index!r}]: with accumulation or a pipeline run.shard gives a batch cut into microbatches. "
-                f"Give it to step(batch) as it is, or go through it: for microbatch in batch."
+                f"Pass it to step(batch) as it is, or iterate over it: for microbatch in batch."
             )
         return self._batches[index]
 
@@ -127,7 +139,14 @@ def _stand_in(own: Sequence[range]) -> range:
 def from_loader(
     batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
 ) -> Any:
-    """What `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of."""
+    """Return what `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of.
+
+    Args:
+        batches: one for each microbatch.
+        numbers: of the samples in each, in the global batch.
+        rows: of each sample, in tensors whose rows are no samples.
+        is_plain: there is one microbatch, and it is given as it is.
+    """
     if not is_plain:
         return Microbatches(batches, numbers, rows)
     return mark(batches[0], SampleNumbers(numbers[0], rows[0]))
@@ -159,7 +178,9 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
         return split_batch(batch, expected, plan)
     if len(batch) != expected:
         field = "microbatches" if plan.pp > 1 else "accumulation"
-        raise ModelError(f"{field}={expected}: this step was given {len(batch)}. Give as many as the plan says.")
+        raise ModelError(
+            f"{field}={expected}: a step takes that many microbatches, and got {len(batch)}. Give {expected}."
+        )
     return [one for one, _ in batch.counted()]
 
 
@@ -252,8 +273,9 @@ class _Splitting:
         if tensor.shape[0] != self._num_samples:
             raise ModelError(
                 f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, so "
-                f"its rows are no samples and a cut would tear them apart. Pass the DataLoader through run.shard, "
-                f"which cuts by samples before they are collated, or give the step weft.Microbatches([...])."
+                "its rows are not samples, and cutting it by rows would split samples. Pass the DataLoader through "
+                "run.shard, which cuts by samples before they are collated, or give the step "
+                "weft.Microbatches([...])."
             )
         return [tensor[run.start : run.stop] for run in self._runs]
 

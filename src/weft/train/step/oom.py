@@ -90,7 +90,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()) -> HeldBytes:
-    """Count what model and optimizer hold on this rank, each storage once. gradients: those that `.grad` hides."""
+    """Count what model and optimizer hold on this rank, each storage once.
+
+    Args:
+        model: its parameters and buffers.
+        optimizer: its parameters and states.
+        gradients: those that `.grad` hides.
+    """
     seen: set[int] = set()
     params = list(model.parameters())
     # Shards and master weights are the optimizer's own parameters.

@@ -32,6 +32,7 @@ from weft.train.step.microbatches import Microbatches, microbatches_of, samples_
 from weft.train.step.oom import explains_memory
 from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
+from weft.train.step.whole_tensors import names_the_module
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
@@ -40,9 +41,18 @@ ForwardFn = Callable[[nn.Module, Any], Any]
 class TrainStep:
     """Forward, backward, reduction, clipping and update of a parallelized model.
 
-    optimizer: built on the model's parameters after `parallelize`. nominal_tokens: about how many tokens a global
-    batch holds; keeps scaled losses in range, and does not change any result. reads_late: from the second step on the
-    device decides whether a step is taken, and the host does not wait for its numbers; None: on a GPU.
+    Args:
+        model: what `parallelize` returned.
+        optimizer: built on the model's parameters after `parallelize`.
+        loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
+        mesh: the mesh that the model lies on.
+        forward: forward(model, batch) -> output; None: as `Run.train_step` says.
+        max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+        nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
+            any result.
+        meter: times the phases of steps; None: one of the step's own.
+        reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
+            its numbers; None: on a GPU.
     """
 
     def __init__(
@@ -64,7 +74,7 @@ class TrainStep:
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
-        self.wants_stop = False
+        self.wants_stop = self.has_trained = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
         trust_loss(model)
@@ -84,6 +94,7 @@ class TrainStep:
         self._unchecked = False  # a gradient that was not finite, and nobody has asked the ranks why
 
     @explains_memory
+    @names_the_module
     def __call__(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> StepMetrics:
         """Train on this rank's part of one global batch.
 
@@ -159,13 +170,13 @@ class TrainStep:
             self._data_parallel.check()
 
     def held_gradients(self) -> list[torch.Tensor]:
-        """The tensors that this rank's gradients lie in."""
+        """Return the tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
     def _inside(self, samples: list[SampleNumbers], key: int | None) -> Inside:
         """For the number of a microbatch, what its forward runs inside of: where it draws dropout from, who counts."""
         drops = drops_of(self.model)
-        chosen = key if key is not None or drops is None else drops.next_key()
+        chosen = key if key is not None else 0 if drops is None else drops.next_key()
 
         @contextlib.contextmanager
         def inside(index: int) -> Iterator[None]:

@@ -43,8 +43,8 @@ def warn_if_alike(sums: Sequence[float], num_ranks: int, num_readers: int) -> No
     if num_known < num_ranks or num_ranks * squares != total**2:
         return
     warnings.warn(
-        f"batch: all {num_readers} data-parallel ranks were given the same samples at the first step, so together they "
-        f"compute what one would alone. Cut the loader for the ranks: loader = run.shard(loader).",
+        f"batch: all {num_readers} data-parallel ranks were given the same samples at the first step, so together "
+        "they do only the work of one. Cut the loader for the ranks: loader = run.shard(loader).",
         WeftWarning,
         stacklevel=5,
     )

@@ -47,13 +47,13 @@ class Batches(Protocol):
         ...
 
     def batches(self, step: int) -> list[Any]:
-        """The microbatches of one optimizer step, 0 and up."""
+        """Return the microbatches of one optimizer step, 0 and up."""
         ...
 
     def iterate(self, start_step: int, end_step: int) -> AbstractContextManager[Iterable[list[Any]]]:
-        """The same for steps start_step .. end_step - 1."""
+        """Give the microbatches of steps start_step .. end_step - 1, one after another."""
         ...
 
     def state_at(self, num_samples: int) -> Any:
-        """The place in the data after so many samples, as a checkpoint keeps it: a JSON value."""
+        """Return the place in the data after so many samples, as a checkpoint keeps it: a JSON value."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
@@ -30,7 +30,10 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that evaluations find beside the loss. name: its key in events.jsonl. unit: may be empty."""
+    """A number that evaluations find beside the loss. name: its key in events.jsonl. unit: may be empty.
+
+    help: what it means; the end of a run prints it below the numbers.
+    """
 
     name: str
     unit: str
@@ -47,7 +50,7 @@ class Metric:
         return self.name.replace("_", " ")
 
 
-class Task(Protocol):
+class Task:
     """One kind of training. A subclass writes `build`, `samples` and `loss`; the rest has a default.
 
     An instance is made with the options of the config's [task.options] as keyword arguments; then `config` is set.
@@ -75,37 +78,42 @@ class Task(Protocol):
     # --- what every task writes ---
 
     def build(self) -> nn.Module:
-        """The model with its initial weights: plain PyTorch. Weft seeds torch before; under the meta device it makes
-        shapes alone."""
+        """Build the model with its initial weights: plain PyTorch.
+
+        Weft seeds torch before; under the meta device it makes shapes alone.
+        """
         raise NotImplementedError(f"{type(self).__name__}.build: it returns the model")
 
     def samples(self, split: str) -> MapDataset | None:
-        """The samples of "train" or "eval" by index; None of "eval": nothing is evaluated.
+        """Return the samples of "train" or "eval" by index; None of "eval": nothing is evaluated.
 
         Weft shuffles by `seed`, cuts global batches by samples, and calls `collate` for each part.
         """
         raise NotImplementedError(f"{type(self).__name__}.samples: it returns the samples of a split")
 
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """(sum of the losses, number of what they are of). Weft divides once, over all ranks and microbatches."""
+        """Return (sum of the losses, number of what they are of).
+
+        Weft divides once, over all ranks and microbatches.
+        """
         raise NotImplementedError(f"{type(self).__name__}.loss: it returns (sum, number)")
 
     # --- batches ---
 
     def collate(self, samples: list[Any]) -> Any:
-        """A batch of some samples. By default stacked as torch's DataLoader does: (x, y) gives a batch (x, y)."""
+        """Make a batch of some samples. By default stacked as torch's DataLoader does: (x, y) gives a batch (x, y)."""
         from torch.utils.data import default_collate
 
         return default_collate(samples)
 
     def batches(self, share: Share) -> Batches:
-        """The training batches of one rank."""
+        """Return the training batches of one rank."""
         from weft.train.task.indexed import IndexedBatches
 
         return IndexedBatches(self.samples("train") or (), share, self.collate, seed=self.config.seed)
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """The evaluation set of one rank, equally many batches on each; None where there is none.
+        """Return the evaluation set of one rank, equally many batches on each; None where there is none.
 
         The whole set must not depend on the share: evaluations are then equal under every plan.
         """
@@ -114,20 +122,23 @@ class Task(Protocol):
         return evaluation_batches(self.samples("eval"), share, self.collate, self.config.eval.batches)
 
     def nominal_count(self) -> int:
-        """About how many of `unit` one global batch holds. It keeps scaled losses in range and changes no result."""
+        """Return about how many of `unit` one global batch holds.
+
+        It keeps scaled losses in range and changes no result.
+        """
         return self.config.train.global_batch
 
     # --- model and step ---
 
     def shapes(self) -> nn.Module:
-        """The model on the meta device."""
+        """Return the model on the meta device."""
         import torch
 
         with torch.device("meta"):
             return self.build()
 
     def initial_model(self, plan: Plan) -> nn.Module:
-        """The model that a rank of `plan` starts from, the same weights on all."""
+        """Return the model that a rank of `plan` starts from, the same weights on all."""
         import torch
 
         with torch.random.fork_rng(devices=[]):
@@ -135,76 +146,82 @@ class Task(Protocol):
             return self.build()
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """The model's output for a batch. By default: model(x) of (x, y), and of a dict all but "labels" by name."""
+        """Return the model's output for a batch.
+
+        By default: model(x) of (x, y), and of a dict all but "labels" by name.
+        """
         from weft.train.step import call_model
 
         return call_model(model, batch)
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor | float]:
-        """What `measure` needs of one evaluation batch, by `sum_names`: numbers that add up over batches and ranks."""
+        """Return what `measure` needs of an evaluation batch, by `sum_names`: numbers that add up."""
         return {}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
-        """The metrics of a whole evaluation by name. sums: of `sums`, and "loss" and "count" of `loss`."""
+        """Return the metrics of a whole evaluation by name. sums: of `sums`, and "loss" and "count" of `loss`."""
         return {}
 
     def flops_per_count(self) -> float | None:
-        """FLOPs of forward and backward for one of `unit`; None: no utilisation is shown."""
+        """Return the FLOPs of forward and backward for one of `unit`; None: no utilisation is shown."""
         return None
 
     # --- preparing a run, in one process before the ranks start ---
 
     def facts(self, world_size: int) -> Facts:
-        """What the rules of plans may know."""
+        """Return what the rules of plans may know."""
         return Facts(world_size=world_size, global_batch=self.config.train.global_batch)
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
-        """(setting, old, new) of what makes this another run than the one begun with `before`, beside `identity`."""
+        """Return (setting, old, new) of what makes another run than the one begun with `before`, beside `identity`."""
         return ()
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
         """Make the data ready. A `folder` that holds a run already must go on with the same data, or be refused."""
 
     def samples_per_epoch(self) -> int:
-        """Samples of one pass over the training data, for train.epochs; asked after `prepare`."""
+        """Return the number of samples of one pass over the training data, for train.epochs; asked after `prepare`."""
         return len(self.samples("train") or ())
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        """Contents of the task's own files in the run folder, by name. notes: lines for people of the data."""
+        """Return the contents of the task's own files in the run folder, by name.
+
+        notes: lines for people of the data.
+        """
         return {}
 
     def open(self, folder: RunFolder) -> None:
-        """On a rank, before anything else: what `keep` wrote is there."""
+        """Open, on a rank and before anything else, what `keep` wrote."""
 
     # --- for the planner ---
 
     def describe(self) -> PlannedModel:
-        """The model in the planner's words; by default from tracing it with two of its samples."""
+        """Describe the model in the planner's words; by default from tracing it with two of its samples."""
         from weft.train.task.traced_task import describe_by_samples
 
-        return describe_by_samples(self.shapes(), self.samples("train") or (), self.collate, self.name(), self.config)
+        return describe_by_samples(self)
 
     # --- what people see ---
 
     def name(self) -> str:
-        """What is trained, in a word or two."""
+        """Say what is trained, in a word or two."""
         return type(self).__name__
 
     def model_line(self) -> str:
-        """Name and size of the model."""
+        """Say the model's name and size."""
         return f"{self.name()}: {format_count(sum(p.numel() for p in self.shapes().parameters()))} parameters"
 
     def data_lines(self) -> Sequence[str]:
-        """The data, a line for each part of it."""
+        """Describe the data, a line for each part of it."""
         return [f"{self.samples_per_epoch()} {self.sample_unit}"]
 
     def batch_line(self) -> str:
-        """What a step and the whole run read."""
+        """Say what a step and the whole run read."""
         batch, steps = self.config.train.global_batch, self.config.train.steps
         return f"{batch} {self.sample_unit} a step, {steps} steps, {format_count(batch * steps)} {self.sample_unit}"
 
     def show(self, folder: RunFolder, step: int) -> str:
-        """What the trained model of a saved step makes, as text for the end of a run; "": nothing.
+        """Return what the trained model of a saved step makes, as text for the end of a run; "": nothing.
 
         Called on the first rank alone; `load_weights(model, folder, step)` reads the weights.
         """
@@ -214,5 +231,5 @@ class Task(Protocol):
     leaves: ClassVar[tuple[str, ...]] = ()
 
     def try_line(self, folder: RunFolder) -> str:
-        """The command that tries the trained model; "": there is none."""
+        """Return the command that tries the trained model; "": there is none."""
         return ""

@@ -33,8 +33,7 @@ def data_of(folder: RunFolder) -> PreparedData:
     except DataError as error:
         file = folder.path / "data.json"
         raise DataError(
-            f"{file}: {error}. Type rm {shlex.quote(str(file))} and repeat the weft train command, "
-            "which writes it anew."
+            f"{file}: {error}. Type rm {shlex.quote(str(file))} and repeat the weft train command, which rewrites it."
         ) from error
 
 
@@ -51,8 +50,8 @@ def refuse_other_data(folder: RunFolder, data: PreparedData) -> None:
     changes = data.changes_from(data_of(folder))
     if changes:
         raise DataError(
-            f"{'; '.join(changes)}. The run in {str(folder.path)!r} cannot go on with other data. "
-            f"Use {free_name(folder)} for a new run, or bring the old data back to resume."
+            f"{'; '.join(changes)}. The run in {str(folder.path)!r} cannot continue with other data. Use "
+            f"{free_name(folder)} for a new run, or bring the old data back to resume."
         )
 
 

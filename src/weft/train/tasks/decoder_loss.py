@@ -15,15 +15,21 @@ IGNORE = -100
 def token_cross_entropy(
     logits_BTV: torch.Tensor | HeadLoss, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the cross-entropies in nats over the trained positions, and their number.
+    """Sum the cross-entropies in nats over the trained positions, and count them.
 
     logits_BTV: batch, time, vocabulary; of any float format, summed in fp32 (fp64 for fp64); or what the head gave in
     their place. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not trained.
+
+    Raises:
+        ModelError: where the head gave the loss of other labels than the batch's.
     """
     labels = batch["labels"]
     if isinstance(logits_BTV, HeadLoss):
         if logits_BTV.labels is not labels:
-            raise ModelError("loss: the head gave the loss of other labels. Give the batch that the forward got.")
+            raise ModelError(
+                "loss: the head computed its loss from other labels than this batch has. Pass the batch "
+                "that the forward got."
+            )
         return logits_BTV.loss_sum, logits_BTV.num_tokens
     logits = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")

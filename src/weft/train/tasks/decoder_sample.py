@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint import load_checkpoint, newest_checkpoint
+from weft.checkpoint.targets import Location
 from weft.data import Tokenizer
 from weft.errors import CheckpointError, ConfigError
 from weft.mesh import pick_device
@@ -28,14 +29,26 @@ def generate_text(
 ) -> str:
     """Continue `prompt` with the model of a run; returns prompt and continuation.
 
-    run: what `prepare_run` gave, or the path of its folder.
-    step: which checkpoint; None takes the newest valid one. Raises CheckpointError when there is none, ConfigError for
-    a run whose task is no decoder on text.
+    Args:
+        run: what `prepare_run` gave, or the path of its folder.
+        prompt: text.
+        max_tokens: at most this many are added.
+        temperature: of sampling; 0 takes the likeliest token each time.
+        top_k: sample from this many likeliest tokens.
+        seed: of sampling.
+        step: which checkpoint; None takes the newest valid one.
+
+    Raises:
+        CheckpointError: when there is no such checkpoint.
+        ConfigError: for a run whose task is no decoder on text.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     task = folder.config().task.name
     if task is not None and not (folder.path / "model.json").exists():
-        raise ConfigError(f"RUN={folder.path}: task.name={task} trains no decoder on text. Give a run of one.")
+        raise ConfigError(
+            f"RUN={folder.path}: task.name={task} does not train a text decoder, so it cannot "
+            "generate. Give a run that trains one."
+        )
     spec = decoder_of(folder)
     tokenizer = Tokenizer.load(tokenizer_of(folder))
     model = build_decoder(spec)
@@ -81,12 +94,12 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
     return text
 
 
-def _find(folder: RunFolder, step: int | None) -> Path:
+def _find(folder: RunFolder, step: int | None) -> Location:
     if step is None:
         found = newest_checkpoint(folder.checkpoints)
         if found is None:
             raise CheckpointError(
-                f"run folder {str(folder.path)!r}: it has no checkpoint yet. Train first, until one is saved."
+                f"run folder {str(folder.path)!r}: it has no checkpoint yet. Train until the first one is saved."
             )
         return found.path
     return folder.checkpoint(step)

@@ -35,7 +35,7 @@ class DecoderTask(Task):
 
     unit = "tokens"
     sample_unit = "sequences"
-    metrics = (Metric("bits_per_byte", "bits/byte", "The loss for each byte of the text that the tokens stand for."),)
+    metrics = (Metric("bits_per_byte", "bits/byte", "loss per byte of text, comparable across tokenizers"),)
     sum_names = ("bytes",)
     leaves = ("samples/",)
     sections = ("model", "tokenizer", "data", "sample", "train.seq_len")
@@ -63,7 +63,11 @@ class DecoderTask(Task):
         return [(f"data.train.{number}.weight", *pair) for number, pair in pairs if pair[0] != pair[1]]
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        """Tokenise. DataError when the tokens are not those that the folder's run was started with."""
+        """Tokenise the data.
+
+        Raises:
+            DataError: when the tokens are not those that the folder's run was started with.
+        """
         data = prepare_data(self.config, report)
         if (folder.path / "data.json").exists():
             refuse_other_data(folder, data)
@@ -98,7 +102,7 @@ class DecoderTask(Task):
         return _StreamBatches(self._stream(self.data.train, shuffle=True), share, len(self.config.data.train))
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
-        """The evaluation set, cut as the training batches are: the same memory, the same for any plan."""
+        """Return the evaluation set, cut as the training batches are: the same memory, the same for any plan."""
         from weft.data import EvalBatches
 
         stream = self._stream(self.data.eval, shuffle=False)

@@ -17,7 +17,11 @@ _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
 
 def find_task(config: RunConfig) -> Task:
-    """The config's task. Raises ConfigError where its class cannot be had, or refuses its options."""
+    """Return the config's task.
+
+    Raises:
+        ConfigError: where its class cannot be had, or refuses its options.
+    """
     if config.task.name is None:
         from weft.train.tasks.decoder_task import DecoderTask
 
@@ -35,8 +39,8 @@ def _found(name: str) -> type[Task]:
     except Exception as error:  # code of the user's may raise anything
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
-    if not (isinstance(made, type) and Task in made.__mro__):
-        _refuse("name", f"={name}: it is no subclass of weft.train.Task. Name one that is.")
+    if not (isinstance(made, type) and issubclass(made, Task)):
+        _refuse("name", f"={name}: it is not a subclass of weft.train.Task. Name one that is.")
     if missing := _left_out(made):
         _refuse("name", f"={name}: a task needs {' and '.join(missing)}. Define what is missing in the class.")
     return made
@@ -91,7 +95,7 @@ def _refuse_unread(task: Task, config: RunConfig) -> None:
     before, now = RunConfig().model_dump(by_alias=True), config.model_dump(by_alias=True)
     name = config.task.name
     problems = [
-        Problem(key, f"{key}: the decoder on text reads it, and task.name={name} does not. Leave it out.")
+        Problem(key, f"{key}: only the text decoder reads it, not task.name={name}. Leave it out.")
         for section in _OF_THE_DECODER
         if section not in task.sections
         for key in changed_keys(section, value_at(before, section), value_at(now, section))

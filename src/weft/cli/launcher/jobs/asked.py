@@ -61,7 +61,9 @@ class JobAsked:
         """A comment for jobs whose scheduler gives no warning before it ends them."""
         if self.time_s is None:
             return ""
-        return f"# It saves and ends {self.warn_s} s before the limit, also unfinished; start it again to resume.\n"
+        return (
+            f"# The run saves and ends {self.warn_s} s before the limit, finished or not; start it again to resume.\n"
+        )
 
     @property
     def limit_words(self) -> list[str]:
@@ -107,11 +109,11 @@ def check_asked(config: RunConfig, job: JobAsked) -> None:
         plan = Plan.parse(config.plan, world_size)
         if plan.world_size != world_size:
             raise ConfigError(
-                f"plan={config.plan}: it is made for {plan.world_size} ranks, and {job.nodes} nodes with {job.ranks} "
-                f"each have {world_size}. Change --nodes or --gpus-per-node, or use a '*' in the plan."
+                f"plan={config.plan}: it needs {plan.world_size} ranks, and --nodes={job.nodes} with {job.ranks} "
+                f"ranks each gives {world_size}. Change --nodes or --gpus-per-node, or use a '*' in the plan."
             )
     if job.time_s is not None and job.time_s <= job.warn_s:
         raise ConfigError(
-            f"--time {job.time_s}s: the run saves and stops {job.warn_s} s before the end. "
-            f"Give more time, or a smaller --warn."
+            f"--time {job.time_s}s: the run stops --warn={job.warn_s} s before the limit, which leaves no time to "
+            "train. Give more time, or a smaller --warn."
         )

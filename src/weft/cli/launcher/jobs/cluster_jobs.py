@@ -18,7 +18,7 @@ _RAY_TRIES = 10
 def kubernetes_job(job: JobAsked) -> str:
     """An indexed Job and the Service under which its pods find each other; no operator is needed."""
     if job.container is None:
-        raise ConfigError("--container: a pod needs an image. Use --container IMAGE, one that has Weft in it.")
+        raise ConfigError("--container: a pod needs an image. Use --container IMAGE, an image with Weft installed.")
     words = "\n".join(
         f"            - {json.dumps(word)}" for word in job.torchrun_words(f"{job.label}-0.{job.label}:{job.port}")
     )
@@ -73,7 +73,7 @@ spec:
 
 def _kubernetes_service(job: JobAsked) -> str:
     return f"""\
-# kubectl apply -f FILE. A pod that ends before the run is finished is started again, and resumes.
+# kubectl apply -f FILE. Kubernetes restarts a pod that ends before the run has finished, and the run resumes.
 {job.limit_comment}apiVersion: v1
 kind: Service
 metadata:
@@ -104,7 +104,7 @@ def skypilot_job(job: JobAsked) -> str:
         )
     )
     return f"""\
-# sky jobs launch FILE. Machines that are taken away are replaced, and the run resumes.
+# sky jobs launch FILE. SkyPilot replaces preempted machines, and the run resumes.
 {job.limit_comment}name: {job.label}
 num_nodes: {job.nodes}
 resources:{accelerators}{image}
@@ -124,7 +124,7 @@ def ray_job(job: JobAsked) -> str:
     enter = " && ".join(["set -e", *job.entering(), 'exec "$@"'])
     return f'''\
 # ray job submit --address http://HEAD:8265 --working-dir . -- python THIS_FILE
-{job.limit_comment}"""Starts torchrun on {job.nodes} machines of a Ray cluster; all again where one is lost."""
+{job.limit_comment}"""Start torchrun on {job.nodes} machines of a Ray cluster; start all again if one is lost."""
 
 import socket
 import subprocess

@@ -27,15 +27,17 @@ def slurm_job(job: JobAsked) -> str:
     run = ["srun", "--kill-on-bad-exit=1", *inside, *job.train_words]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", *job.entering()]
     lines.append(
-        f"# {job.warn_s} s before the time limit SLURM sends SIGUSR1: the run saves and ends with exit code 0."
+        f"# {job.warn_s} s before the time limit SLURM sends SIGUSR1; the run saves and ends with exit code 0."
     )
     if job.array:
-        lines.append("# One task of the array after the other; each resumes, and what is finished ends at once.")
+        lines.append(
+            "# The tasks of the array run one after another; each resumes the run, or ends at once if it has finished."
+        )
         lines.append(shell_line(run))
     else:
         lines += [
             f"{shell_line(run)} || exit",
-            '# The last event says "finished" once all steps are done; until then the job is queued again.',
+            '# Once all steps are done, the last event says "finished"; until then, queue the job again.',
             f'{job.is_finished} || scontrol requeue "$SLURM_JOB_ID"',
         ]
     return "\n".join(lines) + "\n"

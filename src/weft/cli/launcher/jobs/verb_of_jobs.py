@@ -28,27 +28,28 @@ def launch(
         list[str], typer.Argument(metavar="CONFIG.toml [key=value ...]", help="The run's config file, and settings.")
     ],
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each machine, one for each GPU.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks per machine, one per GPU.")] = 8,
     time: Annotated[
-        str | None, typer.Option(help="The scheduler's time limit for one job, such as 4h.", show_default="none")
+        str | None, typer.Option(help="Time limit of one job in the scheduler, such as 4h.", show_default="none")
     ] = None,
-    warn: Annotated[str, typer.Option(help="So long before the limit the run saves and stops.")] = "5min",
+    warn: Annotated[str, typer.Option(help="How long before the time limit the run saves and stops.")] = "5min",
     workdir: Annotated[
-        Path | None, typer.Option(help="Folder that all machines share.", show_default="this folder")
+        Path | None, typer.Option(help="Folder shared by all machines.", show_default="this folder")
     ] = None,
     venv: Annotated[
         Path | None, typer.Option(help="Virtual environment to activate on each machine.", show_default=False)
     ] = None,
     container: Annotated[
-        str | None, typer.Option(help="Image that has Weft in it; kubernetes needs one.", show_default=False)
+        str | None,
+        typer.Option(help="Container image with Weft installed; required for kubernetes.", show_default=False),
     ] = None,
     head: Annotated[str | None, typer.Option(help="torchrun: name of the first machine.", show_default=False)] = None,
     array: Annotated[
         int | None,
-        typer.Option(min=1, help="slurm: a job array of so many parts instead of --requeue.", show_default=False),
+        typer.Option(min=1, help="slurm: use a job array of this many tasks instead of --requeue.", show_default=False),
     ] = None,
     gpu: Annotated[str, typer.Option(help="skypilot: the kind of GPU.")] = "H100",
-    claim: Annotated[str, typer.Option(help="kubernetes, skypilot: the volume that is mounted at workdir.")] = "shared",
+    claim: Annotated[str, typer.Option(help="kubernetes, skypilot: the volume to mount at workdir.")] = "shared",
 ) -> None:
     """Print the text of a job for several machines; nothing is started. The job resumes by itself."""
     from weft.cli.train import split_words
@@ -56,10 +57,10 @@ def launch(
 
     if kind not in MAKERS:
         hint = did_you_mean(kind, MAKERS) or f" Use one of: {', '.join(MAKERS)}."
-        raise ConfigError(f"KIND={kind}: Weft knows no such launcher.{hint}")
+        raise ConfigError(f"KIND={kind}: not a launcher that Weft knows.{hint}")
     path, overrides = split_words(words)
     if path is None:
-        raise ConfigError("CONFIG: a job trains from a file. Give one, such as configs/quickstart.toml.")
+        raise ConfigError("CONFIG: a job needs a config file. Give one, such as configs/quickstart.toml.")
     config = load_config(path, overrides).config
     job = JobAsked(
         name=config.run.name,

@@ -47,14 +47,16 @@ from weft.spec import shares
 class FlatModel:
     """The engine of zero=0, 1 and 2; see `weft.parallel.placement.gradients.DataParallel`.
 
-    host: where the plan's share of masters and states goes. seed: of parameters on the meta device. each_microbatch:
-    stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs traffic. Raises
-    ModelError for parameters it cannot hold, CommError where ranks built different models.
+    Args:
+        model, mesh, placements, host, seed: as `build_engine` takes them, with the same errors.
+        each_microbatch: stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs
+            traffic.
+        bucket_bytes: of masters in a bucket; None: `usual_bucket_bytes`.
     """
 
     @staticmethod
     def usual_bucket_bytes(device: str) -> int:
-        """Of masters in a bucket, where nothing else is said. Tests replace it."""
+        """Return the bytes of masters in a bucket, where nothing else is said. Tests replace it."""
         return shares.bucket_bytes(device)
 
     def __init__(
@@ -107,14 +109,14 @@ class FlatModel:
             model.register_load_state_dict_post_hook(follow.after)
 
     def begin_step(self) -> None:
-        """Gradients are zero from here."""
+        """Set gradients to zero from here."""
         self.check_parameters()
         self.in_step = True
         self.reducer.begin_step()
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one microbatch."""
+        """Surround forward and backward of one microbatch."""
         self.reducer.begin_pass(last)
         broken = True
         try:
@@ -131,7 +133,7 @@ class FlatModel:
             self.show_gradients()
 
     def norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole gradient, after `finish`."""
+        """Return the euclidean norm of the whole gradient, after `finish`."""
         return self.reducer.norm()
 
     def check(self) -> None:
@@ -165,7 +167,7 @@ class FlatModel:
             optimizer.step()
 
     def settle(self) -> None:
-        """At the step of a user's own loop: gradients are where the optimizer looks for them."""
+        """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
         self.check_parameters()
         self.own_loop.settle()
 
@@ -185,7 +187,7 @@ class FlatModel:
         self.leave_step()
 
     def leave_step(self) -> None:
-        """TrainStep drives no longer."""
+        """Note that TrainStep drives no longer."""
         self.in_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -206,11 +208,11 @@ class FlatModel:
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `adopt` was called with it."""
+        """Return whether `adopt` was called with it."""
         return any(adoption.optimizer is optimizer for adoption in self.adoptions)
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer holds trainable parameters of this module."""
+        """Return whether the optimizer holds trainable parameters of this module."""
         return any(id(param) in self._ids for group in optimizer.param_groups for param in group["params"])
 
     def show_gradients(self) -> None:
@@ -227,7 +229,7 @@ class FlatModel:
                 piece.grad = slot.piece(bucket.host.grad if bucket.host else shard_of(bucket), bucket.own)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Trainable parameters by name, whole and unrounded."""
+        """Yield the trainable parameters by name, whole and unrounded."""
         return across_stages(self.axes.named(self._weights_here()), self.axes.stages, self.device)
 
     def _weights_here(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -240,12 +242,12 @@ class FlatModel:
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is not trained and not whole on every rank."""
+        """Yield what is not trained and not whole on every rank."""
         rest = self.axes.rest(self._untrained.tensors())
         return across_stages(self.axes.named(rest), self.axes.stages, self.device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole gradients by name, after `finish` or `publish`."""
+        """Yield the whole gradients by name, after `finish` or `publish`."""
         return across_stages(self.axes.named(self._gradients_here()), self.axes.stages, self.device)
 
     def _gradients_here(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -255,6 +257,7 @@ class FlatModel:
             yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces of the masters by name."""
         for bucket in self.reducer.buckets:
             if bucket.host is not None:
                 bucket.host.arrive()
@@ -262,14 +265,10 @@ class FlatModel:
         return {name: piece.detach() for name, piece in pieces.items() if piece is not None}
 
     def held_gradients(self) -> list[torch.Tensor]:
+        """Return the tensors that this rank's gradients lie in."""
         kept = [tensor for bucket in self.reducer.buckets for tensor in (bucket.grads, bucket.shard)]
         loose = [grad for bucket in self.reducer.buckets for _, grad in bucket.loose or ()]
         return [*(tensor for tensor in kept if tensor is not None), *loose]
-
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the optimizer's state by `parameter/key`, whole."""
-        here = self._states_here(self._adoption(optimizer))
-        return across_stages(self.axes.named_states(here, self._shapes), self.axes.stages, self.device)
 
     def _states_here(self, adoption: SlotAdoption) -> Iterator[tuple[str, torch.Tensor]]:
         for axes in dict.fromkeys(self._kinds.values()):
@@ -277,7 +276,7 @@ class FlatModel:
             yield from gather_states(adoption, alike, axes.shard)
 
     def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the model, masters for what is trained; no collective."""
+        """Yield what this rank holds of the model, masters for what is trained; no collective."""
         for bucket in self.reducer.buckets:
             if bucket.host is not None:
                 bucket.host.arrive()
@@ -286,7 +285,7 @@ class FlatModel:
         yield from (self.axes.stretch(name, tensor) for name, tensor in self._untrained.tensors())
 
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
-        """What this rank holds of the optimizer's state; no collective."""
+        """Yield what this rank holds of the optimizer's state; no collective."""
         return SlotStretches(self.reducer.buckets, self.axes).states(self._adoption(optimizer))
 
     @torch.no_grad()
@@ -301,7 +300,11 @@ class FlatModel:
         SlotStretches(self.reducer.buckets, self.axes).take_states(self._adoption(optimizer), source)
 
     def check_parameters(self) -> None:
-        """Nobody took parameters out of their buckets; where somebody wrote to one, its master follows."""
+        """Let the master of a parameter that was written to follow it.
+
+        Raises:
+            ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
+        """
         for slot in self._slots:
             param = slot.param
             if param.data_ptr() != slot.address or not param.requires_grad:
@@ -316,10 +319,6 @@ class FlatModel:
     def _pieces(self) -> Iterator[tuple[Slot, nn.Parameter]]:
         for adoption in self.adoptions:
             yield from adoption.pieces.items()
-
-    @property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {slot.name: slot.shape for slot in self._slots}
 
     def _adoption(self, optimizer: torch.optim.Optimizer) -> SlotAdoption:
         self.adopt(optimizer)
@@ -377,7 +376,7 @@ class FlatModel:
         tell_places(adoption.optimizer, placed_pieces(adoption, self.axes))
 
     def take_masters(self, tensors: Mapping[str, Any]) -> None:
-        """Masters follow parameters that were written, from tensors that were not rounded."""
+        """Set masters to parameters that were written, from tensors that were not rounded."""
         for slot in self._slots:
             tensor = tensors.get(slot.name)
             if tensor is not None and tensor.shape == slot.shape:

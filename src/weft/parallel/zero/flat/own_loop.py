@@ -26,7 +26,7 @@ from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.reducer import Reducer
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.watched_optimizers import WatchedEngine, find_optimizers, watch_steps
-from weft.private_torch import graph_task
+from weft.private_torch import foreach_mul_, graph_task
 
 #: By how much, of itself, the factor that one number scaled gradients by may differ between ranks: rounding, no more.
 _ALIKE = 1e-6
@@ -104,7 +104,7 @@ class OwnLoop:
             grads += found
         norm = all_reduce(square, engine.axes.world).sqrt()
         if grads:
-            torch._foreach_mul_(grads, clip_factor(float(norm), max_norm))
+            foreach_mul_(grads, clip_factor(float(norm), max_norm))
         return norm
 
     @torch.no_grad()
@@ -138,8 +138,8 @@ class OwnLoop:
         self._norm = None
         if most - least > _ALIKE * most:
             raise ModelError(
-                f"gradients: one rank scaled those that all have alike by {least:.6g} since backward, and another by "
-                f"{most:.6g}. torch.nn.utils.clip_grad_norm_ sees a rank's part alone of what tp and ep divide. "
+                f"gradients: since backward, one rank scaled those that all ranks share by {least:.6g} and another by "
+                f"{most:.6g}. torch.nn.utils.clip_grad_norm_ sees only this rank's part of what tp and ep divide. "
                 f"Use run.clip_grad_norm_(model, max_norm)."
             )
 
@@ -160,11 +160,10 @@ class OwnLoop:
         self._backward = None
         engine = self._held()
         engine.leave_step()
-        if engine.precision.scales_loss:
-            raise ModelError(
-                "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
-                "Use run.train_step, or precision=bf16."
-            )
+        engine.precision.refuse_unscaled(
+            "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
+            "Use run.train_step, or precision=bf16."
+        )
         if engine.axes.stage.size > 1:
             self._meet(at_step=False)
             self._reduce_touched()
@@ -192,7 +191,7 @@ class OwnLoop:
         for pending in [start_all_reduce(flat, axis, wire=wire) for flat, axis, wire in travelling]:
             pending.wait()
         if flats:
-            torch._foreach_mul_(flats, [1.0 / axis.size for axis in axes])
+            foreach_mul_(flats, [1.0 / axis.size for axis in axes])
         if any(placement.is_cut for placement in self._held().axes.placements.values()):
             self._norm = self._norm_alike()
 

@@ -21,6 +21,7 @@ from weft.errors import CommError
 from weft.memory import Waitable
 from weft.parallel.placement import AxisMap
 from weft.parallel.zero.flat.buckets import Bucket, Slot
+from weft.private_torch import foreach_mul_, foreach_norm
 
 #: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at
 #: stage 2, and where they lie in autograd's hands. The next gradients then find that memory, still in the caches.
@@ -160,7 +161,7 @@ class Reducer:
         name = self._slots[max(found)].name if ranks else "of another stage"
         raise CommError(
             f"parameter {name!r}: on rank {', '.join(map(str, ranks))} autograd delivered its gradient more often in "
-            f"one backward than ever before, after its reduction had begun. Take the step again: it is expected now."
+            f"one backward than ever before, after its reduction had begun. Run the step again: Weft now waits for it."
         )
 
     def scale(self, factor: float) -> None:
@@ -168,7 +169,7 @@ class Reducer:
         factor, self.factor = factor * self.factor, 1.0
         if factor != 1.0 and self.buckets:
             self.arrive()  # what is still on its way to the host must not be multiplied twice
-            torch._foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
+            foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
             for bucket in self.buckets:
                 if bucket.host is not None:
                     bucket.host.scale(factor)
@@ -335,7 +336,7 @@ class Reducer:
         norms: list[torch.Tensor] = []
         for dtype in dict.fromkeys(part.dtype for part in parts):  # a kernel on a GPU takes one format
             alike = [part for part in parts if part.dtype == dtype]
-            norms += torch._foreach_norm(alike, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+            norms += foreach_norm(alike, 2.0, dtype=torch.promote_types(dtype, torch.float32))
         if norms:
             extra[1] = torch.stack(norms).double().square().sum()
         sums = all_reduce(extra if totals is None else torch.cat([totals, extra]), self._axes.world)

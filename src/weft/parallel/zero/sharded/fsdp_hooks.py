@@ -21,7 +21,7 @@ from weft.parallel.private_torch import (
     wrap_forward_hooks,
 )
 from weft.parallel.zero.sharded.gather_order import Act, Order
-from weft.private_torch import graph_task, without_modes
+from weft.private_torch import graph_task, uncompiled, without_modes
 
 
 class ReplicaSum:
@@ -95,7 +95,7 @@ class Calls:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
-    def watch(self, module: FSDPModule, is_root: bool) -> None:
+    def watch(self, module: nn.Module, is_root: bool) -> None:
         """Count the calls of this unit, where torch can reduce zeros (2.13 and later)."""
         set_zeros = getattr(module, "set_reduce_scatter_unused_params", None)
         if set_zeros is None:
@@ -112,7 +112,7 @@ class Calls:
             if calls <= 2:
                 set_zeros(calls == 1, recurse=False)
 
-        module.register_forward_pre_hook(torch.compiler.disable(count))
+        module.register_forward_pre_hook(uncompiled(count))
 
 
 def hide_hooks(module: nn.Module) -> None:
@@ -123,7 +123,7 @@ def hide_hooks(module: nn.Module) -> None:
     wrap_forward_hooks(module, lambda hook: functools.partial(_outside_of_modes, hook))
 
 
-@torch.compiler.disable
+@uncompiled
 def _outside_of_modes(hook: Any, *args: Any) -> Any:
     with without_modes():
         return hook(*args)

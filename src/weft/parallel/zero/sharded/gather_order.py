@@ -121,7 +121,8 @@ class Order:
     def _compare(self, entry: Entry) -> None:
         """All ranks' entries. In whole numbers, as no gather of weights is: two that do not fit are told apart."""
         mine = torch.tensor(entry, dtype=torch.int64)
-        rows = [(Act(act), unit, size) for act, unit, size in all_gather(mine, self._axis).view(-1, 3).tolist()]
+        found = all_gather(mine, self._axis).view(-1, 3).tolist()
+        rows: list[Entry] = [(Act(act), unit, size) for act, unit, size in found]
         if all(row == rows[0] for row in rows):
             return
         ranks = self._axis.ranks

@@ -21,7 +21,6 @@ from weft.mesh import Axis
 from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
 from weft.parallel.zero.sharded.hosted_shards import HostedShards
 from weft.parallel.zero.sharded.param_shards import Shard, local_part
-from weft.parallel.zero.states import DTYPES, exchange, not_joinable
 
 
 @dataclass(slots=True)
@@ -84,7 +83,7 @@ class ShardAdoption:
         name = self.name_of(param)
         if name is None and param.requires_grad:
             raise not_of_model(param)
-        if name not in self._shards:
+        if name is None or name not in self._shards:
             return param  # not sharded: every rank has it whole
         shard = self._shards[name]
         if elementwise or not shard.param.requires_grad:
@@ -98,12 +97,12 @@ class ShardAdoption:
         mine = owner == self._axis.rank
         if self._hosted is not None and name in self._hosted.params:
             held.hosted.append(name)
-            param = self._hosted.see_whole(name, mine)
+            whole = self._hosted.see_whole(name, mine)
         else:
-            param = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device)) if mine else None
-        if param is not None:
-            held.mine[name] = param
-        return param
+            whole = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device)) if mine else None
+        if whole is not None:
+            held.mine[name] = whole
+        return whole
 
     def _param(self, name: str) -> nn.Parameter:
         """What an elementwise optimizer has in the place of a sharded parameter."""
@@ -160,35 +159,6 @@ class ShardAdoption:
         """What this rank's optimizer sees whole, by name."""
         return self._held[optimizer].mine.items()
 
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the states of sharded parameters, whole, as `name/key`. A collective."""
-        held = self._held[optimizer]
-        for name in held.local:
-            shard = self._shards[name]
-            for key, value in optimizer.state.get(self._param(name), {}).items():
-                if isinstance(value, torch.Tensor):
-                    # Collectives want what travels on the shard's device; counters stay where they are.
-                    yield f"{name}/{key}", _join(shard, key, value.to(shard.local.device) if value.ndim else value)
-        if held.whole:
-            yield from self._whole_states(optimizer, held)
-
-    def _whole_states(self, optimizer: torch.optim.Optimizer, held: Held) -> Iterator[tuple[str, torch.Tensor]]:
-        mine = {name: _tensors(optimizer.state.get(param, {})) for name, param in held.mine.items()}
-        rank, device = self._axis.rank, next(iter(self._shards.values())).local.device
-        told = {
-            name: {
-                key: {"owner": rank, "shape": list(value.shape), "dtype": str(value.dtype), "value": None}
-                for key, value in state.items()
-            }
-            for name, state in mine.items()
-        }
-        for name, entries in exchange(told, self._axis, device).items():
-            for key, entry in entries.items():
-                value = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)
-                if entry["owner"] == rank:
-                    value.copy_(mine[name][key])
-                yield f"{name}/{key}", broadcast(value, self._axis, entry["owner"])
-
     def held_params(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter | None, bool]]:
         """(name, what the optimizer updates here, whether that is the whole), None where another rank updates it."""
         held = self._held[optimizer]
@@ -206,15 +176,3 @@ def _fit(shard: Shard, value: Any, cut: bool) -> Any:
     elif cut and value.ndim > 0 and value.shape == shard.param.shape:
         value = shard.part(value)
     return value.clone()
-
-
-def _join(shard: Shard, key: str, value: torch.Tensor) -> torch.Tensor:
-    if value.ndim == 0:
-        return value
-    if value.shape != shard.local.shape:
-        raise not_joinable(f"{shard.name}/{key}", value.shape)
-    return shard.whole(value)
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}

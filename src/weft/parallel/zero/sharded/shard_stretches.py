@@ -145,13 +145,3 @@ def plain_states(
                     yield replace(axes.stretch(name, value), name=full_name)
                 else:
                     yield alone(full_name, value, found.deal.holder(0))
-
-
-def plain_tensors(
-    params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same as (`parameter/key`, tensor)."""
-    for name, param in params.items():
-        for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{name}/{key}", value

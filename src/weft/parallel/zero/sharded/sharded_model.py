@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import all_reduce, broadcast
-from weft.errors import ModelError
 from weft.memory import Host, step_on_host
 from weft.mesh import Axis, Mesh
 from weft.optim import Verdict, clip_factor
@@ -43,16 +43,20 @@ from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
 from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
-from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states, plain_tensors
+from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
 from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
-from weft.private_torch import graph_task
+from weft.private_torch import foreach_mul_, graph_task, uncompiled
 from weft.structure import repeated_blocks
 
 
 class FullyShardedModel:
-    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`."""
+    """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`.
+
+    Args:
+        model, mesh, placements, seed, host: as `build_engine` takes them, with the same errors.
+    """
 
     def __init__(
         self,
@@ -83,7 +87,6 @@ class FullyShardedModel:
         self._moving = [(one, axes.settling(n, one)) for n, one in self._buffers.items() if one.is_floating_point()]
         originals = dict(model.named_parameters())
         kinds = self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
-        self._shapes = {name: param.shape for name, param in originals.items()}
         self._partial = PartialSums(axes, self.precision, mesh.device)
         self.coders = self._partial.coders
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
@@ -101,7 +104,8 @@ class FullyShardedModel:
             self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
         self._placed = ShardStretches(self.shards, kinds, axes)
-        self._modules = [unit.module for unit in self.units]
+        # All of them: fully_shard has made each a module of its own kind.
+        self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
         self._places_missing = self._defers and self.precision.is_mixed
@@ -132,7 +136,7 @@ class FullyShardedModel:
         if mesh.plan.recompute != "none" and not repeated_blocks(self._modules[-1]):
             for module in self._modules[:-1]:
                 hide_hooks(module)
-        self._modules[-1].register_forward_pre_hook(torch.compiler.disable(self._begin_own_pass))
+        self._modules[-1].register_forward_pre_hook(uncompiled(self._begin_own_pass))
         for index, (name, param) in enumerate(self.plain.items(), len(self.units)):
             if param.requires_grad:
                 param.register_hook(functools.partial(self._average_plain, index, self._kinds[name].over))
@@ -165,7 +169,7 @@ class FullyShardedModel:
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one microbatch; of a pipeline, of all of a step."""
+        """Surround forward and backward of one microbatch; of a pipeline, of all of a step."""
         self._in_microbatch = self._unfinished = self._is_partial = True
         self._average(False)
         self._synchronise((last or not self._defers) and self._stage_passes is None)
@@ -212,7 +216,7 @@ class FullyShardedModel:
             self._is_partial = False
 
     def norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
+        """Return the euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
         return all_reduce(self._partial.square(self._counted()), self.axes.replica).sqrt()
 
     def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:
@@ -225,7 +229,7 @@ class FullyShardedModel:
                 yield param.grad, self._kinds[name].same.size // self._replicas.size
 
     def check(self) -> None:
-        """Nothing: ranks know before a gather or reduction whether they do what they agreed on."""
+        """Do nothing: ranks know before a gather or reduction whether they do what they agreed on."""
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -233,7 +237,7 @@ class FullyShardedModel:
         if factor != 1.0 and grads:
             if self._hosted is not None:
                 self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
-            torch._foreach_mul_(grads, factor)
+            foreach_mul_(grads, factor)
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `update` takes the device's verdict for this optimizer."""
@@ -256,7 +260,7 @@ class FullyShardedModel:
         return norm
 
     def publish(self) -> None:
-        """The next forward gathers the shards as the optimizer left them; statistics follow the first rank's."""
+        """Let the next forward gather the shards as the optimizer left them; statistics follow the first rank's."""
         for buffer, axis in self._moving:
             broadcast(buffer, axis)
         self.coders.commit()
@@ -277,54 +281,47 @@ class FullyShardedModel:
         guard_optimizer(optimizer, self.axes)
 
     def has_adopted(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the optimizer was adopted."""
         return optimizer in self._adoption
 
     def owns_some(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer holds parameters of this module."""
+        """Return whether the optimizer holds parameters of this module."""
         return any(self._adoption.name_of(p) is not None for group in optimizer.param_groups for p in group["params"])
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Trainable parameters by name, whole. A collective."""
+        """Yield the trainable parameters by name, whole. A collective."""
         return self._whole(lambda param: param.detach() if param.requires_grad else None)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Frozen parameters by name, whole: here they are sharded too. A collective."""
+        """Yield the frozen parameters by name, whole: here they are sharded too. A collective."""
         rest = self.axes.named(self.axes.rest(self._buffers.items()))
         ours = self.axes.named(self._unsharded(lambda param: None if param.requires_grad else param.detach()))
         return across_stages(chain(ours, rest), self.axes.stages, self._device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gradients by name, whole. A collective."""
+        """Yield the gradients by name, whole. A collective."""
         return self._whole(lambda param: param.grad)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
+        """Return this rank's shards and whole parameters by name."""
         for module in self._modules:
             module.reshard()  # what was gathered from them would not follow
         params = {name: shard.local for name, shard in self.shards.items()} | self.plain
         return {name: param.detach() for name, param in params.items() if param.requires_grad}
 
     def held_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's shards."""
         return [shard.local.grad for shard in self.shards.values() if shard.local.grad is not None]
 
-    def states(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors of the optimizer's state, whole, as `parameter/key`. A collective."""
-        here = self.axes.named_states(self._states_here(optimizer), self._shapes)
-        return across_stages(here, self.axes.stages, self._device)
-
-    def _states_here(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        self.adopt(optimizer)
-        yield from self._adoption.states(optimizer)
-        yield from plain_tensors(self.plain, optimizer)
-
     def stretches(self) -> Iterator[Stretch]:
-        """What this rank holds of the model; no collective."""
+        """Yield what this rank holds of the model; no collective."""
         self.held_weights()  # lets go of what was gathered
         yield from (one for name in self.shards if (one := self._placed.of(name)) is not None)
         for name, tensor in (*self.plain.items(), *self._buffers.items()):
             yield self.axes.stretch(name, tensor)
 
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
-        """What this rank holds of the optimizer's state; no collective."""
+        """Yield what this rank holds of the optimizer's state; no collective."""
         self.adopt(optimizer)
         yield from self._placed.states(optimizer, self._adoption)
         yield from plain_states(self.plain, optimizer, self.axes)
@@ -341,12 +338,11 @@ class FullyShardedModel:
         self._placed.take_states(optimizer, self._adoption, self.plain, source)
 
     def settle(self) -> None:
-        """At the step of a user's own loop: gradients are where the optimizer looks for them."""
-        if self.precision.scales_loss:
-            raise ModelError(
-                "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
-                "Use run.train_step, or precision=bf16."
-            )
+        """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
+        self.precision.refuse_unscaled(
+            "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
+            "Use run.train_step, or precision=bf16."
+        )
         if self._hosted is not None:
             self._hosted.forget()
         self._settle_gradients()

@@ -12,6 +12,7 @@ from weft.comm import all_gather, reduce_scatter
 from weft.comm.wire import Coders
 from weft.errors import CommError
 from weft.mesh import Axis
+from weft.parallel.private_torch import GatherBase, ReduceBase
 from weft.parallel.zero.sharded.gather_order import Act, Order
 
 
@@ -23,7 +24,7 @@ class _Buffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class UnitGather(_Buffers):
+class UnitGather(_Buffers, GatherBase):
     """all_gather of one unit's parameters."""
 
     def __init__(self, unit: int, axis: Axis, order: Order):
@@ -46,7 +47,7 @@ class UnitGather(_Buffers):
             raise self._order.explain(error) from error
 
 
-class UnitReduce(_Buffers):
+class UnitReduce(_Buffers, ReduceBase):
     """reduce_scatter of one unit's gradients. coders: what travels in place of them."""
 
     def __init__(self, unit: int, axis: Axis, order: Order, coders: Coders):
@@ -65,7 +66,10 @@ class UnitReduce(_Buffers):
     ) -> None:
         """Sum `input_tensor` over the ranks and leave this rank's part in `output_tensor`."""
         if op != dist.ReduceOp.SUM:
-            raise CommError(f"gradients of a unit are to be reduced by {op}: only sums are. Use torch 2.11 or later.")
+            raise CommError(
+                f"fully_shard reduces the gradients of a unit by {op}, and Weft can only sum them. Use "
+                "torch 2.11 or later."
+            )
         self._order.meet(Act.REDUCE, self._unit, input_tensor.numel())
         try:
             reduce_scatter(input_tensor, self._axis, out=output_tensor, wire=self._wire)

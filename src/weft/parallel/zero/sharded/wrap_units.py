@@ -58,6 +58,10 @@ def shard_units(
     names = {param: name for name, param in units[-1].module.named_parameters() if param not in plain}
     members: list[list[str]] = []
     owned = [[param for param in own if param in names] for own in own_params(units)]
+    if empty := [names[param] for own in owned for param in own if param.requires_grad and not param.numel()]:
+        raise PlanError(
+            f"zero=3: parameter {empty[0]} has no elements, and fully_shard cannot reduce such a gradient. Use zero=2."
+        )
     sizes = [(str(unit), sum(param.numel() for param in own)) for unit, own in zip(units, owned, strict=True)]
     on_host = choose(sizes, mesh.plan.offload_share("params"))
     for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
@@ -70,7 +74,7 @@ def shard_units(
         lets_go = lets_go and mesh.plan.pp == 1  # else another microbatch's forward comes before the first backward
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
-        fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
+        unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
         # The gradient of an embedding needs its tokens, not its weights.
-        module.set_unshard_in_backward(not embeds)
+        unit.set_unshard_in_backward(not embeds)
     return members, [name for unit, own in zip(units, members, strict=True) if str(unit) in on_host for name in own]

@@ -32,7 +32,7 @@ class Fabric:
 
     @classmethod
     def of(cls, tables: Tables, devices_per_node: int) -> Fabric:
-        """The links that the tables describe; a node of fewer devices than a domain is a domain of its own."""
+        """Return the links that the tables describe; a node of fewer devices than a domain is a domain of its own."""
         domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
         return cls(
             link_rate=tables.link_rate * tables.link_eff,
@@ -45,14 +45,20 @@ class Fabric:
         )
 
     def inside(self, n: Any, stride: Any) -> Array:
-        """Ranks of a group of n, `stride` apart, that share a scale-up domain."""
+        """Count the ranks of a group of n, `stride` apart, that share a scale-up domain."""
         return np.clip(self.domain // np.maximum(1, np.asarray(stride)), 1, np.asarray(n)).astype(np.float64)
 
     def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:
-        """Seconds of an all_reduce, all_gather or reduce_scatter of `size` bytes (the unsharded buffer) over n ranks.
+        """Return the seconds of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
 
-        stride: ranks from one member of the group to the next. The groups beside it are taken to be at work at the
-        same time, so that each device has its own share of the network.
+        The groups beside it are taken to be at work at the same time, so that each device has its own share of the
+        network.
+
+        Args:
+            kind: the collective.
+            size: bytes of the unsharded buffer.
+            n: ranks of a group.
+            stride: ranks from one member of the group to the next.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
@@ -69,7 +75,13 @@ class Fabric:
         return np.where(n > 1, alpha + moved / np.maximum(rate, 1.0) * ramp, 0.0)
 
     def all_to_all_s(self, size: Any, n: Any, stride: Any) -> Array:
-        """Seconds of an all-to-all in which each of n ranks sends `size` bytes, its own share included."""
+        """Return the seconds of an all-to-all over n ranks.
+
+        Args:
+            size: bytes that each rank sends, its own share included.
+            n: ranks of a group.
+            stride: ranks from one member of the group to the next.
+        """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
         inner = self.inside(n, stride)
@@ -80,7 +92,7 @@ class Fabric:
         return np.where(n > 1, alpha + far + near, 0.0)
 
     def send_s(self, size: Any, stride: Any) -> Array:
-        """Seconds to send `size` bytes to the rank `stride` further on."""
+        """Return the seconds to send `size` bytes to the rank `stride` further on."""
         near = np.asarray(stride) < self.domain
         rate = np.where(near, self.link_rate, self.nic_rate)
         return np.where(near, self.link_alpha_s, self.nic_alpha_s) + np.asarray(size, dtype=np.float64) / rate

@@ -27,10 +27,16 @@ _UNMASKED = 0.3
 
 
 def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Array:
-    """Seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
+    """Return the seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
 
-    peak: dense FLOP/s of the precision. The slower of arithmetic and memory, after the quantisation of the output into
-    tiles and of the tiles into waves over the device's multiprocessors, and the ramp over the inner width k.
+    The slower of arithmetic and memory, after the quantisation of the output into tiles and of the tiles into waves
+    over
+    the device's multiprocessors, and the ramp over the inner width k.
+
+    Args:
+        tables: constants of the device.
+        m, n, k, batch: sizes; numbers or arrays.
+        peak: dense FLOP/s of the precision.
     """
     m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
     best = np.zeros(np.broadcast(m, n, k, batch).shape)
@@ -60,23 +66,37 @@ def _line_share(width: NDArray[Any]) -> Array:
 
 
 def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> Array:
-    """Seconds of the batched products of unfused attention: `flops` in all, `moved` bytes of scores."""
+    """Return the seconds of the batched products of unfused attention.
+
+    Args:
+        tables: constants of the device.
+        flops: in all.
+        moved: bytes of scores.
+        head_dim: width of a head.
+        peak: dense FLOP/s of the precision.
+    """
     rate = peak * tables.gemm_ceiling * tables.core_eff * (1.0 if head_dim % 8 == 0 else _MISALIGNED)
     return np.maximum(flops / rate, bytes_s(tables, moved)) + 2 * tables.launch_s
 
 
 def bytes_s(tables: Tables, moved: Any) -> Array:
-    """Seconds to stream `moved` bytes through the device's memory."""
+    """Return the seconds to stream `moved` bytes through the device's memory."""
     return np.asarray(moved, dtype=np.float64) / (tables.memory_rate * tables.memory_eff)
 
 
 def flash_s(
     tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: bool, peak: Any, *, masked: bool = True
 ) -> Array:
-    """Seconds of fused attention that really does `flops` (after the causal half or a window).
+    """Return the seconds of fused attention. Heads narrower than 128 leave the matrix units short of work.
 
-    seq_len: keys that a query sees at most. masked: causally, so that tiles are cut. Heads narrower than 128 leave the
-    matrix units short of work.
+    Args:
+        tables: constants of the device.
+        flops: really done, after the causal half or a window.
+        seq_len: keys that a query sees at most.
+        head_dim: width of a head.
+        backward: in place of forward.
+        peak: dense FLOP/s of the precision.
+        masked: causally, so that tiles are cut.
     """
     share = tables.attn_bwd if backward else tables.attn_fwd
     ramp = np.asarray(seq_len) / (np.asarray(seq_len) + tables.attn_s0 * (1.0 if masked else _UNMASKED))

@@ -71,10 +71,15 @@ class Tables:
 
     @classmethod
     def of(cls, device: DeviceSpec, tier: str = "tables", profile: Mapping[str, float] | None = None) -> Tables:
-        """The constants of a device.
+        """Return the constants of a device.
 
-        tier: one of TIERS. profile: constants measured on this machine, by name; they win.
-        Raises ConfigError for an unknown tier or an unknown constant in the profile.
+        Args:
+            device: known or described.
+            tier: one of TIERS.
+            profile: constants measured on this machine, by name; they win.
+
+        Raises:
+            ConfigError: for an unknown tier or an unknown constant in the profile.
         """
         if tier not in TIERS:
             raise _error("tier", f"tier={tier}: not one of {', '.join(TIERS)}.{did_you_mean(tier, TIERS)}")
@@ -93,7 +98,7 @@ class Tables:
         return cls(**(_rates(device, shipped["devices"]) | values), rungs=rungs)
 
     def changed(self, **values: float) -> Tables:
-        """The same with some constants replaced."""
+        """Return a copy with some constants replaced."""
         return replace(self, **values)  # pyright: ignore[reportArgumentType]  # fields of numbers
 
 

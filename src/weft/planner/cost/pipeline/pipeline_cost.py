@@ -32,13 +32,13 @@ class Stages:
 
 
 def chunks_per_rank(columns: Columns) -> Array:
-    """Parts of the model that each rank holds: the virtual stages, and two where the schedule has the form of a V."""
+    """Count the parts of the model on each rank: virtual stages, and two where the schedule has the form of a V."""
     chunks = np.where(_looped(columns), columns.virtual_stages, 1 + _V_SHAPED.take(columns.schedule))
     return np.where(columns.pp > 1, chunks, 1).astype(np.float64)
 
 
 def split_layers(num_layers: int, columns: Columns) -> Stages:
-    """How many layers the ranks hold. Where they do not come out even, the last rank has less, then the first.
+    """Return how many layers the ranks hold. Where they do not come out even, the last rank has less, then the first.
 
     The ends also hold the head and the embedding; most programs relieve them so.
     """
@@ -54,7 +54,14 @@ def split_layers(num_layers: int, columns: Columns) -> Stages:
 
 
 def balanced_layers(num_layers: int, columns: Columns, first_cost: Array, last_cost: Array) -> Stages:
-    """How many layers the ranks hold where embedding and head count as `first_cost` and `last_cost` layers."""
+    """Return how many layers the ranks hold where embedding and head count as layers.
+
+    Args:
+        num_layers: of the whole model.
+        columns: the plans.
+        first_cost: of the embedding, in layers.
+        last_cost: of the head, in layers.
+    """
     p = columns.pp.astype(np.float64)
     even = split_layers(num_layers, columns)
     mean = (num_layers + first_cost + last_cost) / p
@@ -71,14 +78,21 @@ def balanced_layers(num_layers: int, columns: Columns, first_cost: Array, last_c
 
 
 def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: Any) -> Array:
-    """Seconds that the fullest rank waits for the others.
+    """Return the seconds that the fullest rank waits for the others.
 
-    forward, backward: of one pass on one rank, all its chunks. wgrad: the part of backward that makes weight
-    gradients. slack: sum over the ranks of a pass's seconds, less the fullest rank's; (p - 1)(forward + backward)
-    where all are equal. Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024.
+    Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024. Of equal stages each is the
+    longest path through its schedule, in closed form, as the clock finds it (`pipeline_sim`): exact but for zb_v
+    between p
+    and 2 p - 1 passes, where it is drawn straight.
 
-    Of equal stages each is the longest path through its schedule, in closed form, as the clock finds it
-    (`pipeline_sim`): exact but for zb_v between p and 2 p - 1 passes, where it is drawn straight.
+    Args:
+        columns: the plans.
+        forward: seconds of one pass on one rank, all its chunks.
+        backward: the same.
+        wgrad: the part of backward that makes weight gradients.
+        slack: sum over the ranks of a pass's seconds, less the fullest rank's; (p - 1)(forward + backward) where all
+            are
+            equal.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     whole = np.maximum(forward + backward, 1e-30)
@@ -146,7 +160,7 @@ def _looped(columns: Columns) -> NDArray[np.bool_]:
 
 
 def in_flight(columns: Columns, rank: Any) -> Array:
-    """Passes whose activations rank `rank` of the pipeline holds at its fullest moment, in whole passes of the rank.
+    """Count the passes whose activations `rank` of the pipeline holds at most, in whole passes of the rank.
 
     A schedule that puts weight gradients off holds what they need until then: as much on every rank as on the first.
     """
@@ -161,7 +175,7 @@ def in_flight(columns: Columns, rank: Any) -> Array:
 
 
 def sends(columns: Columns) -> Array:
-    """Transfers between stages that the step waits for, one after another, where sends do not hide under compute."""
+    """Count the transfers between stages that the step waits for, one by one, where sends do not hide under compute."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     m = columns.num_micro.astype(np.float64)
     once = np.where(columns.schedule == _CODE["gpipe"], 2 * (p - 1), 2 * ((p - 1) * (1 + m / p) - 1))
@@ -169,6 +183,6 @@ def sends(columns: Columns) -> Array:
 
 
 def hidden_sends(columns: Columns) -> Array:
-    """The same where they do hide: those of filling and draining."""
+    """Count the transfers that the step waits for where sends hide under compute: those of filling and draining."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     return np.where(p > 1, 2 * (v * p - 1), 0.0)

@@ -33,7 +33,7 @@ class Durations:
     latency_s: float = 0.0
 
     def of(self, action: Action) -> float:
-        """Seconds of one action."""
+        """Return the seconds of one action."""
         stage = action.stage
         if action.kind == "F":
             return _at(self.forward_s, stage)
@@ -44,7 +44,7 @@ class Durations:
         return _at(self.input_gradient_s, stage) + _at(self.weight_gradient_s, stage)
 
     def of_step(self, step: Step) -> float:
-        """Seconds of one step: of a pair, less than the sum."""
+        """Return the seconds of one step: of a pair, less than the sum."""
         lengths = [self.of(action) for action in parts(step)]
         return sum(lengths) - (self.hidden * min(lengths) if isinstance(step, Pair) else 0.0)
 
@@ -75,7 +75,11 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Carry the schedule out on a clock. ValueError where its ranks wait for each other in a circle."""
+    """Carry the schedule out on a clock.
+
+    Raises:
+        ValueError: where its ranks wait for each other in a circle.
+    """
     ranks = schedule.ranks
     if durations.hidden:
         starts, ends = _run(schedule, ranks, durations)

@@ -74,7 +74,13 @@ class CrowdedLaws:
 
 
 def host_layer_costs(job: Job, columns: Columns, laws: Laws) -> LayerCosts:
-    """Costs of every row with all ranks at work; the rows have one number format."""
+    """Return the costs of every row with all ranks at work.
+
+    Args:
+        job: model, sequence and batch.
+        columns: plans of one number format.
+        laws: of the host's primitives.
+    """
     [(dtype, _)] = dtype_of(columns)
     return layer_costs(job, columns, laws, columns.world_size.astype(float), dtype)
 

@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 
 def host_memory(job: Job, columns: Columns) -> dict[str, Array]:
-    """Bytes by class on the fullest rank."""
+    """Return the bytes by class on the fullest rank."""
     found: dict[str, Array] = {name: np.zeros(len(columns)) for name in CLASSES}
     fullest = np.zeros(len(columns))
     for rank, (rows, layers, embedding, head) in enumerate(ranks_of(job, columns)):

@@ -41,7 +41,13 @@ FILLED = (
 
 
 def host_parts(job: Job, columns: Columns, laws: Laws) -> Parts:
-    """Seconds by term and bytes by class of every row, as `cost.device_parts` has them for devices of their own."""
+    """Return seconds by term and bytes by class of every row, as `cost.device_parts` has them for devices.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        laws: of the host's primitives.
+    """
     return host_terms(job, columns, laws), host_memory(job, columns)
 
 

@@ -74,7 +74,14 @@ class Drawing:
         self.shapes.extend(shapes)
 
     def legend(self, names: Sequence[tuple[str, str]], x: float, y: float, width: float) -> float:
-        """Names with their colours in lines that are `width` wide; gives the y below them."""
+        """Draw names with their colours in lines; gives the y below them.
+
+        Args:
+            names: (name, colour).
+            x: left edge.
+            y: baseline of the first line.
+            width: of a line.
+        """
         left = x
         for name, colour in names:
             needed = 22 + 6.6 * len(name)
@@ -85,7 +92,7 @@ class Drawing:
         return y + 18
 
     def svg(self) -> str:
-        """The picture as an SVG document."""
+        """Return the picture as an SVG document."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
             f'viewBox="0 0 {self.width:g} {self.height:g}" font-family="sans-serif">'

@@ -14,12 +14,13 @@ _LEFT, _TOP, _WIDTH, _HEIGHT = 90.0, 60.0, 820.0, 420.0
 
 
 def pareto(found: Answer[Candidate]) -> Drawing:
-    """Memory of the fullest rank against tokens a second: every kept plan a dot, the border a line."""
+    """Draw the memory of the fullest rank against tokens a second: every kept plan a dot, the border a line."""
     drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
     question = found.question
     title = f"{question.model.name} on {question.cluster}: memory against speed"
     drawing.add(
-        Text(_LEFT, 28, title, 16), Text(_LEFT, 46, "up and left is better; the line is what no plan beats", 11)
+        Text(_LEFT, 28, title, 16),
+        Text(_LEFT, 46, "up and left is better; the line joins the plans that no other plan beats", 11),
     )
     dots = [*found.ranked, *found.pareto]
     if not dots:
@@ -70,7 +71,7 @@ def _round_up(value: float) -> float:
 
 
 def waterfall(one: Candidate) -> Drawing:
-    """The parts of a step, each beginning where the one before ends."""
+    """Draw the parts of a step, each beginning where the one before ends."""
     rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
     left, height = 280.0, 24.0
     drawing = Drawing(left + 710, _TOP + height * (len(rows) + 1) + 30)
@@ -91,7 +92,7 @@ def waterfall(one: Candidate) -> Drawing:
 
 
 def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing:
-    """Bytes by class on every rank of the pipeline; one bar where all ranks hold alike.
+    """Draw the bytes by class on every rank of the pipeline; one bar where all ranks hold alike.
 
     ranks: bytes by class, rank by rank.
     """
@@ -115,6 +116,6 @@ def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing
     bottom = _TOP + row * len(ranks)
     limit = _LEFT + _WIDTH * one.usable_bytes / most
     drawing.add(Polyline(((limit, _TOP - 6), (limit, bottom + 4)), PALETTE[3], 2))
-    drawing.add(Text(limit, bottom + 18, f"{format_bytes(one.usable_bytes)} are there", 11, "end"))
+    drawing.add(Text(limit, bottom + 18, f"{format_bytes(one.usable_bytes)} available", 11, "end"))
     drawing.legend([(name, colours[name]) for name in names], 20, bottom + 42, _WIDTH)
     return drawing

@@ -30,11 +30,7 @@ class Bar(NamedTuple):
 
 
 def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> str:
-    """The schedule as SVG text, drawn to scale.
-
-    durations: of its steps; by default forward, input gradient and weight gradient of a rank take a second together
-    each, whatever the number of its stages.
-    """
+    """Draw the schedule to scale, as SVG text."""
     one = 1.0 / schedule.virtual_stages
     timeline = simulate(schedule, durations or Durations(one, one, one))
     rows = [
@@ -82,9 +78,12 @@ def _bar(schedule: Schedule, rank: int, action: Action, start: float, end: float
 
 
 def draw_bars(rows: Sequence[tuple[str, Sequence[Bar]]], title: str, legend: Sequence[tuple[str, str]]) -> str:
-    """Rows of bars on one scale of seconds, as SVG text.
+    """Draw rows of bars on one scale of seconds, as SVG text.
 
-    rows: (name, bars) from top to bottom. legend: (word, colour).
+    Args:
+        rows: (name, bars) from top to bottom.
+        title: above them.
+        legend: (word, colour).
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - 10) / length
@@ -116,7 +115,7 @@ def _drawn(bar: Bar, scale: float, top: int) -> str:
 
 
 def fits(label: str, share: float) -> bool:
-    """Whether a label has room on a bar that takes this share of the longest row."""
+    """Return whether a label has room on a bar that takes this share of the longest row."""
     return share * (_WIDTH - _LEFT - 10) >= max(_LEAST_LABEL, 7 * len(label) + 2)
 
 

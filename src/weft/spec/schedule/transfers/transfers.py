@@ -35,10 +35,13 @@ Program = list[Action | Transfer]
 
 
 def with_transfers(schedule: Schedule) -> list[Program]:
-    """The ranks' lists, action by action, with receives before and sends after what needs and makes them.
+    """Return the ranks' lists, action by action, with receives before and sends after what needs and makes them.
 
     The receive is placed among the receiver's steps at the moment at which the sender sends, when all steps take
-    one unit of time. Raises ValueError where the lists wait for each other in a circle.
+    one unit of time.
+
+    Raises:
+        ValueError: where the lists wait for each other in a circle.
     """
     programs: list[Program] = [[] for _ in schedule.ranks]
     place, done = [0] * schedule.num_ranks, set[Action]()
@@ -54,7 +57,7 @@ def with_transfers(schedule: Schedule) -> list[Program]:
             waiting = ", ".join(
                 str(steps[at]) for steps, at in zip(schedule.ranks, place, strict=True) if at < len(steps)
             )
-            raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {waiting}")
+            raise ValueError(f"schedule {schedule.name}: deadlock, its ranks wait for each other at {waiting}")
         for rank, _ in ready:
             place[rank] += 1
         # A pair's forward is sent before its backward begins.
@@ -70,7 +73,7 @@ def with_transfers(schedule: Schedule) -> list[Program]:
 
 
 def receiving_early(program: Program) -> Program:
-    """The same program with each receive posted before the action beside which its message travels, and not after it.
+    """Post each receive before the action beside which its message travels, and not after it.
 
     The message is then there when that action ends. Only for transports on which neither a send nor a receive waits
     for the other end, and none is in the way of another: two ranks may each post a receive before they send.
@@ -93,7 +96,7 @@ Key = tuple[str, int, int]
 
 
 def arrived_by(programs: list[Program], rank: int) -> dict[Key, list[Key]]:
-    """What this rank has sent and need not keep: for each message that it receives, those that are surely there.
+    """List what this rank has sent and need not keep: for each message that it receives, those that are surely there.
 
     A message from another rank says that whatever that rank has worked with before is no longer on its way to it.
     """

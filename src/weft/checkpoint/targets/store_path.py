@@ -1,0 +1,186 @@
+"""Addresses in object stores: as much of pathlib's paths as reading needs, on any file system that fsspec knows.
+
+s3://bucket/prefix, gs://bucket/prefix, abfs://container/prefix, memory://name ... Who may read and write there is
+settled outside of Weft, as each store's own tools do: by variables of the environment or by files in the home folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.errors import CheckpointError, MissingExtra
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
+#: The package and Weft's extra of protocols that need one more than fsspec, which torch brings along.
+_EXTRAS = {
+    "s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"),
+    "az": ("adlfs", "azure"), "abfs": ("adlfs", "azure"), "abfss": ("adlfs", "azure"),
+}  # fmt: skip
+#: Seconds before a request that failed is made again, at first; and how often.
+_PAUSE_S, _RETRIES = 0.25, 3
+#: Errors that stay, by the names of their classes: the stores' own packages are loaded only where they are used.
+_FINAL = {
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "DefaultCredentialsError",
+    "ClientAuthenticationError", "ParamValidationError", "InvalidBucketName",
+}  # fmt: skip
+_NO_ACCESS = "the store refused access: check the credentials of this machine, and what they may do there"
+
+
+class StoreStatus(NamedTuple):
+    """Size in bytes, and when it was written (s since 1970); 0.0 where the store does not say."""
+
+    st_size: int
+    st_mtime: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StorePath:
+    """One address in a store. url: without a slash at its end."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        """The part after the last slash."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> StorePath:
+        """The address one level up; of a bucket, itself."""
+        above = self.url.rpartition("/")[0]
+        return self if above.endswith(":/") else StorePath(above)
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self.url}/{name}")
+
+    def with_name(self, name: str) -> StorePath:
+        """Return the address of another one beside it."""
+        return self.parent / name
+
+    def __str__(self) -> str:
+        return self.url
+
+    def is_dir(self) -> bool:
+        """Return whether objects lie below it."""
+        return bool(ask(self, "isdir", self._key))
+
+    def is_file(self) -> bool:
+        """Return whether it is an object."""
+        return bool(ask(self, "isfile", self._key))
+
+    def exists(self) -> bool:
+        """Return whether it is an object or objects lie below it."""
+        return bool(ask(self, "exists", self._key))
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """Yield what lies directly in it."""
+        try:
+            found = ask(self, "ls", self._key, detail=False)
+        except FileNotFoundError:
+            return
+        names = {str(one).rstrip("/").rpartition("/")[2] for one in found if str(one).rstrip("/") != self._key}
+        yield from (self / name for name in sorted(names))
+
+    def stat(self) -> StoreStatus:
+        """Ask the store for size and time. FileNotFoundError where there is no object of that name."""
+        found = ask(self, "info", self._key)
+        when = found.get("LastModified") or found.get("mtime") or found.get("updated") or found.get("created")
+        stamp = when.timestamp() if hasattr(when, "timestamp") else float(when) if isinstance(when, int | float) else 0
+        return StoreStatus(int(found.get("size") or 0), stamp)
+
+    def lstat(self) -> StoreStatus:
+        """Return `stat`: stores have no links."""
+        return self.stat()
+
+    @property
+    def _key(self) -> str:
+        return key_of(self)
+
+
+Location = Path | StorePath
+
+
+def located(words: str | Path | StorePath) -> Location:
+    """Return the location that a person named: a URL of an object store, or a path. file:// is a path.
+
+    Raises:
+        CheckpointError: for a URL that holds a user, a password or a query, which would be printed and stored.
+    """
+    match = _SCHEME.fullmatch(words) if isinstance(words, str) else None
+    if match is None:
+        return words if isinstance(words, StorePath) else Path(words)
+    scheme, rest = match.groups()
+    if scheme in ("file", "local"):
+        return Path(rest)
+    if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
+        raise CheckpointError(
+            f"{scheme}://...: a URL with a user, a password or a query would be printed and stored. Use "
+            f"{scheme}://bucket/prefix, and leave credentials to the environment or to the store's own files."
+        )
+    if not rest.strip("/"):
+        raise CheckpointError(f"{scheme}://: it names no bucket. Use {scheme}://bucket/prefix.")
+    return StorePath(f"{scheme}://{re.sub('/+', '/', rest).strip('/')}")
+
+
+def key_of(path: StorePath) -> str:
+    """What the store's own file system calls it."""
+    return _opened(path)[1]
+
+
+def file_system(path: StorePath) -> Any:
+    """fsspec's file system of a URL, kept for the process. MissingExtra where its package is not there."""
+    return _opened(path)[0]
+
+
+def _opened(path: StorePath) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    scheme = path.url.partition("://")[0]
+    package, extra = _EXTRAS.get(scheme, (f"a file system of fsspec for {scheme}://", "s3"))
+    try:
+        return url_to_fs(path.url, use_listings_cache=False)  # other processes write there
+    except ImportError as error:
+        raise MissingExtra(package, extra, f"{scheme}://") from error
+    except ValueError as error:
+        known = "s3://, gs://, abfs:// or another protocol of fsspec"
+        raise CheckpointError(f"{scheme}://: fsspec knows no such protocol. Use {known}.") from error
+
+
+def ask(path: StorePath, request: str, *args: Any, **options: Any) -> Any:
+    """The answer to a request: a method of fsspec's file systems by name."""
+    act: Callable[..., Any] = getattr(file_system(path), request)
+    return insisted(path, lambda: act(*args, **options))
+
+
+def insisted(path: StorePath, act: Callable[[], Any], retries: int = _RETRIES) -> Any:
+    """What `act` returns, tried again with growing pauses where a store's answer may be another one next time.
+
+    Raises OSError: FileNotFoundError and PermissionError at once, what else goes wrong after the last try.
+    """
+    for number in range(retries + 1):
+        try:
+            return act()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, _first_line(error), path.url) from error
+        except PermissionError as error:
+            raise PermissionError(errno.EACCES, _NO_ACCESS, path.url) from error
+        except MissingExtra:
+            raise
+        except Exception as error:
+            is_final = isinstance(error, TypeError | NotImplementedError) or type(error).__name__ in _FINAL
+            if is_final or number == retries:
+                reason = _NO_ACCESS if type(error).__name__ in _FINAL else _first_line(error)
+                raise OSError(errno.EIO, reason, path.url) from error
+            time.sleep(_PAUSE_S * 2**number)
+    raise AssertionError
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0][:200]
+    return text.rstrip(".") or type(error).__name__

@@ -1,0 +1,170 @@
+"""What follows a failure: the ranks are started again, the run is held, or the error goes to the user.
+
+torch's agent can restart its ranks too, but always as many, with the same arguments, whatever the cause. Here each
+start is an agent of its own: between two of them the cause decides, data can be left out, and fewer ranks get a plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.checkpoint import list_checkpoints, step_in_name
+from weft.cli.launcher.failure import Failure
+from weft.cli.launcher.launch import RankFailed
+from weft.errors import PlanError, TrainingHalted
+from weft.monitor import EventLog
+from weft.spec import RunConfig
+from weft.train import RunFolder
+from weft.train.run import leave_out
+from weft.units import format_seconds, parse_seconds
+
+_LONGEST_PAUSE_S = 300.0
+_LOOK_S = 0.5
+#: Touched by a person who wants a held run to go on.
+GO_ON = "go_on"
+
+#: Starts the ranks and returns when they have ended well: given the settings, and how many ranks.
+Attempt = Callable[[RunConfig, int], None]
+
+
+@dataclass
+class Restarts:
+    """Whether and how a run goes on after a failure. say: shows the user a line. sleep: takes seconds."""
+
+    config: RunConfig
+    folder: RunFolder
+    num_ranks: int
+    say: Callable[[str], None]
+    sleep: Callable[[float], None] = time.sleep
+    _in_row: int = 0
+    _saved: int | None = None
+    _culprit: int | None = None
+
+    def keep(self, attempt: Attempt) -> None:
+        """Call `attempt` until it ends well.
+
+        Raises:
+            RankFailed: once no restart is left.
+            PlanError: where no plan exists for the ranks that are left.
+        """
+        ranks, config = self.num_ranks, self.config
+        while True:
+            self._saved = self._newest()
+            try:
+                return attempt(config, ranks)
+            except RankFailed as failed:
+                ranks = self._after(failed, ranks)
+            except PlanError:
+                # Of fewer ranks not every number divides the batch.
+                if ranks == self.num_ranks or ranks - 1 < (self.config.launch.min_ranks or ranks):
+                    raise
+                ranks -= 1
+            config = self._next_config(config, ranks)
+
+    def _next_config(self, config: RunConfig, ranks: int) -> RunConfig:
+        """What the next start is to train with."""
+        step, newest = config.resume.step, self._newest()
+        still_to_go_back = step is not None and newest is not None and newest == self._saved and newest > step
+        if step is not None and not still_to_go_back:
+            # Done: it would go back once more.
+            config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
+        return config if ranks == self.num_ranks else for_ranks(config, ranks)
+
+    def _after(self, failed: RankFailed, ranks: int) -> int:
+        """The number of ranks of the next start; raises the failure where there is none."""
+        launch, failure = self.config.launch, failed.failure
+        cause = cause_of(failure)
+        if cause == "refused" or (cause in ("bad steps", "data") and self.config.train.on_bad == "stop"):
+            raise failed
+        saved = self._newest()
+        twice = self._culprit == failure.rank and cause in ("died", "failed") and saved == self._saved
+        if saved is not None and saved != self._saved:
+            self._in_row = 0
+        self._in_row += 1
+        self._note(failure, cause)
+        if not launch.restarts:
+            raise failed
+        if self._in_row > launch.restarts:
+            if launch.on_failure == "stop":
+                raise failed
+            self._hold(failed)
+        if cause in ("bad steps", "data") and self.config.train.on_bad == "leave_out":
+            self._leave_out(failure)
+        self._culprit = None if twice else failure.rank
+        if twice and launch.min_ranks is not None:
+            ranks = self._fewer(failed, ranks, launch.min_ranks)
+        if self._in_row:
+            self._pause(failed)
+        return ranks
+
+    def _newest(self) -> int | None:
+        found = (step_in_name(path.name) for path in list_checkpoints(self.folder.checkpoints))
+        return max((step for step in found if step is not None), default=None)
+
+    def _note(self, failure: Failure, cause: str) -> None:
+        """Into the run's events, for the report; the disk may be what failed."""
+        event = {"event": "failure", "cause": cause, "rank": failure.rank, "text": failure.sentence()}
+        try:
+            with EventLog(self.folder.events) as log:
+                log.write(event if failure.step is None else {**event, "at_step": failure.step})
+        except TrainingHalted as full:
+            self.say(str(full))
+
+    def _leave_out(self, failure: Failure) -> None:
+        last = failure.step or 0
+        first = failure.first_bad or last
+        if last:
+            leave_out(self.folder, range(first, last + 1))
+            which = f"step {last}" if first == last else f"steps {first} to {last}"
+            self.say(f"the data of {which} is left out (train.on_bad=leave_out)")
+
+    def _fewer(self, failed: RankFailed, ranks: int, least: int) -> int:
+        if ranks - 1 < least:
+            raise failed
+        self.say(f"rank {failed.failure.rank} failed twice in a row: going on with {ranks - 1} of {ranks} ranks")
+        return ranks - 1
+
+    def _pause(self, failed: RankFailed) -> None:
+        first = parse_seconds(self.config.launch.restart_pause)
+        seconds = min(_LONGEST_PAUSE_S, first * 2 ** (self._in_row - 1))
+        newest = self._newest()
+        where = "from the start" if newest is None else f"from step {newest}"
+        self.say(
+            f"{failed}\n  ({failed.whereabouts})\n"
+            f"restart {self._in_row} of {self.config.launch.restarts} in {format_seconds(seconds)}, {where}"
+        )
+        self.sleep(seconds)
+
+    def _hold(self, failed: RankFailed) -> None:
+        """Wait, without ranks, for the word of a person."""
+        word = self.folder.path / GO_ON
+        self.say(f"{failed}\n  ({failed.whereabouts})\nheld after {self._in_row} failures; to go on: touch {word}")
+        word.unlink(missing_ok=True)
+        while not word.exists():
+            self.sleep(_LOOK_S)
+        word.unlink(missing_ok=True)
+        self._in_row = 0
+
+
+def cause_of(failure: Failure) -> str:
+    """What kind of failure: "died", "hang", "data", "bad steps", "failed", or "refused", which would come again."""
+    if failure.in_data:
+        return "data"
+    if failure.kind == "TrainingHalted" and failure.first_bad is not None:
+        return "bad steps"
+    if not failure.kind:
+        return "died"
+    if failure.lost_peer:
+        return "hang"
+    # What the user typed and what does not fit into memory is the same at the next start.
+    # A disk that was full or a store that was away may be back.
+    again = failure.expected and failure.exit_code in (2, 4) and failure.kind != "CheckpointError"
+    return "refused" if again else "failed"
+
+
+def for_ranks(config: RunConfig, num_ranks: int) -> RunConfig:
+    """The config for fewer ranks than it was made for: the planner chooses their plan, and the global batch stays."""
+    launch = config.launch.model_copy(update={"ranks": num_ranks})
+    return config.model_copy(update={"plan": "auto", "launch": launch})

@@ -1,0 +1,50 @@
+"""Where ranks stand on the plan's axes: plain arithmetic, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.spec.plan import AXES, Plan
+
+#: The second view of dp_shard x cp x tp, for experts: row-major, `ep` innermost. It does not mix with the first.
+EXPERT_AXES = ("beside_ep", "ep")
+#: The first and the last stage of a pipeline, which may share a weight.
+ENDS = "ends"
+
+
+def joined(names: Iterable[str]) -> str:
+    """Return the name of several axes joined, the same under every order of the plan."""
+    return "*".join(sorted(names, key=_usual_place))
+
+
+def _usual_place(name: str) -> int:
+    """Where an axis stands in the usual order, so that its name is the same under every order."""
+    return (ENDS, *AXES, *EXPERT_AXES).index(name.partition("/")[0])
+
+
+def strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Return, for each axis, how far apart in rank its neighbours are, and its size."""
+    stride = 1
+    found: dict[str, tuple[int, int]] = {}
+    for name, size in reversed(plan.axis_sizes().items()):
+        found[name] = (stride, size)
+        stride *= size
+    found["ep"] = (1, plan.ep)
+    found["beside_ep"] = (plan.ep, plan.dp_shard * plan.cp * plan.tp // plan.ep)
+    for name in names:
+        axis, slash, number = name.partition("/")
+        if slash and axis in AXES and number.isdigit() and int(number) and found[axis][1] % int(number) == 0:
+            found[name] = (found[axis][0], int(number))
+    return found
+
+
+def members_of(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
+    places = strides(plan, names)
+    along = [places["pp" if name == ENDS else name] for name in names]
+    base = rank - sum(rank // stride % size * stride for stride, size in along)
+    members = [base]
+    for name, (stride, size) in zip(names, along, strict=True):
+        steps = sorted({0, size - 1}) if name == ENDS else range(size)
+        members = [member + step * stride for member in members for step in steps]
+    return tuple(members)

@@ -1,0 +1,86 @@
+"""Types of settings: numbers with their limits, and texts with the rule that is said where one breaks it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict, StringConstraints, WithJsonSchema
+
+# TOML has 64-bit integers; sizes have limits far above sense, so that a slip of the hand is refused at once.
+PositiveInt = Annotated[int, Field(gt=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Extent = Annotated[int, Field(gt=0, le=10**9)]
+Width = Annotated[int, Field(gt=0, le=10**6)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[
+    str,
+    StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+            "x-rule": "a name of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
+        }
+    ),
+]
+
+_SHARE_OR_SIZE = r"^([1-9][0-9]?%|([1-9][0-9]{0,8}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9])([KMGT]i?|k)B)$"
+ShareOrSize = Annotated[
+    str,
+    StringConstraints(pattern=_SHARE_OR_SIZE),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _SHARE_OR_SIZE,
+            "x-rule": "a size such as 64GiB, or a share of the machine's memory from 1% to 99%",
+        }
+    ),
+]
+
+_CODE = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"
+CodeName = Annotated[
+    str,
+    StringConstraints(pattern=_CODE),
+    WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
+]
+_TASK = r"^([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*$"
+TaskName = Annotated[
+    str,
+    StringConstraints(pattern=_TASK),
+    WithJsonSchema(
+        {"type": "string", "pattern": _TASK, "x-rule": "a class as package.module:Class or path/to/file.py:Class"}
+    ),
+]
+OptionValue = Annotated[
+    bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],
+    WithJsonSchema({"x-rule": "true, false, a number, a string or a list of numbers"}),
+]
+_PLACE = r"^([^:?#@]|:[^/?#@])[^?#@]*$"
+StoreOrFolder = Annotated[
+    str,
+    StringConstraints(pattern=_PLACE),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _PLACE,
+            "x-rule": "a folder, or a URL of bucket and prefix alone (credentials belong in the environment)",
+        }
+    ),
+]
+
+_DURATION = "^(" + "|".join(
+    "[1-9][0-9]{0,5}" + unit + "".join(f"([0-9]{{1,5}}{smaller})?" for smaller in "dhms"["dhms".index(unit) + 1 :])
+    for unit in "dhms"
+) + ")$"  # fmt: skip
+Duration = Annotated[
+    str,
+    StringConstraints(pattern=_DURATION),
+    WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
+]
+
+ColumnPart = Literal[
+    "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
+    "mask",
+]  # fmt: skip

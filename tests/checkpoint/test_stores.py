@@ -1,0 +1,231 @@
+"""Checkpoints in object stores: fsspec's memory for what is cheap, and a real S3 server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import fsspec
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weft.checkpoint import (
+    SavedPiece,
+    Together,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+    save_pieces,
+    set_aside,
+    verify_checkpoint,
+)
+from weft.checkpoint.parts import Deal, Part
+from weft.checkpoint.targets import located
+from weft.cli.ckpt.verbs import app
+from weft.errors import CheckpointError
+
+from .faults import content
+
+
+@pytest.fixture
+def root():
+    return located(f"memory://{uuid.uuid4().hex}/run")
+
+
+def save(root, step: int, tag: str = "first"):
+    return save_checkpoint(root, step, *content(step, tag))
+
+
+def write(path, data: bytes) -> None:
+    fsspec.filesystem("memory").pipe_file(path.url.removeprefix("memory:/"), data)
+
+
+def delete(path) -> None:
+    fsspec.filesystem("memory").rm_file(path.url.removeprefix("memory:/"))
+
+
+def steps(root) -> list[int]:
+    return [load_checkpoint(path, lazily=True).step for path in list_checkpoints(root)]
+
+
+def test_what_is_saved_comes_back_and_digests_hold(root):
+    path = save(root, 3)
+    opened, (tensors, state) = load_checkpoint(path, verify=True), content(3)
+    assert opened.state == state
+    for group, members in tensors.items():
+        assert all(torch.equal(opened.tensors(group)[name], tensor) for name, tensor in members.items())
+    file = path / "model.safetensors"
+    data = fsspec.filesystem("memory").cat_file(file.url.removeprefix("memory:/"))
+    write(file, data[:-1] + b"x")
+    assert verify_checkpoint(path) == [
+        "model.safetensors does not match its digest: its bytes changed after it was written"
+    ]
+    write(file, data[:-1])
+    assert verify_checkpoint(path, digests=False)[0].startswith("model.safetensors has ")
+
+
+def test_a_killed_upload_is_named_and_ignored_and_goes_with_the_next_pruning(root):
+    save(root, 3)
+    delete(save(root, 6) / "COMMIT")
+    found = newest_checkpoint(root)
+    assert found.step == 3
+    assert [str(one) for one in found.passed_over] == ["step_00000006: it has no COMMIT, so saving it never finished"]
+    assert save(root, 6).name == "step_00000006.again"  # nothing is written over
+    assert steps(root) == [3, 6]
+    prune_checkpoints(root, 1)
+    assert [path.name for path in root.iterdir()] == ["step_00000006.again"]
+
+
+def test_the_later_save_of_a_step_counts(root):
+    for number, tag in enumerate(("first", "second", "third")):
+        assert save(root, 3, tag).name == f"step_00000003{('', '.again', '.again2')[number]}"
+        assert load_checkpoint(newest_checkpoint(root).path).state["tag"] == tag
+    assert len(list(root.iterdir())) == 1
+
+
+def test_set_aside_is_a_mark_beside_it(root):
+    save(root, 3), save(root, 6)
+    set_aside(root, lambda one: one.step == 6)
+    assert newest_checkpoint(root).step == 3
+    assert verify_checkpoint(root / "step_00000006") == []
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:WORD@bucket/x", "s3://bucket/x?token=WORD"])
+def test_credentials_in_a_url_are_refused_and_not_told(url):
+    with pytest.raises(CheckpointError, match=r"s3://...: a URL with a user, a password or a query") as caught:
+        located(url)
+    assert "WORD" not in str(caught.value)
+
+
+def halves(root, step: int, look=None):
+    """Two ranks, as threads, each with half of a tensor."""
+    barrier, said, value = threading.Barrier(2), [b"", b""], [None]
+    whole, ended = torch.arange(4_000_000.0), []
+
+    def gather(rank):
+        def act(record):
+            said[rank] = record
+            barrier.wait()
+            found = [*said]
+            barrier.wait()
+            return found
+
+        return act
+
+    def on_first(rank):
+        def act(do):
+            if rank == 0:
+                try:
+                    value[0] = {"value": do()}
+                except Exception as error:
+                    value[0] = {"error": error}
+            barrier.wait()
+            found = value[0]
+            barrier.wait()
+            if "error" in found:
+                raise found["error"]
+            return found["value"]
+
+        return act
+
+    def run(rank):
+        part = Part((4_000_000,))
+        piece = SavedPiece(
+            "model/w", part, Deal((0, 1), length=2_000_000), rank * 2_000_000, whole[rank * 2_000_000 :][:2_000_000]
+        )
+        together = Together(rank, 2, on_first(rank), gather(rank))
+        try:
+            ended.append(save_pieces(root, step, [piece], {"n": 1}, together, ("model",), look))
+        except CheckpointError as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    [one.start() for one in threads], [one.join() for one in threads]
+    return ended, whole
+
+
+def test_ranks_write_their_own_objects_and_read_only_their_ranges(root):
+    ended, whole = halves(root, 3)
+    path = ended[0]
+    assert ended == [path, path]
+    assert {one.name for one in path.iterdir()} == {
+        "COMMIT", "manifest.json", "model-00000.safetensors", "model-00001.safetensors", "state.json"
+    }  # fmt: skip
+    opened, out = load_checkpoint(path, lazily=True), bytearray(400)
+    opened.read("model", "w", Part((4_000_000,)), 1_999_950, memoryview(out))  # over the border of the two files
+    assert torch.equal(torch.frombuffer(out, dtype=torch.float32), whole[1_999_950:2_000_050])
+    assert torch.equal(opened.tensors("model")["w"], whole)
+
+
+@pytest.fixture(scope="module")
+def s3():
+    pytest.importorskip("s3fs"), pytest.importorskip("moto")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "KEYNAME",
+             "AWS_SECRET_ACCESS_KEY": "KEYWORD", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+    before = dict(os.environ)
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        os.environ.update(names)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield located("s3://bucket")
+    finally:
+        server.kill()
+        server.wait()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3):
+    root = s3 / "run"
+    path, whole = halves(root, 3)[0][0], halves(root, 6)[1]
+    assert str(path) == "s3://bucket/run/step_00000003"
+    assert torch.equal(load_checkpoint(path, verify=True).tensors("model")["w"], whole)
+    shown = CliRunner().invoke(app, ["ls", str(root), "--json"])
+    assert [(one["step"], one["state"], one["num_files"]) for one in json.loads(shown.output)] == [
+        (3, "committed", 5), (6, "committed", 5)
+    ]  # fmt: skip
+    assert CliRunner().invoke(app, ["verify", str(root)]).exit_code == 0
+    assert CliRunner().invoke(app, ["prune", str(root), "--keep-last", "1", "--yes"]).exit_code == 0
+    assert steps(root) == [6]
+    assert "KEYWORD" not in str(load_checkpoint(root / "step_00000006")._manifest)
+    with pytest.raises(CheckpointError, match=r"checkpoint.dir=s3://nowhere/x: nothing can be written "):
+        save_checkpoint(located("s3://nowhere/x"), 1, *content(1))
+
+
+@pytest.mark.full
+def test_a_writer_killed_in_its_upload_leaves_nothing_that_counts(s3, tmp_path):
+    root = s3 / "killed"
+    save(root, 1)
+    script = (
+        "import torch, time; from weft.checkpoint import save_checkpoint; from weft.checkpoint.targets import located\n"
+        "look = lambda group, values: (print('x', flush=True), time.sleep(0.2))\n"
+        f"save_checkpoint(located('{root}'), 2, {{'model': {{'w': torch.zeros(30_000_000)}}}}, {{}}, look=look)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    for _ in range(12):  # 48 MiB: the first part is on its way
+        child.stdout.readline()
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert newest_checkpoint(root).step == 1
+    save(root, 2)
+    assert steps(root) == [1, 2]

@@ -1,0 +1,171 @@
+"""What follows a failure of a rank: a restart, a hold, fewer ranks, data left out, or the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.checkpoint import list_checkpoints
+from weft.cli.launcher import RankFailed, Restarts
+from weft.cli.launcher.failure import Failure
+from weft.cli.launcher.restarts import GO_ON, cause_of, for_ranks
+from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutOfMemory, TrainingHalted
+from weft.monitor import read_events
+from weft.spec import RunConfig
+from weft.train import RunFolder
+from weft.train.run.left_out import LEFT_OUT, leave_out, steps_left_out, stretches
+
+DIED = Failure(1, -9)
+DATA = Failure(0, 1, kind="ValueError", message="torn", step=7, in_data=True)
+BAD = Failure(0, 3, kind="TrainingHalted", message="nan", expected=True, step=9, first_bad=7)
+TYPO = Failure(0, 2, kind="ConfigError", message="x=1: no.", expected=True)
+
+
+class Run:
+    """Ranks on paper: each start does what the next of `ends` says: fail so, save a step, or end well (None)."""
+
+    def __init__(
+        self, folder: Path, *ends: Failure | int | None, on_bad: str = "stop", step: int | None = None, **launch: object
+    ):
+        config = RunConfig.model_validate({"launch": launch, "train": {"on_bad": on_bad}, "resume": {"step": step}})
+        self.folder, self.ends, self.starts, self.said = RunFolder(folder), [*ends], [], []
+        self.slept: list[float] = []
+        self.plans: list[str] = []
+        self.steps: list[int | None] = []
+        self.restarts = Restarts(config, self.folder, 4, self.said.append, self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        if "to go on: touch" in self.said[-1]:
+            (self.folder.path / GO_ON).touch()
+
+    def attempt(self, config: RunConfig, ranks: int) -> None:
+        self.starts.append(ranks)
+        self.plans.append(config.plan)
+        self.steps.append(config.resume.step)
+        while isinstance(step := self.ends.pop(0), int):
+            made = self.folder.checkpoints / f"step_{step:08d}"
+            made.mkdir(parents=True)
+            (made / "COMMIT").touch()
+        if step is not None:
+            raise RankFailed(step, self.folder.logs)
+
+    def keep(self) -> list[int]:
+        self.restarts.keep(self.attempt)
+        return self.starts
+
+
+@pytest.mark.parametrize(
+    "error, cause",
+    [(CommError("gone"), "hang"), (DataError("x"), "refused"), (ConfigError("x"), "refused"),
+     (OutOfMemory("x"), "refused"),
+     (CheckpointError("full"), "failed"), (ValueError("x"), "failed"), (TrainingHalted("disk"), "failed")],
+)  # fmt: skip
+def test_causes(error, cause):
+    assert cause_of(Failure.from_exception(0, error)) == cause
+
+
+def test_causes_that_the_loop_marks():
+    halt, data = TrainingHalted("nan"), DataError("torn")
+    halt.__dict__.update(step=9, first_bad=7)
+    data.__dict__.update(step=7, in_data=True)
+    assert [cause_of(Failure.from_exception(0, one)) for one in (halt, data)] == ["bad steps", "data"]
+    assert cause_of(DIED) == "died"
+
+
+def test_a_run_goes_on_after_failures_with_growing_pauses(tmp_path):
+    run = Run(tmp_path, DIED, Failure(0, 1, kind="ValueError"), None, restarts=2, restart_pause="3s")
+    assert run.keep() == [4, 4, 4]
+    assert run.slept == [3.0, 6.0]
+    assert "rank 1 was killed by signal 9" in run.said[0]
+    assert run.said[0].endswith("restart 1 of 2 in 3.00 s, from the start"), run.said[0]
+    assert [event["cause"] for event in read_events(run.folder.events)] == ["died", "failed"]
+
+
+def test_a_new_checkpoint_starts_the_count_anew(tmp_path):
+    run = Run(tmp_path, DIED, 10, DIED, 20, DIED, None, restarts=1, restart_pause="1s")
+    assert len(run.keep()) == 4
+    assert run.slept == [1.0, 1.0, 1.0]
+    assert "from step 20" in run.said[-1]
+    assert len(list_checkpoints(run.folder.checkpoints)) == 2
+
+
+@pytest.mark.parametrize("failure, restarts", [(TYPO, 5), (BAD, 5), (DATA, 5), (DIED, 0)])
+def test_what_would_come_again_ends_the_run(tmp_path, failure, restarts):
+    run = Run(tmp_path, failure, restarts=restarts)
+    with pytest.raises(RankFailed):
+        run.keep()
+    assert (len(run.starts), run.slept) == (1, [])
+
+
+def test_the_last_restart_is_the_last(tmp_path):
+    run = Run(tmp_path, DIED, DIED, DIED, restarts=2)
+    with pytest.raises(RankFailed):
+        run.keep()
+    assert len(run.starts) == 3
+
+
+def test_a_held_run_goes_on_when_it_is_told(tmp_path):
+    run = Run(tmp_path, DIED, DIED, None, restarts=1, on_failure="hold")
+    assert len(run.keep()) == 3
+    assert any("to go on: touch" in line for line in run.said)
+    assert not (tmp_path / GO_ON).exists()
+
+
+def test_a_rank_that_fails_twice_in_a_row_is_left_behind(tmp_path):
+    run = Run(tmp_path, DIED, DIED, DIED, DIED, None, restarts=9, min_ranks=2)
+    assert run.keep() == [4, 4, 3, 3, 2]
+    assert run.plans == ["dp_replicate=*"] * 2 + ["auto"] * 3
+    assert "rank 1 failed twice in a row: going on with 3 of 4 ranks" in run.said
+    run = Run(tmp_path / "least", DIED, DIED, None, restarts=9, min_ranks=4)
+    with pytest.raises(RankFailed):
+        run.keep()
+
+
+def test_fewer_ranks_get_a_plan_of_the_planner_and_the_batch_stays():
+    config = for_ranks(RunConfig.model_validate({"plan": "tp=2 dp_shard=2", "train": {"global_batch": 12}}), 3)
+    assert (config.plan, config.launch.ranks, config.train.global_batch) == ("auto", 3, 12)
+
+
+def test_data_of_bad_steps_is_left_out(tmp_path):
+    run = Run(tmp_path, BAD, Failure(0, 1, kind="E", step=12, in_data=True), None, restarts=2, on_bad="leave_out")
+    run.keep()
+    assert steps_left_out(run.folder) == {7, 8, 9, 12}
+    assert "the data of steps 7 to 9 is left out (train.on_bad=leave_out)" in run.said
+
+
+def test_bad_steps_are_done_again_where_that_is_wished(tmp_path):
+    run = Run(tmp_path, BAD, None, restarts=2, on_bad="restart")
+    assert len(run.keep()) == 2
+    assert not steps_left_out(run.folder)
+
+
+def test_stretches():
+    assert list(stretches(0, 5, ())) == [(0, 5)]
+    assert list(stretches(0, 9, {3, 4, 7})) == [(0, 2), (4, 6), (7, 9)]
+    assert list(stretches(0, 5, {1, 5})) == [(1, 4), (5, 5)]
+    assert list(stretches(4, 6, {1, 5, 6, 9})) == [(6, 6)]
+
+
+def test_a_damaged_list_is_told(tmp_path):
+    (tmp_path / LEFT_OUT).write_text("[7]")
+    with pytest.raises(ConfigError, match="not a list of steps"):
+        steps_left_out(RunFolder(tmp_path))
+    (tmp_path / LEFT_OUT).unlink()
+    leave_out(RunFolder(tmp_path), [3])
+    leave_out(RunFolder(tmp_path), [2])
+    assert steps_left_out(RunFolder(tmp_path)) == {2, 3}
+    assert steps_left_out(RunFolder(tmp_path, {LEFT_OUT: '{"steps": [8]}'})) == {8}
+
+
+def test_a_run_that_went_back_does_not_go_back_again(tmp_path):
+    run = Run(tmp_path, 10, DIED, None, restarts=1, step=5)
+    run.keep()
+    assert run.steps == [5, None]
+    made = tmp_path / "early" / "checkpoints" / "step_00000010"
+    made.mkdir(parents=True)
+    (made / "COMMIT").touch()
+    run = Run(tmp_path / "early", DIED, None, restarts=1, step=5)
+    run.keep()
+    assert run.steps == [5, 5]  # it died before it had gone back

@@ -1,0 +1,95 @@
+"""Benchmarks keep up with the source: what they import is there and takes what they pass; each tells how it is used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.test_doors import modules
+from weft import env
+
+BENCHMARKS = sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py"))
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def definition(module: str, name: str) -> ast.AST | None:
+    """Where a name of a module comes from, through doors; None where the module has no such name."""
+    if f"{module}.{name}" in modules():
+        return modules()[f"{module}.{name}"]
+    for node in ast.walk(modules().get(module, ast.Module([], []))):
+        if isinstance(node, Definition) and node.name == name:
+            return node
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and any((one.asname or one.name) == name for one in node.names):
+            source = next(one.name for one in node.names if (one.asname or one.name) == name)
+            inside = (node.module or "").startswith("weft")
+            return definition(node.module or "", source) if inside else node
+    return None
+
+
+def wrong_calls(tree: ast.Module, name: str, found: ast.AST | None) -> Iterator[str]:
+    """Calls by that name that the function, or the class with an `__init__` of its own, does not take."""
+    bound = 0
+    if isinstance(found, ast.ClassDef):
+        found = next((one for one in found.body if getattr(one, "name", "") == "__init__"), None)
+        bound = 1
+    if not isinstance(found, ast.FunctionDef) or found.args.kwarg is not None:
+        return
+    takes = [one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+    most = len(found.args.posonlyargs) + len(found.args.args) - bound
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != name:
+            continue
+        unknown = [one.arg for one in node.keywords if one.arg is not None and one.arg not in takes]
+        if unknown or (found.args.vararg is None and len(node.args) > most):
+            yield f"line {node.lineno}: {name} takes {', '.join(takes)}"
+
+
+def out_of_date(text: str) -> Iterator[str]:
+    """What of Weft a script names and the source does not have."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [one.name for one in node.names if one.name.partition(".")[0] == "weft"]
+            yield from (f"line {node.lineno}: no module {name}" for name in names if name not in modules())
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "weft":
+            for one in node.names:
+                found = definition(node.module or "", one.name)
+                if found is None:
+                    yield f"line {node.lineno}: {node.module} has no {one.name}"
+                yield from wrong_calls(tree, one.asname or one.name, found)
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_names_what_there_is(path: Path):
+    assert not list(out_of_date(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import weft.nothing", "line 1: no module weft.nothing"),
+        ("from weft.mesh import Nothing", "line 1: weft.mesh has no Nothing"),
+        ("from weft.mesh import build_mesh\nbuild_mesh(places=3)", "line 2: build_mesh takes plan, "),
+        ("from weft.optim import clip_factor\nclip_factor(1.0, 2.0, 3.0)", "line 2: clip_factor takes norm, max_norm"),
+    ],
+)
+def test_what_a_script_names_in_vain_is_found(text: str, told: str):
+    assert [line.startswith(told) for line in out_of_date(text)] == [True]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_a_benchmark_tells_how_it_is_used(path: Path, tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, str(path), "--help"], cwd=tmp_path, env=env.child_env(), capture_output=True, text=True,
+        timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert path.name in done.stdout

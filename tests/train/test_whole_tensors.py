@@ -1,0 +1,114 @@
+"""A model that cannot compute on its rank's part of the tensors: the first step names the module and a plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.train.test_step import batch_of, class_loss
+from weft.errors import ModelError
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.spec.plan import Plan
+from weft.testing.spawn import RankError
+from weft.train.step import TrainStep
+from weft.train.step.whole_tensors import explain_failure, names_the_module
+
+
+class Inner(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("shape '[4, 16]' is invalid for input of size 32\nmore of it")
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Bypassed(nn.Module):
+    """Calls its layers by `forward`, so no hook of theirs runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer.forward(x)
+        return self.head(x)
+
+
+HEADS = "the features, heads or vocabulary"
+FAILS = "(RuntimeError: shape '[4, 16]' is invalid for input of size 32). If one process can train this model, use "
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("dp_shard=2 zero=2", None),
+        (
+            "tp=2",
+            f"tp=2: inner (Inner) fails on a rank's part of the features, heads or vocabulary {FAILS}tp=1.",
+        ),
+        ("cp=2", f"cp=2: inner (Inner) fails on a rank's part of each sequence {FAILS}cp=1."),
+        ("pp=2 microbatches=2", f"pp=2: inner (Inner) fails on a rank's part of the blocks {FAILS}pp=1."),
+        (
+            "tp=2 sp=on",
+            "sp=on tp=2: inner (Inner) fails on a rank's part of the tokens between layers and the features, heads or "
+            f"vocabulary {FAILS}sp=off or tp=1.",
+        ),
+    ],
+)
+def test_the_innermost_module_is_named(plan, said):
+    model = Outer()
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.zeros(2, 2))
+    assert explain_failure(caught.value, model, Plan.parse(plan)) == said
+
+
+def test_errors_outside_of_the_model_stay_as_they_are():
+    assert explain_failure(ValueError("the loss"), Outer(), Plan.parse("tp=2")) is None
+
+
+def train(plan: str, model: nn.Module) -> None:
+    mesh = build_mesh(Plan.parse(plan))
+    parallelize(model, mesh)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.05), class_loss, mesh)
+    step(batch_of(8, 0, torch.float32))
+
+
+def test_weights_of_a_block_that_is_not_called_under_zero_3(ranks2):
+    with pytest.raises(RankError) as caught:
+        ranks2.run(train, "dp_shard=2 zero=3", Bypassed())
+    said = "zero=3: layers.0.0 (Linear) fails on a rank's part of the weights, which are whole only while their own "
+    assert caught.value.refusal.startswith(said + "module is called (RuntimeError: ")
+    assert caught.value.refusal.endswith("If one process can train this model, use zero=2.")
+    ranks2.run(train, "dp_shard=2 zero=2", Bypassed())
+
+
+def test_a_parameter_without_elements_under_zero_3(ranks2):
+    model = Bypassed()
+    model.head.extra = nn.Parameter(torch.zeros(4, 0))
+    with pytest.raises(RankError) as caught:
+        ranks2.run(train, "dp_shard=2 zero=3", model)
+    said = "zero=3: parameter head.extra has no elements, and fully_shard cannot reduce such a gradient. Use zero=2."
+    assert caught.value.refusal == said
+
+
+def test_the_first_step_gives_the_models_error_as_the_cause():
+    model = Outer()
+    step = TrainStep.__new__(TrainStep)
+    step.model, step.has_trained = model, False
+    step.mesh = type("OnPaper", (), {"plan": Plan.parse("tp=2")})()
+    with pytest.raises(ModelError, match=r"^tp=2: inner \(Inner\) fails") as caught:
+        names_the_module(lambda step: step.model(torch.zeros(2)))(step)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    step.has_trained = True
+    with pytest.raises(RuntimeError, match="is invalid for input"):
+        names_the_module(lambda step: step.model(torch.zeros(2)))(step)

@@ -1,0 +1,73 @@
+"""What a checkpoint of a model and its optimizer would hold, as whole tensors in memory; and back from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.checkpoint.arrays import torch_formats
+from weft.checkpoint.parts import Part
+from weft.train.state import pieces, resume
+
+Groups = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, dict]:
+    """Copies by group and name, from the pieces that ranks write. All ranks call it; without `keep` it is empty."""
+    mine = [(one.path, one.part, one.start, one.data.cpu().clone()) for one in pieces(model, optimizer)]
+    ranks = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = [mine] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    found: dict[str, dict] = {"model": {}, "optimizer": {}}
+    for path, part, start, data in [piece for pieces_of_rank in ranks for piece in pieces_of_rank if keep]:
+        group, _, name = path.partition("/")
+        if group in found:
+            whole = found[group].setdefault(name, torch.full(part.shape, 77, dtype=data.dtype))
+            for place, line in places(part, start, data.reshape(-1), whole):
+                place.copy_(line)
+    return found
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups) -> list[str]:
+    """As `resume` from a checkpoint that holds these tensors."""
+    return resume(model, optimizer, InMemory(groups))
+
+
+def places(part: Part, start: int, line: torch.Tensor, whole: torch.Tensor):
+    """Views of the whole, each with those elements of a stretch of the part's line that belong there."""
+    for view in part.views(start, start + line.numel()):
+        sizes = [high - low for low, high in view.box]
+        yield whole[tuple(slice(*one) for one in view.box)], line.as_strided(sizes, view.strides, view.offset)
+
+
+@dataclass
+class Entry:
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class InMemory:
+    """Stands in for a Checkpoint."""
+
+    def __init__(self, groups: Groups):
+        self._groups = groups
+
+    def entries(self, group: str) -> dict[str, Entry]:
+        names = {dtype: name for name, dtype in torch_formats().items()}
+        return {name: Entry(tuple(one.shape), names[one.dtype]) for name, one in self._groups[group].items()}
+
+    def private(self, group: str, rank: int) -> Mapping[str, torch.Tensor]:
+        return self._groups.get(group, {})
+
+    def read(self, group: str, name: str, part: Part, start: int, out: memoryview) -> None:
+        whole = self._groups[group][name].detach().cpu()
+        line = torch.frombuffer(out, dtype=whole.dtype)
+        if part.is_padded:
+            line.zero_()
+        for place, target in places(part, start, line, whole):
+            target.copy_(place)
