@@ -181,7 +181,7 @@ def test_what_the_device_decides_is_what_the_host_would(plan, optimizer):
         scale = step.loss_scale.state()
         step.settle()
         engine = data_parallel(model)
-        states = {name: tensor.clone() for name, tensor in engine.states(made)}
+        states = {one.name: one.flat.clone() for one in engine.state_stretches(made)}
         return [str(one)[str(one).index("(") :] for one in found], scale, dict(model.state_dict()), states
 
     late, usual = trained(True), trained(False)

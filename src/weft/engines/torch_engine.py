@@ -98,7 +98,7 @@ class TorchEngine:
     def wants_stop(self, wanted: bool) -> None:
         self._step.wants_stop = wanted
 
-    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
+    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
         Args:
@@ -115,7 +115,7 @@ class TorchEngine:
 
     def _result(self, done: StepMetrics) -> StepResult:
         """What the loop is told of a step. All ranks ask at the same place."""
-        self._step.settle()
+        self._step.settle(done)
         return StepResult(done.loss, done.grad_norm, done.num_tokens, done.loss_scale, done.skipped, done.wants_stop)
 
     @property

@@ -7,10 +7,11 @@ asks for them, which by then have usually passed.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -96,13 +97,13 @@ class StepTimes:
 
     @cached_property
     def total_s(self) -> float:
-        """Seconds from the step's start to its end on the device: all that the step launched is in them."""
+        """Seconds from the step's start to its end on the device: all that the step gave it to do is in them."""
         return self._clock.seconds_between(self._start, self._end)
 
     @cached_property
     def gap_s(self) -> float:
-        """Seconds without work of a step before this one; 0 for the first."""
-        return 0.0 if self._before is None else self._clock.seconds_between(self._before, self._start)
+        """Seconds on the device from the end of the step before to the start of this one; infinite for the first."""
+        return math.inf if self._before is None else self._clock.seconds_between(self._before, self._start)
 
     @cached_property
     def phases(self) -> dict[str, float]:
@@ -185,11 +186,6 @@ class Meter:
     def count(self, times: StepTimes, number: int) -> None:
         """Say what a step trained: tokens or samples over all ranks, 0 for nothing. Waits for the step's end."""
         self._recent.append((number, times.total_s))
-
-    def wait(self) -> None:
-        """Wait until the device has done all that it was given, so that the next seconds are not those of a step."""
-        now = self._clock.mark()
-        self._clock.seconds_between(now, now)
 
     @property
     def count_per_s(self) -> float:

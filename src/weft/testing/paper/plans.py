@@ -1,7 +1,7 @@
 """Train a small decoder under a plan on the open paper device: one rank of it, the others are as silent as they can be.
 
 Collectives go to torch's fake process group, which answers at once with what was there. What was counted is of one
-step, after a first one that makes everything that is made once.
+step: the third, because the first makes everything that is made once, and the host reads a step's numbers in the next.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int =
     each = rows // subject.experts if subject.experts else 1
     device.answer = lambda tensor: 1.0 if tensor.dtype.is_floating_point or tensor.dtype == torch.bool else float(each)
     try:
-        report = _two_steps(plan, device, subject)
+        report = _three_steps(plan, device, subject)
     except (RuntimeError, WeftError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError) as raised:
         traceback.print_exc()
         why = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised) else ''}"
@@ -90,14 +90,14 @@ def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int =
     return replace(report, name=text)
 
 
-def _two_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperReport:
+def _three_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperReport:
     mesh = build_mesh(plan, CUDA)
     model = parallelize(build_decoder(subject.spec, seed=0), mesh, seed=0)
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection())
     step = TrainStep(
         model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0, meter=Meter(CUDA)
     )
-    for _ in range(2):
+    for _ in range(3):
         device.begin()
         step(subject.microbatches(plan.microbatches_per_step))
     device.wait_unawaited()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +22,17 @@ class StepResult:
     wants_stop: bool = False
 
 
-class LateResult(StepResult):
-    """A result whose numbers are still on the device: the first look at one waits for them. All ranks look.
+class LateResult:
+    """A result whose numbers are still on the device.
 
-    The loop looks when the next step is launched, so that the device always has work. read: waits for the numbers.
+    The loop reads it when the next step is launched, so that the device always has work. All ranks read it there.
+
+    Args:
+        read: waits for the numbers.
     """
 
-    __slots__ = ("_read",)
-
     def __init__(self, read: Callable[[], StepResult]):
-        object.__setattr__(self, "_read", read)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in StepResult.__slots__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = self._read()
-        for one in fields(StepResult):
-            object.__setattr__(self, one.name, getattr(found, one.name))
-        return getattr(found, name)
+        self.read = read
 
 
 @dataclass(frozen=True, slots=True)

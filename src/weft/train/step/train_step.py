@@ -149,22 +149,25 @@ class TrainStep:
 
     @property
     def loss_scale(self) -> LossScale:
-        """The scale of the next step's loss; waits for the last step's numbers."""
+        """Return the scale of the next step's loss; waits for the last step's numbers."""
         self._read()
         return self._loss_scale
 
     @property
     def is_unread(self) -> bool:
-        """Whether only the device knows the last step's numbers."""
+        """Whether only the device knows what it decided of the last step."""
         return self._unread is not None
 
-    def settle(self) -> None:
+    def settle(self, metrics: StepMetrics | None = None) -> None:
         """Read what the device decided of the last step. All ranks call it.
+
+        metrics: of the step to read; nothing waits where a later one was launched, which has read it. None: the last.
 
         Raises:
             CommError: where its gradient was not finite because ranks disagreed.
         """
-        self._read()
+        if metrics is None or metrics is self._unread:
+            self._read()
         if self._unchecked:
             self._unchecked = False
             self._data_parallel.check()
