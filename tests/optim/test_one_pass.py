@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from weft.optim import AdamRule, Lane, SgdRule, Verdict, clip_factor, step_lane
+from weft.optim import AdamRule, Lane, SgdRule, StepDecision, clip_factor, step_lane
 from weft.optim.one_pass import adam_kernel, sgd_kernel
 
 
@@ -76,10 +76,10 @@ def test_a_factor_that_is_no_number_leaves_all_as_it_is(rule, kernel):
     ],
 )
 def test_the_devices_verdict_is_the_hosts(numbers, taken, finite, max_norm):
-    verdict = Verdict(torch.tensor(numbers, dtype=torch.float64), 8.0, 4.0, max_norm)
-    assert (verdict.was_taken, bool(verdict.is_taken), bool(verdict.is_finite)) == (taken, taken, finite)
-    assert str(verdict.numbers) == str(numbers)
+    decision = StepDecision(torch.tensor(numbers, dtype=torch.float64), 8.0, 4.0, max_norm)
+    assert (decision.was_taken, bool(decision.is_taken), bool(decision.is_finite)) == (taken, taken, finite)
+    assert str(decision.numbers) == str(numbers)
     to_mean = 8.0 / (max(numbers[1], 1.0) * 4.0)
     expected = to_mean * clip_factor(numbers[3] * to_mean, max_norm)
-    assert float(verdict.factor) == expected if taken else math.isnan(verdict.factor)
-    assert verdict.factor_for(torch.bfloat16).dtype == torch.float32
+    assert float(decision.factor) == expected if taken else math.isnan(decision.factor)
+    assert decision.factor_for(torch.bfloat16).dtype == torch.float32

@@ -20,7 +20,7 @@ from weft.comm import all_reduce
 from weft.data.batch import move_batch
 from weft.mesh import Mesh
 from weft.monitor.times import Meter
-from weft.optim import LossScale, Verdict, clip_factor
+from weft.optim import LossScale, StepDecision, clip_factor
 from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, trust_loss
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
@@ -263,18 +263,18 @@ class TrainStep:
         """The same where the device decides, and the host reads one step later what it decided."""
         assert self._nominal is not None
         scale = self._loss_scale
-        verdict = Verdict(numbers, self._nominal, scale.factor(), self.max_grad_norm)
+        decision = StepDecision(numbers, self._nominal, scale.factor(), self.max_grad_norm)
         if scale.enabled:
             # Both ways that the scale may go; the next forward takes the right one without the host.
             good, bad = replace(scale), replace(scale)
             good.update(True)
             bad.update(False)
-            self._next_scale = torch.where(verdict.is_finite, good.scale, bad.scale)
-        self._data_parallel.update(self.optimizer, verdict)
+            self._next_scale = torch.where(decision.is_finite, good.scale, bad.scale)
+        self._data_parallel.update(self.optimizer, decision)
         self._data_parallel.publish()
-        self._experts.finish(moved=verdict.is_taken)
+        self._experts.finish(moved=decision.is_taken)
         nominal, then = self._nominal, replace(scale)
-        self._unread = LateMetrics(lambda: StepMetrics.of_sums(verdict.numbers, nominal, then))
+        self._unread = LateMetrics(lambda: StepMetrics.of_sums(decision.numbers, nominal, then))
         return self._unread
 
     def _reads_late(self) -> bool:

@@ -27,7 +27,7 @@ from weft.comm import all_gather, broadcast
 from weft.errors import ModelError
 from weft.memory import Host, HostPart, choose, step_on_host
 from weft.mesh import Mesh
-from weft.optim import Verdict
+from weft.optim import StepDecision
 from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats, tell_places
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
@@ -147,22 +147,23 @@ class FlatModel:
             self.show_gradients()
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether `update` takes the device's verdict for this optimizer."""
+        """Return whether `update` takes the device's decision for this optimizer."""
         return not self._on_host and not self.coders.carries and self._steps[self._adoption(optimizer)].applies()
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float | Verdict) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
         adoption = self._adoption(optimizer)
-        if isinstance(factor, Verdict):
+        if isinstance(factor, StepDecision):
             self.reducer.factor = factor.factor
+            self._steps[adoption].take(factor)
         elif self._steps[adoption].applies():
             self.reducer.arrive()
-            factor = self.reducer.factor = self.reducer.factor * factor
+            self.reducer.factor = whole = float(self.reducer.factor) * factor
+            self._steps[adoption].take(whole)
         else:
             self.scale(factor)
             optimizer.step()
             return
-        self._steps[adoption].take(factor)
         with adoption.spent():
             optimizer.step()
 

@@ -166,7 +166,7 @@ class Reducer:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients: at once, and not as the optimizer reads them."""
-        factor, self.factor = factor * self.factor, 1.0
+        factor, self.factor = factor * float(self.factor), 1.0
         if factor != 1.0 and self.buckets:
             self.arrive()  # what is still on its way to the host must not be multiplied twice
             foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)

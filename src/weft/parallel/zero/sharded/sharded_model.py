@@ -31,11 +31,11 @@ from torch.distributed.fsdp import FSDPModule
 from weft.comm import all_reduce, broadcast
 from weft.memory import Host, step_on_host
 from weft.mesh import Axis, Mesh
-from weft.optim import Verdict, clip_factor
+from weft.optim import StepDecision, clip_factor
 from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
-from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, step_by_verdict
+from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, step_by_decision
 from weft.parallel.zero.sharded.fsdp_hooks import Calls, ReplicaSum, StagePasses, drop_partial_gradients, hide_hooks
 from weft.parallel.zero.sharded.fsdp_units import Unit, find_units
 from weft.parallel.zero.sharded.gather_order import Act, Order
@@ -240,13 +240,13 @@ class FullyShardedModel:
             foreach_mul_(grads, factor)
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether `update` takes the device's verdict for this optimizer."""
+        """Return whether `update` takes the device's decision for this optimizer."""
         return not self._has_host and not self.coders.carries and leaves_steps_out(optimizer)
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float | Verdict) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
-        if isinstance(factor, Verdict):
-            step_by_verdict(optimizer, factor)
+        if isinstance(factor, StepDecision):
+            step_by_decision(optimizer, factor)
             return
         self.scale(factor)
         optimizer.step()

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 
-class Verdict:
+class StepDecision:
     """What follows from a step's sums over all ranks; equal on all of them.
 
     Args:
