@@ -20,6 +20,7 @@ __all__ = [
     "finish",
     "host_mark",
     "unobserved",
+    "waited",
 ]
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from weft.comm.links.segment import Segment, host_mark
     from weft.comm.links.shared import SharedLink
     from weft.comm.links.staged import StagedLink
-    from weft.comm.links.stream_wait import StreamWait
+    from weft.comm.links.stream_wait import StreamWait, waited
 
 __getattr__ = loads(
     __name__,
@@ -47,5 +48,6 @@ __getattr__ = loads(
         "finish": ".link",
         "host_mark": ".segment",
         "unobserved": ".link",
+        "waited": ".stream_wait",
     },
 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from weft.comm import Ledger
 from weft.errors import WeftError
 from weft.mesh import build_mesh
 from weft.models import build_decoder
@@ -91,15 +92,18 @@ def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int =
 
 
 def _three_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperReport:
-    mesh = build_mesh(plan, CUDA)
+    ledger = Ledger()
+    meter = Meter(CUDA, communication=ledger)
+    mesh = build_mesh(plan, CUDA, ledger.record)
     model = parallelize(build_decoder(subject.spec, seed=0), mesh, seed=0)
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection())
-    step = TrainStep(
-        model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0, meter=Meter(CUDA)
-    )
+    step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0, meter=meter)
+    before = ledger.mark()
     for _ in range(3):
         device.begin()
+        before = ledger.mark()
         step(subject.microbatches(plan.microbatches_per_step))
     device.wait_unawaited()
-    # Asked before the model goes: what ends with it is no part of a step.
-    return device.report()
+    # Asked before the model goes: what ends with it is no part of a step. Reading the ledger waits for the device.
+    report = device.report()
+    return replace(report, over_s=ledger.seconds_between(before, ledger.mark()))

@@ -24,8 +24,8 @@ class PaperReport:
 
     num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
     copies, collectives, races: how often, by what. mismatch: the error of a tensor on the wrong device, or "".
-    busy_s: of the default stream. idle_s: its waiting, by reason. name: of the script or the plan. error: what ended a
-    plan early, or "".
+    busy_s: of the default stream. idle_s: its waiting, by reason. over_s: of a plan, what of that is for other ranks,
+    by axis, as a run's ledger has it. name: of the script or the plan. error: what ended a plan early, or "".
     """
 
     kernels: int = 0
@@ -37,6 +37,7 @@ class PaperReport:
     step_s: float = 0.0
     busy_s: float = 0.0
     idle_s: dict[str, float] = field(default_factory=dict)
+    over_s: dict[str, float] = field(default_factory=dict)
     mismatch: str = ""
     name: str = ""
     error: str = ""
@@ -70,6 +71,7 @@ class PaperReport:
         ):
             told += [f"  {title:10} {number:5} x {name}" for name, number in sorted(found.items(), key=lambda x: -x[1])]
         told += [f"  idle {seconds * 1e3:8.2f} ms  {why}" for why, seconds in sorted(self.idle_s.items())]
+        told += [f"  over {seconds * 1e3:8.2f} ms  {axis}" for axis, seconds in sorted(self.over_s.items())]
         return told + [
             f"  {title}: {text}" for title, text in (("wrong device", self.mismatch), ("ended by", self.error)) if text
         ]

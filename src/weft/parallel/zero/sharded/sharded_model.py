@@ -44,7 +44,7 @@ from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
 from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
-from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
+from weft.parallel.zero.sharded.unit_collectives import connect_unit
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
 from weft.private_torch import foreach_mul_, graph_task, uncompiled
@@ -122,8 +122,7 @@ class FullyShardedModel:
         self._undivided: dict[nn.Module, ReplicaSum] = {}
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
-            module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
-            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks], self.coders))
+            connect_unit(module, index, axis, orders[axis.ranks], self.coders, mesh.device)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
