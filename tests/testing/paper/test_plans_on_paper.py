@@ -51,6 +51,8 @@ DENSE = {
 }
 #: Layers of experts; over ep the host must know how many rows go where: once in each of the two layers.
 EXPERTS = {"precision=bf16": (0, 0), "dp_shard=2 ep=2 zero=1 precision=bf16": (2, 2)}
+#: Steps that take the device longer than the host.
+LARGE = ("precision=bf16", "dp_shard=2 zero=3 precision=fp16")
 #: Sequences of several documents; cp cuts at their borders, which the host reads.
 DOCUMENTS = {"precision=bf16": (0, 0), "cp=2 cp_mode=ring precision=bf16": (2, 2)}
 
@@ -80,6 +82,18 @@ def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(known, optio
 
 
 #: Each fault is planted in Weft's own code, for one step on the paper device.
+def test_the_host_is_one_step_ahead_of_a_slow_device():
+    """It waits once, for the numbers of the step before, and the device goes on with this one meanwhile."""
+    done = plans_on_paper(LARGE, "--layers=2", "--dim=2048", "--seq-len=4096")
+    assert len(done.reports) == len(LARGE), done.stderr
+    for report in done.reports:
+        assert (report.error, report.num_syncs) == ("", 0), report.lines()
+        assert [name.partition(" @")[0] for name in report.behind] == ["event.synchronize"], report.lines()
+        assert list(report.behind.values()) == [1], report.lines()
+        assert "waits for the host" not in report.idle_s, report.lines()
+        assert report.step_s <= 1.1 * report.busy_s, report.lines()
+
+
 FAULTS = """
 import contextlib, json, sys
 from unittest.mock import patch
