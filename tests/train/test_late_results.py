@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file
 
 from weft.errors import TrainingHalted
 from weft.mesh import Pulse
+from weft.monitor import read_events
 from weft.monitor.times import Meter
 from weft.spec.files.config_file import load_config
 from weft.train.engine import Evaluation, LateResult, StepResult
 from weft.train.hooks import Hook
 from weft.train.loop import Trainer
+from weft.train.step import TrainStep
 
 
 class LateEngine:
@@ -113,3 +117,46 @@ def test_a_hook_that_asks_to_stop_ends_the_run_on_all_ranks_after_the_same_step(
     acts = trained("train.steps=9", asks_at=2, late=late)
     assert acts[-3:] == [f"save {last}", f"end {last}", "asked to stop"]
     assert [act for act in acts if act.startswith("see")] == [f"see {step}" for step in range(1, last + 1)]
+
+
+def told(folder):
+    """What a run says of its steps and evaluations, without times."""
+    keys = ("event", "step", "loss", "lr", "grad_norm", "tokens", "loss_scale", "skipped", "reason")
+    events = [event for event in read_events(folder.events) if event["event"] in ("step", "eval", "end")]
+    return [[str(event.get(key)) for key in keys] for event in events]
+
+
+def test_a_run_whose_device_decides_is_the_same_to_the_bit(start, monkeypatch):
+    settings = ("plan=precision=fp16", "checkpoint.every=5", "checkpoint.keep=9")
+    usual, _, _ = start("run.name=usual", *settings)
+    init = TrainStep.__init__
+    late_steps = []
+    decide = TrainStep._update_unread
+    monkeypatch.setattr(TrainStep, "__init__", functools.partialmethod(init, reads_late=True))
+    monkeypatch.setattr(
+        TrainStep, "_update_unread", lambda step, numbers: late_steps.append(1) or decide(step, numbers)
+    )
+    late, _, _ = start("run.name=late", *settings)
+    assert len(late_steps) == 11  # all but the first
+    assert told(late) == told(usual)
+    saved = sorted(path.relative_to(usual.path) for path in usual.checkpoints.rglob("*.safetensors"))
+    assert len(saved) >= 3
+    for path in saved:
+        ours, theirs = load_file(late.path / path), load_file(usual.path / path)
+        assert ours.keys() == theirs.keys()
+        assert all(tensor.equal(theirs[name]) for name, tensor in ours.items()), path
+
+
+def test_a_run_that_goes_wrong_halts_for_the_same_step_and_saves_the_same(start, monkeypatch, tmp_path):
+    settings = ("optimizer.lr=1e38", "schedule.kind=constant", "schedule.warmup_steps=0", "train.max_bad_steps=2",
+                "checkpoint.every=4", "eval.every=0")  # fmt: skip
+    ends = []
+    for name, reads_late in (("usual", False), ("late", True)):
+        init = functools.partialmethod(TrainStep.__init__, reads_late=reads_late)
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainStep, "__init__", init)
+            with pytest.raises(TrainingHalted) as halted:
+                start(f"run.name={name}", *settings)
+        saved = [path.name for path in (tmp_path / name / "checkpoints").glob("step_*")]
+        ends.append((str(halted.value).replace(name, ""), halted.value.__dict__["first_bad"], saved))
+    assert ends[0] == ends[1]
