@@ -98,7 +98,7 @@ def test_what_is_due_after_a_step_knows_that_step():
 
 @pytest.mark.parametrize(("bad", "every"), [(3, 3), (3, 4), (2, 3)])
 def test_nothing_is_saved_after_a_step_that_halts(bad, every):
-    """The step after the bad one may be launched: the device leaves out both, and no save comes of either."""
+    """The step after the bad one may be launched, and no save comes of it."""
     acts = trained("train.max_bad_steps=0", f"checkpoint.every={every}", bad=(bad,))
     assert acts[-1] == f"halted, first bad {bad}"
     assert f"see {bad}" in acts
