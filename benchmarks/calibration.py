@@ -143,7 +143,7 @@ def timed_step(text: str) -> dict[str, Any]:
     one.meter.begin_step()
     one.step(one.batch)
     torch.distributed.barrier()
-    times = one.meter.end_step(0)
+    times = one.meter.end_step()
     return {"total": times.total_s, "phases": times.phases, "reference": reference_s}
 
 

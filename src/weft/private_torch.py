@@ -100,7 +100,7 @@ uncompiled: _Wrapper = _untyped.compiler.disable
 
 #: Many tensors in one call. torch's documentation lists these functions, under names that type checkers call private.
 foreach_lerp_: Callable[[list[torch.Tensor], list[torch.Tensor], float], None] = _untyped._foreach_lerp_
-foreach_mul_: Callable[[list[torch.Tensor], float | list[float]], None] = _untyped._foreach_mul_
+foreach_mul_: Callable[[list[torch.Tensor], float | list[float] | torch.Tensor], None] = _untyped._foreach_mul_
 foreach_norm: Callable[..., list[torch.Tensor]] = _untyped._foreach_norm
 
 #: The innermost mode that sees operations; None where there is none.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import mmap
 import subprocess
 import sys
@@ -33,8 +34,8 @@ def test_phases_are_summed_by_name_and_may_lie_inside_each_other():
             pass
     with meter.phase("backward"), meter.phase("reduce"):
         pass
-    assert meter.end_step(10).phases == {"forward": 2.0, "reduce": 1.0, "backward": 3.0}
-    assert meter.end_step(10).phases == {}
+    assert meter.end_step().phases == {"forward": 2.0, "reduce": 1.0, "backward": 3.0}
+    assert meter.end_step().phases == {}
 
 
 def test_a_devices_clock_is_read_only_when_somebody_looks_and_once():
@@ -43,18 +44,20 @@ def test_a_devices_clock_is_read_only_when_somebody_looks_and_once():
     for _ in range(3):
         with meter.phase("forward"):
             pass
-        times = meter.end_step(10)
+        times = meter.end_step()
     assert clock.waits == 0
     assert times.phases == {"forward": 1.0}
     assert times.phases is times.phases
     assert clock.waits == 1
+    meter.count(times, 10)
+    assert (times.total_s, clock.waits) == (3.0, 2)
 
 
 def test_a_phase_that_fails_is_timed_and_lets_the_error_pass():
     meter = Meter(clock=Ticks())
     with pytest.raises(ValueError, match="x"), meter.phase("forward"):
         raise ValueError("x")
-    assert meter.end_step(1).phases == {"forward": 1.0}
+    assert meter.end_step().phases == {"forward": 1.0}
 
 
 def test_seconds_are_those_of_the_wall(monkeypatch):
@@ -66,15 +69,56 @@ def test_seconds_are_those_of_the_wall(monkeypatch):
     with meter.phase("forward"):
         now[0] += 2.0
     now[0] += 0.5
-    times = meter.end_step(1000)
-    assert (times.total_s, times.count_per_s, times.phases) == (2.5, 400.0, {"forward": 2.0})
+    times = meter.end_step()
+    meter.count(times, 1000)
+    assert (times.total_s, times.phases, meter.count_per_s) == (2.5, {"forward": 2.0}, 400.0)
     now[0] += 1.5
-    assert meter.end_step(600).count_per_s == 400.0  # Without begin_step a step lasts from the last one's end.
+    later = meter.end_step()  # Without begin_step a step lasts from the last one's end.
+    meter.count(later, 600)
+    assert (later.total_s, later.gap_s, meter.count_per_s) == (1.5, 0.0, 400.0)
     now[0] += 50.0  # An evaluation.
     meter.begin_step()
     now[0] += 1.0
-    meter.end_step(0)
+    last = meter.end_step()
+    meter.count(last, 0)
+    assert last.gap_s == 50.0
     assert meter.count_per_s == pytest.approx(1600 / 5.0)
+
+
+class LateDevice:
+    """A clock of a device that works through a queue: the host gives it seconds of work, and goes on at once."""
+
+    def __init__(self) -> None:
+        self.host = self.free = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.free = max(self.free, self.host) + seconds
+
+    def mark(self) -> float:
+        return max(self.free, self.host)
+
+    def seconds_between(self, start: float, end: float) -> float:
+        self.host = max(self.host, end)
+        return end - start
+
+
+def test_a_step_lasts_until_the_device_has_done_it():
+    """The host is ahead: it launches a step of 8 s in one second, and reads it when the next one is launched."""
+    clock = LateDevice()
+    meter, unread, seen = Meter(clock=clock), None, []
+    for _ in range(4):
+        meter.begin_step()
+        for name, seconds in (("forward", 2.0), ("backward", 5.0), ("optimizer", 1.0)):
+            with meter.phase(name):
+                clock.work(seconds)
+        clock.host += 1.0
+        unread, before = meter.end_step(), unread
+        if before is not None:
+            meter.count(before, 80)
+            seen.append((before.total_s, before.gap_s, sum(before.phases.values())))
+    assert seen == [(8.0, math.inf, 8.0), (8.0, 0.0, 8.0), (8.0, 0.0, 8.0)]
+    assert meter.count_per_s == 10.0
+    assert (clock.host, clock.free) == (24.0, 32.0)  # the third step's end, when the fourth has work for 8 s
 
 
 def test_the_smoothed_speed_forgets_old_steps(monkeypatch):
@@ -84,7 +128,7 @@ def test_the_smoothed_speed_forgets_old_steps(monkeypatch):
     assert meter.count_per_s == 0
     for step in range(100):
         now[0] += 10.0 if step < 50 else 1.0
-        meter.end_step(100)
+        meter.count(meter.end_step(), 100)
     assert meter.count_per_s == pytest.approx(100.0)
 
 
@@ -93,7 +137,7 @@ def test_a_meter_that_nobody_ends_does_not_grow():
     for _ in range(20_000):
         with meter.phase("forward"):
             pass
-    assert sum(meter.end_step(1).phases.values()) <= 5000
+    assert sum(meter.end_step().phases.values()) <= 5000
 
 
 def test_memory_of_this_process():

@@ -27,9 +27,19 @@ class Ticks:
         return end - start
 
 
+class Spent(dict):
+    """Seconds by axis so far, as communication is told to a meter."""
+
+    def mark(self):
+        return dict(self)
+
+    def seconds_between(self, start, end):
+        return {axis: seconds - start[axis] for axis, seconds in end.items()}
+
+
 def test_a_phase_and_the_communication_in_it_are_counted_once():
-    clock, spent = Ticks(), {"tp": 0.0, "pp": 0.0}
-    meter, book = Meter(clock=clock, communication=lambda: dict(spent)), TimeBook()
+    clock, spent = Ticks(), Spent({"tp": 0.0, "pp": 0.0})
+    meter, book = Meter(clock=clock, communication=spent), TimeBook()
     for phase, seconds, axis, inside in (
         ("forward", 3.0, "tp", 1.0), ("wait", 2.0, "pp", 1.9),
         ("backward", 4.0, "tp", 0.5), ("optimizer", 1.0, "tp", 0.0),
@@ -37,7 +47,7 @@ def test_a_phase_and_the_communication_in_it_are_counted_once():
         with meter.phase(phase):
             clock.now += seconds
             spent[axis] += inside
-    times = meter.end_step(10)
+    times = meter.end_step()
     book.add_step(times)
     found = book.seconds()
     assert {kind: found[kind] for kind in ("compute", "stages", "over tp", "optimizer")} == pytest.approx(
@@ -47,6 +57,17 @@ def test_a_phase_and_the_communication_in_it_are_counted_once():
         ("forward", 0.0, 3.0), ("wait", 3.0, 5.0), ("backward", 5.0, 9.0), ("optimizer", 9.0, 10.0)
     ]  # fmt: skip
     assert book.num_steps == 1
+
+
+def test_waiting_for_data_counts_as_far_as_the_device_waited_too():
+    clock = Ticks()
+    meter, book = Meter(clock=clock), TimeBook()
+    for gap, waited in ((0.0, 3.0), (0.5, 4.0), (5.0, 1.0)):
+        clock.now += gap
+        meter.begin_step()
+        clock.now += 2.0
+        book.add_step(meter.end_step(), waited)
+    assert book.seconds()["data"] == 3.0 + 0.5 + 1.0
 
 
 def test_what_no_kind_has_is_the_hosts():
@@ -118,7 +139,7 @@ def test_a_typical_step_is_not_the_first():
         meter = Meter(clock=clock)
         with meter.phase("forward"):
             clock.now += seconds
-        times = meter.end_step(1)
+        times = meter.end_step()
         times.total_s = seconds + 0.5
         book.add_step(times)
     assert book.typical() == pytest.approx({"compute": 3.0, "host": 0.5})

@@ -240,7 +240,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatc
     whole, _, _ = start("run.name=whole")
     from weft.train.loop import Trainer
 
-    original = Trainer._train
+    original = Trainer._launch
 
     def interrupted(self, step, batches):
         if step == 4 and not sent:
@@ -249,7 +249,7 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatc
         return original(self, step, batches)
 
     sent: list[int] = []
-    monkeypatch.setattr(Trainer, "_train", interrupted)
+    monkeypatch.setattr(Trainer, "_launch", interrupted)
     folder, result, shown = start("run.name=stopped")
     assert (result.step, result.reason) == (5, "asked to stop")
     assert "the same command continues from here" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.mesh import build_mesh
-from weft.parallel import parallelize
+from weft.parallel import data_parallel, parallelize
 from weft.spec.plan import Plan
 from weft.train.step import TrainStep
 from weft.train.step.microbatches import split_batch
+from weft.train.step.step_metrics import LateMetrics
 
 
 def mlp() -> nn.Module:
@@ -148,6 +150,59 @@ def test_random_numbers_follow_what_the_step_is_given_alone(layer, name):
         return step(batch_of(8, 0, torch.float32), **{name: [number] if name == "seeds" else number}).loss
 
     assert loss(7) == loss(7) != loss(8)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain", "adagrad"])
+@pytest.mark.parametrize(
+    "plan", ["precision=fp32", "precision=bf16", "precision=fp16", "precision=fp64 accumulation=2"]
+)
+def test_what_the_device_decides_is_what_the_host_would(plan, optimizer):
+    """Weights, states, counts of steps, scale and metrics to the bit, with steps that are skipped among them."""
+
+    def trained(reads_late):
+        mesh = build_mesh(Plan.parse(plan))
+        model = mlp()
+        parallelize(model, mesh)
+        made = {
+            "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
+            "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
+            "plain": lambda params: torch.optim.AdamW(params, lr=0.05),
+            "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+        }[optimizer](model.parameters())
+        step = TrainStep(model, made, class_loss, mesh, max_grad_norm=0.2, reads_late=reads_late)
+        found = []
+        for seed in range(7):
+            x, y = batch_of(8, seed, torch.float64 if "fp64" in plan else torch.float32)
+            x[3, 2] = {3: math.nan, 4: math.inf}.get(seed, x[3, 2])
+            found.append(step((x, y)))
+        assert any(isinstance(one, LateMetrics) for one in found) == (
+            reads_late and optimizer in ("adamw", "sgd", "plain")
+        )
+        scale = step.loss_scale.state()
+        step.settle()
+        engine = data_parallel(model)
+        states = {one.name: one.flat.clone() for one in engine.state_stretches(made)}
+        return [str(one)[str(one).index("(") :] for one in found], scale, dict(model.state_dict()), states
+
+    late, usual = trained(True), trained(False)
+    assert late[:2] == usual[:2]
+    for one, other in zip(late[2:], usual[2:], strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_metrics_that_come_late_are_those_of_any_step_and_can_be_sent():
+    step = make_step("dp_replicate=1", mlp(), reads_late=True)
+    step(batch_of(8, 0, torch.float32))
+    late = step(batch_of(8, 1, torch.float32))
+    other = make_step("dp_replicate=1", mlp())
+    other(batch_of(8, 0, torch.float32))
+    usual = other(batch_of(8, 1, torch.float32))
+    assert isinstance(late, LateMetrics)
+    assert pickle.loads(pickle.dumps(late)) == usual
+    assert (late.loss, late.skipped, late.is_finite) == (usual.loss, None, True)
+    with pytest.raises(AttributeError, match="'LateMetrics' object has no attribute 'los'"):
+        _ = late.los
 
 
 def ask_on_one_rank(plan_text: str) -> list[bool]:

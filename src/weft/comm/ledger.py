@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weft.mesh import Waited
 from weft.units import format_bytes
+
+#: Waits of a device's stream that are kept to be read later: more than a step has. Older ones have long passed.
+_MOST_UNREAD = 2**14
 
 
 @dataclass(slots=True)
 class LedgerEntry:
-    """Sum over the calls of one operation on one axis. seconds: on the host; asynchronous work is not in it."""
+    """Sum over the calls of one operation on one axis.
+
+    seconds: that the computation waited for it: of the host, or of the device's compute stream where the host does not
+    wait. What other work hides is not in it.
+    """
 
     calls: int = 0
     num_bytes: int = 0
@@ -17,31 +27,42 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Counts collectives by (axis, operation). Give its `record` to `build_mesh`."""
+    """Counts collectives by (axis, operation). Give its `record` to `build_mesh`, and itself to a `Meter`."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], LedgerEntry] = {}
+        self._host: dict[str, float] = {}
+        self._unread: deque[tuple[str, str, Waited]] = deque()
+        self._num_read = 0
 
-    def record(self, axis: str, operation: str, num_bytes: int, seconds: float) -> None:
+    def record(self, axis: str, operation: str, num_bytes: int, seconds: float | Waited) -> None:
         """Add one call.
 
         Args:
             axis: its name.
             operation: such as "all_reduce".
             num_bytes: that this rank sent.
-            seconds: of the host.
+            seconds: that the host waited, or what knows how long the device's stream did.
         """
         entry = self._entries.setdefault((axis, operation), LedgerEntry())
         entry.calls += 1
         entry.num_bytes += num_bytes
-        entry.seconds += seconds
+        if isinstance(seconds, int | float):
+            entry.seconds += seconds
+            self._host[axis] = self._host.get(axis, 0.0) + seconds
+            return
+        self._unread.append((axis, operation, seconds))
+        if len(self._unread) > _MOST_UNREAD:
+            self._read_first()
 
     def entry(self, axis: str, operation: str) -> LedgerEntry:
         """Return what was counted for one operation on one axis (zeros where it never ran)."""
+        self._read()
         return self._entries.get((axis, operation), LedgerEntry())
 
     def rows(self) -> list[tuple[str, str, LedgerEntry]]:
         """Return all entries as (axis, operation, sums), the most bytes first."""
+        self._read()
         rows = [(axis, operation, entry) for (axis, operation), entry in self._entries.items()]
         return sorted(rows, key=lambda row: (-row[2].num_bytes, row[0], row[1]))
 
@@ -53,13 +74,32 @@ class Ledger:
             lines.append(f"{axis:<24}{operation:<16}{entry.calls:>8}{sent:>12}{entry.seconds:>10.3f}")
         return "\n".join(lines)
 
-    def seconds_by_axis(self) -> dict[str, float]:
-        """Return the host seconds of all operations of each axis."""
-        found: dict[str, float] = {}
-        for (axis, _), entry in self._entries.items():
-            found[axis] = found.get(axis, 0.0) + entry.seconds
+    def mark(self) -> tuple[Mapping[str, float], int]:
+        """Return this moment, for `seconds_between`; nothing waits."""
+        return dict(self._host), self._num_read + len(self._unread)
+
+    def seconds_between(
+        self, start: tuple[Mapping[str, float], int], end: tuple[Mapping[str, float], int]
+    ) -> dict[str, float]:
+        """Return by axis the seconds that the computation waited between two marks; waits for the device."""
+        found = {axis: seconds - start[0].get(axis, 0.0) for axis, seconds in end[0].items()}
+        for place in range(max(0, start[1] - self._num_read), end[1] - self._num_read):
+            axis, _, wait = self._unread[place]
+            found[axis] = found.get(axis, 0.0) + wait.seconds()
         return found
 
     def clear(self) -> None:
         """Start counting anew."""
         self._entries.clear()
+        self._host.clear()
+        self._num_read += len(self._unread)
+        self._unread.clear()
+
+    def _read(self) -> None:
+        while self._unread:
+            self._read_first()
+
+    def _read_first(self) -> None:
+        axis, operation, wait = self._unread.popleft()
+        self._num_read += 1
+        self._entries[axis, operation].seconds += wait.seconds()

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from weft.comm.links import Operation, finish
+from weft.comm.links import Operation, StreamWait, finish, waited
 from weft.comm.meet import link_of, links_of
 from weft.mesh import Axis
 
@@ -54,6 +54,7 @@ class Pending:
             pulse = axis.pulse
             pulse.waiting = self
             start = time.perf_counter()
+            stream_wait = StreamWait.begin(operation.out.device) if self._counts else None
             finish(operation, link_of(axis, operation.out.device), links_of(axis))
             self.seconds += time.perf_counter() - start
             pulse.waiting = None
@@ -61,7 +62,8 @@ class Pending:
             self._axis = self._operation = None
             if self._counts:
                 num_bytes = max(operation.source.nbytes, operation.out.nbytes)
-                axis.record(axis.name, operation.kind, num_bytes, self.seconds)
+                seconds = waited(stream_wait, operation.out.device, self.seconds)
+                axis.record(axis.name, operation.kind, num_bytes, seconds)
             if self._into is not None:
                 self._into.detach().copy_(self._tensor.view_as(self._into))
                 self._tensor, self._into = self._into, None

@@ -21,8 +21,8 @@ from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
-from weft.train import Microbatches, TrainStep
-from weft.train.engine import EngineJob, Evaluation, StepResult, derive_seed
+from weft.train import Microbatches, StepMetrics, TrainStep
+from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, derive_seed
 from weft.train.planned import report_times
 from weft.train.state import expected_bytes, gather, on_first, pieces, resume
 from weft.train.step import evaluate
@@ -42,7 +42,7 @@ class TorchEngine:
         self._ledger = Ledger()
         self.mesh = build_mesh(job.plan, device, self._ledger.record)
         self.rank, self.plan, self.device, self.pulse = self.mesh.rank, job.plan, str(device), self.mesh.pulse
-        self.meter = Meter(device, communication=self._ledger.seconds_by_axis)
+        self.meter = Meter(device, communication=self._ledger)
         self._watch = Watch(
             self.mesh,
             job.tell,
@@ -98,7 +98,7 @@ class TorchEngine:
     def wants_stop(self, wanted: bool) -> None:
         self._step.wants_stop = wanted
 
-    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
+    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
         Args:
@@ -111,6 +111,11 @@ class TorchEngine:
         with self._first_is_long():
             key = derive_seed(self._config.seed, number)
             done = self._step(Microbatches(batches), self._seeds(number), key)
+        return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
+
+    def _result(self, done: StepMetrics) -> StepResult:
+        """What the loop is told of a step. All ranks ask at the same place."""
+        self._step.settle(done)
         return StepResult(done.loss, done.grad_norm, done.num_tokens, done.loss_scale, done.skipped, done.wants_stop)
 
     @property

@@ -181,13 +181,13 @@ class _Saved:
     def __init__(self, one: _Pass, tensor: torch.Tensor):
         self._pass = one  # keeps the pass, and so its list, until backward is through
         self._host = one.owner.host
-        self._buffer = self._host.pool.take(tensor.nbytes, _FIELD)
+        self._buffer, last = self._host.pool.take_unawaited(tensor.nbytes, _FIELD)
         # In the order of the tensor's own memory, without its holes.
         self._like = torch.empty_like(tensor, device="meta")
         self._device = tensor.device
         self._version = version_of(tensor)
         self._tensor: torch.Tensor | None = tensor
-        self._copy: Copy = self._host.link.down(tensor, self._there())
+        self._copy: Copy = self._host.link.down(tensor, self._there(), last)
         self._is_down = True
         one.owner.sent_bytes += tensor.nbytes
 

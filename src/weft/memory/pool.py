@@ -46,21 +46,27 @@ class HostPool:
         weakref.finalize(self, _unpin_all, self._all, unpin).atexit = False
 
     def take(self, num_bytes: int, field: str) -> torch.Tensor:
-        """A flat uint8 buffer of at least `num_bytes`, whose contents may be anything.
+        """A flat uint8 buffer of at least `num_bytes`, whose contents may be anything; the host may write to it.
 
         field: the plan's word that it is for, for the error. Raises LaunchError where the limit would be passed.
         """
+        buffer, last = self.take_unawaited(num_bytes, field)
+        if last is not None:
+            last.wait_host()
+        return buffer
+
+    def take_unawaited(self, num_bytes: int, field: str) -> tuple[torch.Tensor, Copy | None]:
+        """The same for who lets a device copy to it, after the copy that is given: the host need not wait for that."""
         size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
         fitting = [index for index, (one, _) in enumerate(self._free) if size <= one.nbytes <= size / LEAST_USED]
+        last: Copy | None = None
         if fitting:
             buffer, last = self._free.pop(min(fitting, key=lambda index: self._free[index][0].nbytes))
-            if last is not None:
-                last.wait_host()
         else:
             buffer = self._make(size, field)
         self.used_bytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return buffer
+        return buffer, last
 
     def give_back(self, buffer: torch.Tensor, last: Copy | None = None) -> None:
         """Let others have a buffer that `take` gave. last: the copy from or to it that may still be under way."""

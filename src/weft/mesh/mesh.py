@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,11 +44,20 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 #: torch.distributed, for those of its functions that have no types.
 _untyped: Any = dist
 
-#: Told of each collective: (axis name, operation, bytes on this rank, host seconds).
-Record = Callable[[str, str, int, float], None]
+
+class Waited(Protocol):
+    """How long a device's stream waited, which is known later."""
+
+    def seconds(self) -> float:
+        """Return the seconds; the host waits until they are known."""
+        ...
 
 
-def _ignore(axis: str, operation: str, num_bytes: int, seconds: float) -> None:
+#: Told of each collective: (axis name, operation, bytes on this rank, seconds that the computation waited).
+Record = Callable[[str, str, int, float | Waited], None]
+
+
+def _ignore(axis: str, operation: str, num_bytes: int, seconds: float | Waited) -> None:
     """The record of a mesh that nobody counts."""
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "Muon",
     "Rule",
     "SgdRule",
+    "StepDecision",
     "build_optimizer",
     "check_optimizer",
     "clip_factor",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from weft.optim.lr_schedule import lr_factor
     from weft.optim.muon import Muon
     from weft.optim.one_pass import AdamRule, Lane, Rule, SgdRule, step_lane
+    from weft.optim.step_decision import StepDecision
 
 __getattr__ = loads(
     __name__,
@@ -42,6 +44,7 @@ __getattr__ = loads(
         "Muon": ".muon",
         "Rule": ".one_pass",
         "SgdRule": ".one_pass",
+        "StepDecision": ".step_decision",
         "build_optimizer": ".build",
         "check_optimizer": ".build",
         "clip_factor": ".clip",

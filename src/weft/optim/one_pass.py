@@ -80,18 +80,20 @@ class Lane:
 
 
 @torch.no_grad()
-def step_lane(lane: Lane, rule: Rule, factor: float) -> None:
+def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor) -> None:
     """Take one step, in place.
 
     Args:
         lane: master, gradient, states and rounded weights, all dense and of one size.
         rule: the optimizer's numbers at this step.
-        factor: what the gradient is multiplied by.
+        factor: what the gradient is multiplied by; a 0-d tensor of the master's device in which NaN says that the
+            step is not taken: then master and states stay as they are.
     """
     if lane.master.device.type == "cuda" and lane.master.dtype == torch.float32:
         _launch(lane, rule, factor)
         return
-    if factor == 1.0 and lane.weights is None and lane.grad.dtype == lane.master.dtype:
+    skips = factor.isnan().float() if isinstance(factor, torch.Tensor) else None
+    if skips is None and factor == 1.0 and lane.weights is None and lane.grad.dtype == lane.master.dtype:
         _torch_step(lane, rule)
         return
     tile = TILE if lane.master.device.type == "cpu" else max(1, lane.master.numel())
@@ -102,12 +104,13 @@ def step_lane(lane: Lane, rule: Rule, factor: float) -> None:
             torch.mul(one.grad, factor, out=grad)
         else:
             grad.copy_(one.grad).mul_(factor)
-        _torch_step(Lane(one.master, grad, one.states), rule)
+        _torch_step(Lane(one.master, grad, one.states), rule, skips)
         if one.weights is not None:
             one.weights.copy_(one.master)
 
 
-def _torch_step(lane: Lane, rule: Rule) -> None:
+def _torch_step(lane: Lane, rule: Rule, skips: torch.Tensor | None = None) -> None:
+    """skips: 0-d float32, 1 in a step that is not taken."""
     if isinstance(rule, SgdRule):
         sgd(
             [lane.master],
@@ -120,6 +123,7 @@ def _torch_step(lane: Lane, rule: Rule) -> None:
             dampening=0.0,
             nesterov=rule.nesterov,
             maximize=False,
+            found_inf=skips,
         )
         return
     adam(
@@ -138,15 +142,18 @@ def _torch_step(lane: Lane, rule: Rule) -> None:
         weight_decay=rule.weight_decay,
         eps=rule.eps,
         maximize=False,
+        found_inf=skips,
     )
 
 
-def _launch(lane: Lane, rule: Rule, factor: float) -> None:
+def _launch(lane: Lane, rule: Rule, factor: float | torch.Tensor) -> None:
     master, grad, weights = lane.master, lane.grad, lane.weights
+    if not isinstance(factor, torch.Tensor):
+        factor = torch.full((), factor, device=master.device)
     if isinstance(rule, SgdRule):
         momentum = lane.states[0] if lane.states else None
-        scalars = (factor, rule.lr, rule.momentum, rule.weight_decay, rule.nesterov)
-        sgd_kernel(master, grad, momentum, weights, *scalars)
+        scalars = (rule.lr, rule.momentum, rule.weight_decay, rule.nesterov)
+        sgd_kernel(master, grad, momentum, weights, factor, *scalars)
         return
     adam_kernel(
         master,
@@ -173,7 +180,7 @@ def adam_kernel(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     weights: torch.Tensor | None,
-    factor: float,
+    factor: torch.Tensor,
     lr: float,
     beta1: float,
     beta2: float,
@@ -183,11 +190,11 @@ def adam_kernel(
     correction2: float,
     decoupled: bool,
 ) -> None:
-    """One kernel on a GPU."""
+    """One kernel on a GPU; nothing changes where the factor is NaN."""
     from weft.optim.triton_steps import launch_adam
 
     tensors = (master, grad, exp_avg, exp_avg_sq, weights)
-    launch_adam(tensors, (factor, lr, beta1, beta2, eps, weight_decay, correction1, correction2), decoupled)
+    launch_adam(tensors, factor, (lr, beta1, beta2, eps, weight_decay, correction1, correction2), decoupled)
 
 
 @torch.library.custom_op("weft::sgd", mutates_args=("master", "momentum_buffer", "weights"))
@@ -196,16 +203,16 @@ def sgd_kernel(
     grad: torch.Tensor,
     momentum_buffer: torch.Tensor | None,
     weights: torch.Tensor | None,
-    factor: float,
+    factor: torch.Tensor,
     lr: float,
     momentum: float,
     weight_decay: float,
     nesterov: bool,
 ) -> None:
-    """One kernel on a GPU."""
+    """One kernel on a GPU; nothing changes where the factor is NaN."""
     from weft.optim.triton_steps import launch_sgd
 
-    launch_sgd((master, grad, momentum_buffer, weights), (factor, lr, momentum, weight_decay), nesterov)
+    launch_sgd((master, grad, momentum_buffer, weights), factor, (lr, momentum, weight_decay), nesterov)
 
 
 @adam_kernel.register_kernel("cpu")
@@ -215,7 +222,7 @@ def _adam_on_host(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     weights: torch.Tensor | None,
-    factor: float,
+    factor: torch.Tensor,
     lr: float,
     beta1: float,
     beta2: float,
@@ -226,6 +233,8 @@ def _adam_on_host(
     decoupled: bool,
 ) -> None:
     """The kernel's arithmetic, for the simulated GPU, which knows the values of small tensors."""
+    if factor.isnan():
+        return
     grad = grad.to(master.dtype) * factor
     if decoupled:
         master.mul_(1 - lr * weight_decay)
@@ -244,13 +253,15 @@ def _sgd_on_host(
     grad: torch.Tensor,
     momentum_buffer: torch.Tensor | None,
     weights: torch.Tensor | None,
-    factor: float,
+    factor: torch.Tensor,
     lr: float,
     momentum: float,
     weight_decay: float,
     nesterov: bool,
 ) -> None:
     """The kernel's arithmetic, as for Adam."""
+    if factor.isnan():
+        return
     grad = grad.to(master.dtype) * factor + master * weight_decay
     if momentum_buffer is not None:
         momentum_buffer.mul_(momentum).add_(grad)

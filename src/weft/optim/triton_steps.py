@@ -39,9 +39,10 @@ def _adam(
     block: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < numel
+    times = tl.load(factor).to(tl.float32)
+    inside = (at < numel) & (times == times)  # NaN: the step is not taken
     p = tl.load(master + at, mask=inside)
-    g = tl.load(grad + at, mask=inside).to(tl.float32) * factor
+    g = tl.load(grad + at, mask=inside).to(tl.float32) * times
     m = tl.load(exp_avg + at, mask=inside)
     v = tl.load(exp_avg_sq + at, mask=inside)
     if decoupled:
@@ -75,9 +76,10 @@ def _sgd(
     block: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < numel
+    times = tl.load(factor).to(tl.float32)
+    inside = (at < numel) & (times == times)
     p = tl.load(master + at, mask=inside)
-    g = tl.load(grad + at, mask=inside).to(tl.float32) * factor + p * decay
+    g = tl.load(grad + at, mask=inside).to(tl.float32) * times + p * decay
     if remembers:
         b = tl.load(buffer + at, mask=inside) * momentum + g
         tl.store(buffer + at, b, mask=inside)
@@ -91,10 +93,10 @@ def _sgd(
         tl.store(weights + at, p.to(weights.dtype.element_ty), mask=inside)
 
 
-def launch_adam(tensors: Any, scalars: tuple[float, ...], decoupled: bool) -> None:
-    """tensors: master, grad, exp_avg, exp_avg_sq, weights or None. scalars: as `one_pass.adam_kernel` has them."""
+def launch_adam(tensors: Any, factor: Any, scalars: tuple[float, ...], decoupled: bool) -> None:
+    """tensors: master, grad, exp_avg, exp_avg_sq, weights or None. factor, scalars: as `one_pass.adam_kernel` says."""
     master, grad, exp_avg, exp_avg_sq, weights = tensors
-    factor, lr, beta1, beta2, eps, decay, correction1, correction2 = scalars
+    lr, beta1, beta2, eps, decay, correction1, correction2 = scalars
     _adam[(triton.cdiv(master.numel(), BLOCK),)](
         master,
         grad,
@@ -117,8 +119,8 @@ def launch_adam(tensors: Any, scalars: tuple[float, ...], decoupled: bool) -> No
     )
 
 
-def launch_sgd(tensors: Any, scalars: tuple[float, ...], nesterov: bool) -> None:
-    """tensors: master, grad, momentum or None, weights or None. scalars: factor, lr, momentum, weight decay."""
+def launch_sgd(tensors: Any, factor: Any, scalars: tuple[float, ...], nesterov: bool) -> None:
+    """tensors: master, grad, momentum or None, weights or None. scalars: lr, momentum, weight decay."""
     master, grad, buffer, weights = tensors
     _sgd[(triton.cdiv(master.numel(), BLOCK),)](
         master,
@@ -126,6 +128,7 @@ def launch_sgd(tensors: Any, scalars: tuple[float, ...], nesterov: bool) -> None
         master if buffer is None else buffer,
         master if weights is None else weights,
         master.numel(),
+        factor,
         *scalars,
         remembers=buffer is not None,
         nesterov=nesterov,

@@ -5,6 +5,7 @@ Of these, fully_shard's inside and the order of its hooks are the most likely to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -95,6 +96,31 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
                 param.unsharded_accumulated_grad = None  # since 2.15 the parameter's own `grad` holds it
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
+
+
+def wrap_waits(
+    module: FSDPModule,
+    gathered: Callable[[Callable[[], None]], None],
+    summed: Callable[[Callable[[], None]], None],
+) -> None:
+    """Put something around the places where the compute stream waits for a unit: for its gather, and for its sums.
+
+    Args:
+        module: the unit.
+        gathered: called with the wait for its gather, before each use.
+        summed: called with the wait for sums of gradients at the end of a backward; once where one wait is for all.
+    """
+    for group in _groups(module):
+        await_gather, await_sums, shared = group.wait_for_unshard, group.finalize_backward, group.comm_ctx
+
+        def end_of_backward(await_sums: Callable[[], None] = await_sums, shared: Any = shared) -> None:
+            if getattr(shared, "_last_post_reduce_events", True):  # torch below 2.13 lacks it: each group waits
+                summed(await_sums)
+            else:
+                await_sums()
+
+        group.wait_for_unshard = functools.partial(gathered, await_gather)
+        group.finalize_backward = end_of_backward
 
 
 def _groups(module: FSDPModule) -> Sequence[Any]:

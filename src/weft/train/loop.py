@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,10 +11,10 @@ from typing import Any
 
 from weft.errors import TrainingHalted
 from weft.monitor import NonFiniteGuard, StepRecord, mfu
-from weft.monitor.times import TimeBook, memory_bytes
+from weft.monitor.times import StepTimes, TimeBook, memory_bytes
 from weft.optim import lr_factor
 from weft.spec import RunConfig
-from weft.train.engine import Engine, StepResult
+from weft.train.engine import Engine, LateResult, StepResult
 from weft.train.hooks import Hook, SaveEnd
 from weft.train.progress import Progress
 from weft.train.run import stretches
@@ -21,6 +22,17 @@ from weft.train.task import Task
 
 #: Why a run ended that a signal or a hook stopped.
 ASKED_TO_STOP = "asked to stop"
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the engine was told to take. number: from 1. data_s: that the loop waited for its batches."""
+
+    number: int
+    lr: float
+    result: StepResult | LateResult
+    times: StepTimes
+    data_s: float
 
 
 @dataclass
@@ -48,6 +60,8 @@ class Trainer:
     _peak_flops: float | None = None
     _saved_step: int = 0
     _sound_step: int | None = None
+    _data_s: float = 0.0
+    _unread: _Launched | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -83,37 +97,57 @@ class Trainer:
             for batches in self._awaited(steps):
                 if stop := self._advance(batches, guard):
                     return stop
+        stop = self._see_last(guard)
         self.progress.step = end
-        return None
+        return stop
 
     def _advance(self, batches: list[Any], guard: NonFiniteGuard) -> str | None:
-        """One step, and what is due after it; a reason to stop, or None."""
-        record, metrics = self._train(self.progress.step, batches)
+        """One step, and what is due after it; a reason to stop, or None.
+
+        Where the engine does not wait for its device, the step before this one is seen now, and this one only if
+        something is due that must know it.
+        """
+        before, self._unread = self._unread, self._launch(self.progress.step, batches)
         self.progress.step += 1
-        self._show_step(record)
-        try:
-            guard.observe(record.step, metrics.loss, metrics.grad_norm, loss_scale=metrics.loss_scale)
-        except TrainingHalted as halt:
-            raise self._halt(str(halt), guard) from None
-        if not guard.num_bad:
-            self.confirm(record.step - 1)
+        stop = self._see(before, guard) if before else None
+        if stop or not isinstance(self._unread.result, LateResult) or self._is_something_due():
+            stop = self._see_last(guard) or stop
         self._tell_ended(self.ended(False))
-        stop = ASKED_TO_STOP if metrics.wants_stop else self._evaluate_if_due()
+        stop = stop or self._evaluate_if_due()
         if not stop and (self._due(self.config.checkpoint.every) or self._is_best_now()):
             self._save(guard)
         return stop
+
+    def _see_last(self, guard: NonFiniteGuard) -> str | None:
+        """Wait for the last step, where nobody has seen it yet."""
+        unread, self._unread = self._unread, None
+        return self._see(unread, guard) if unread else None
+
+    def _see(self, launched: _Launched, guard: NonFiniteGuard) -> str | None:
+        """Show a step and judge it; a reason to stop, or None."""
+        result = launched.result.read() if isinstance(launched.result, LateResult) else launched.result
+        self._show_step(self._record(launched, result))
+        try:
+            guard.observe(launched.number, result.loss, result.grad_norm, loss_scale=result.loss_scale)
+        except TrainingHalted as halt:
+            raise self._halt(str(halt), guard) from None
+        if not guard.num_bad:
+            self.confirm(launched.number - 1)
+        return ASKED_TO_STOP if result.wants_stop else None
 
     def _awaited(self, steps: Iterable[list[Any]]) -> Iterator[list[Any]]:
         """The steps' batches; waiting for them is counted."""
         batches = iter(steps)
         while True:
-            with self.engine.pulse.doing("waits for its data", may_take_long=False), self.book.spend("data"):
+            start = time.perf_counter()
+            with self.engine.pulse.doing("waits for its data", may_take_long=False):
                 try:
                     found = next(batches, None)
                 except Exception as error:
                     # For the launcher, which may leave this step's data out.
                     error.__dict__.update(in_data=True, step=self.progress.step + 1)
                     raise
+            self._data_s += time.perf_counter() - start
             if found is None:
                 return
             yield found
@@ -183,19 +217,24 @@ class Trainer:
         for hook in self.hooks:
             hook.on_end(self.progress.step, reason)
 
-    def _train(self, step: int, batches: list[Any]) -> tuple[StepRecord, StepResult]:
-        config = self.config
+    def _launch(self, step: int, batches: list[Any]) -> _Launched:
         meter = self.engine.meter
         meter.begin_step()
-        factor = lr_factor(step, config.train.steps, config.schedule)
+        factor = lr_factor(step, self.config.train.steps, self.config.schedule)
         result = self.engine.step(batches, step, factor)
-        times = meter.end_step(result.count)
-        self.book.add_step(times)
+        data_s, self._data_s = self._data_s, 0.0
+        return _Launched(step + 1, self.config.optimizer.lr * factor, result, meter.end_step(), data_s)
+
+    def _record(self, launched: _Launched, result: StepResult) -> StepRecord:
+        """What is told of a step; waits until the device has done it."""
+        meter, times = self.engine.meter, launched.times
+        meter.count(times, result.count)
+        self.book.add_step(times, launched.data_s)
         speed = meter.count_per_s
-        record = StepRecord(
-            step=step + 1,
+        return StepRecord(
+            step=launched.number,
             loss=result.loss,
-            lr=config.optimizer.lr * factor,
+            lr=launched.lr,
             grad_norm=result.grad_norm,
             count=result.count,
             count_per_s=speed,
@@ -208,7 +247,6 @@ class Trainer:
             skipped=result.skipped,
             unit=self.task.unit,
         )
-        return record, result
 
     def _show_step(self, record: StepRecord) -> None:
         for hook in self.hooks:
@@ -221,6 +259,11 @@ class Trainer:
 
     def _is_last(self) -> bool:
         return self.progress.step == self.config.train.steps
+
+    def _is_something_due(self) -> bool:
+        """Whether what comes after this step must know how it went."""
+        evaluates = self.engine.evaluates and self._due(self.config.eval.every)
+        return self._is_last() or evaluates or self._due(self.config.checkpoint.every)
 
     def _is_best_now(self) -> bool:
         return self.config.checkpoint.keep_best and self.progress.best_step == self.progress.step

@@ -15,10 +15,12 @@ __all__ = [
     "Segment",
     "SharedLink",
     "StagedLink",
+    "StreamWait",
     "failed",
     "finish",
     "host_mark",
     "unobserved",
+    "waited",
 ]
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from weft.comm.links.segment import Segment, host_mark
     from weft.comm.links.shared import SharedLink
     from weft.comm.links.staged import StagedLink
+    from weft.comm.links.stream_wait import StreamWait, waited
 
 __getattr__ = loads(
     __name__,
@@ -40,9 +43,11 @@ __getattr__ = loads(
         "Segment": ".segment",
         "SharedLink": ".shared",
         "StagedLink": ".staged",
+        "StreamWait": ".stream_wait",
         "failed": ".link",
         "finish": ".link",
         "host_mark": ".segment",
         "unobserved": ".link",
+        "waited": ".stream_wait",
     },
 )

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from weft.comm.links import Operation, failed
+from weft.comm.links import Operation, StreamWait, failed, waited
 from weft.comm.private_torch import backend_of
 from weft.errors import CommError
 from weft.mesh import Axis
@@ -53,6 +53,7 @@ class Message:
             pulse = self._axis.pulse
             pulse.waiting = self
             start = time.perf_counter()
+            stream_wait = StreamWait.begin(self._tensor.device)
             work, self._work = self._work, None
             try:
                 work.wait()
@@ -65,6 +66,7 @@ class Message:
             seconds = self._seconds + time.perf_counter() - start
             pulse.waiting = None
             pulse.moved += 1
+            seconds = waited(stream_wait, self._tensor.device, seconds)
             self._axis.record(self._axis.name, self._what, self._tensor.nbytes, seconds)
         return self._tensor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.comm.links import Operation, Parts, unobserved
+from weft.comm.links import Operation, Parts, StreamWait, unobserved, waited
 from weft.comm.pending import Pending
 from weft.comm.wire.coder import Coder
 from weft.errors import CommError
@@ -77,6 +77,7 @@ class CodedSum(Pending):
 
     def wait(self) -> torch.Tensor:
         if not self._done:
+            stream_wait = StreamWait.begin(self._out.device)
             if self in self._over.staged:
                 self._over.staged.remove(self)
             if self._gather is None:
@@ -85,6 +86,7 @@ class CodedSum(Pending):
             if self._gather is not None:
                 self._gather.wait()
                 seconds += self._gather.seconds
+            seconds = waited(stream_wait, self._out.device, seconds)
             self._over.record(self._over.name, self._name, self._num_bytes, seconds)
             self._done = True
         return self._out

@@ -29,6 +29,11 @@ class Coder:
             self._next[key] = state
         return codes
 
+    @property
+    def carries(self) -> bool:
+        """Whether anything is carried to the next step, or will be if this one is taken."""
+        return bool(self._kept or self._next)
+
     def commit(self) -> None:
         """Take over the states of this step: it was taken."""
         self._kept.update(self._next)
@@ -63,6 +68,11 @@ class Coders:
         if name not in self._coders:
             self._coders[name] = Coder(self.wire)
         return self._coders[name]
+
+    @property
+    def carries(self) -> bool:
+        """Whether anything is carried to the next step, or will be if this one is taken."""
+        return any(coder.carries for coder in self._coders.values())
 
     def commit(self) -> None:
         """Take over the states of this step: it was taken."""

@@ -7,10 +7,11 @@ asks for them, which by then have usually passed.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -57,61 +58,90 @@ class CudaClock:
         return start.elapsed_time(end) / 1000
 
 
+class Communication(Protocol):
+    """Knows how long the computation waited for other ranks; `weft.comm.Ledger` is one."""
+
+    def mark(self) -> Any:
+        """Return this moment; nothing waits."""
+        ...
+
+    def seconds_between(self, start: Any, end: Any) -> Mapping[str, float]:
+        """Return seconds by axis between two marks; may wait for the device."""
+        ...
+
+
 class StepTimes:
-    """The times of one step. count_per_s: of this step alone.
+    """One step's times, which are read from the clock when somebody looks, and then may wait for the device.
 
     Args:
-        total_s: seconds by the host's clock, all included.
-        count: tokens or samples of the step.
-        spans: (phase, start, end), as marks of the clock.
+        before: mark of the end of the step before; None for the first.
+        start, end: marks of this one.
+        spans: (phase, start, end) as marks of the clock, and the communication's marks at both, or None.
         clock: makes seconds of marks.
-        exposed: host seconds of communication by phase and axis.
+        communication: the same for communication.
     """
 
     def __init__(
         self,
-        total_s: float,
-        count: int,
-        spans: list[tuple[str, Any, Any]],
+        before: Any,
+        start: Any,
+        end: Any,
+        spans: list[tuple[str, Any, Any, Any]],
         clock: StepClock,
-        exposed: Mapping[str, Mapping[str, float]] | None = None,
+        communication: Communication | None = None,
     ):
-        self.total_s = total_s
-        #: Host seconds of communication inside each phase, by axis.
-        self.exposed = exposed or {}
-        self.count_per_s = count / total_s if total_s > 0 else 0.0
+        self._before, self._start, self._end = before, start, end
         self._spans = spans
         self._clock = clock
+        self._communication = communication
+
+    @cached_property
+    def total_s(self) -> float:
+        """Seconds from the step's start to its end on the device: all that the step gave it to do is in them."""
+        return self._clock.seconds_between(self._start, self._end)
+
+    @cached_property
+    def gap_s(self) -> float:
+        """Seconds on the device from the end of the step before to the start of this one; infinite for the first."""
+        return math.inf if self._before is None else self._clock.seconds_between(self._before, self._start)
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase, in the order the phases began; a phase that ran several times is summed.
-
-        The first look reads the device's events, and waits where the device has not come that far.
-        """
+        """Seconds by phase, in the order the phases began; a phase that ran several times is summed."""
         seconds: dict[str, float] = {}
-        for name, start, end in self._spans:
+        for name, start, end, _ in self._spans:
             seconds[name] = seconds.get(name, 0.0) + self._clock.seconds_between(start, end)
         return seconds
+
+    @cached_property
+    def exposed(self) -> dict[str, dict[str, float]]:
+        """Seconds that the computation waited for other ranks inside each phase, by axis."""
+        found: dict[str, dict[str, float]] = {}
+        for name, _, _, marks in self._spans:
+            if self._communication is not None:
+                inside = found.setdefault(name, {})
+                for axis, seconds in self._communication.seconds_between(*marks).items():
+                    inside[axis] = inside.get(axis, 0.0) + seconds
+        return found
 
     def spans(self) -> list[tuple[str, float, float]]:
         """Return (phase, start, end) of each, in seconds from the start of the first."""
         if not self._spans:
             return []
         zero, between = self._spans[0][1], self._clock.seconds_between
-        return [(name, between(zero, start), between(zero, end)) for name, start, end in self._spans]
+        return [(name, between(zero, start), between(zero, end)) for name, start, end, _ in self._spans]
 
 
 class Meter:
     """Times the steps of one rank.
 
     A step lasts from `begin_step` (or, without that, from the last `end_step`) to `end_step`, so that evaluation and
-    saving between the two count as no step's time.
+    saving between the two count as no step's time. On a GPU both are moments of the device.
 
     Args:
         device: "cpu", "cuda:0" or a torch.device.
         clock: for tests; None: the device's.
-        communication: host seconds by axis so far; what of them falls into each phase is kept apart.
+        communication: what of the waits for other ranks falls into each phase is kept apart.
     """
 
     def __init__(
@@ -119,45 +149,43 @@ class Meter:
         device: object = "cpu",
         *,
         clock: StepClock | None = None,
-        communication: Callable[[], Mapping[str, float]] | None = None,
+        communication: Communication | None = None,
     ):
         self._communication = communication
-        self._exposed: dict[str, dict[str, float]] = {}
         self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
         # Bounded, because a step used without a loop has nobody to call end_step.
-        self._spans: deque[tuple[str, Any, Any]] = deque(maxlen=_MAX_SPANS)
+        self._spans: deque[tuple[str, Any, Any, Any]] = deque(maxlen=_MAX_SPANS)
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        self._began = time.perf_counter()
+        self._began = self._clock.mark()
+        self._ended: Any = None
 
     def begin_step(self) -> None:
         """Start the step's time now, and forget phases timed since the last step."""
         self._spans.clear()
-        self._exposed = {}
-        self._began = time.perf_counter()
+        self._began = self._clock.mark()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the time of a part of the step. Phases may repeat within a step, and may lie inside each other."""
-        before = self._communication() if self._communication else {}
+        known = self._communication
+        before = known.mark() if known else None
         start = self._clock.mark()
         try:
             yield
         finally:
-            self._spans.append((name, start, self._clock.mark()))
-            if self._communication:
-                inside = self._exposed.setdefault(name, {})
-                for axis, seconds in self._communication().items():
-                    inside[axis] = inside.get(axis, 0.0) + seconds - before.get(axis, 0.0)
+            self._spans.append((name, start, self._clock.mark(), (before, known.mark()) if known else None))
 
-    def end_step(self, count: int) -> StepTimes:
-        """End the step. count: tokens or samples trained in it over all ranks; 0 for a step that trained nothing."""
-        now = time.perf_counter()
-        times = StepTimes(now - self._began, count, list(self._spans), self._clock, self._exposed)
-        self._exposed = {}
-        self._recent.append((count, times.total_s))
+    def end_step(self) -> StepTimes:
+        """End the step. Nothing waits: say with `count` later what it trained."""
+        end = self._clock.mark()
+        times = StepTimes(self._ended, self._began, end, list(self._spans), self._clock, self._communication)
         self._spans.clear()
-        self._began = now
+        self._began = self._ended = end
         return times
+
+    def count(self, times: StepTimes, number: int) -> None:
+        """Say what a step trained: tokens or samples over all ranks, 0 for nothing. Waits for the step's end."""
+        self._recent.append((number, times.total_s))
 
     @property
     def count_per_s(self) -> float:

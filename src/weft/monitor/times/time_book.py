@@ -2,7 +2,7 @@
 
 compute        forward, backward, weight gradients
 stages         waiting for another stage of the pipeline: its bubble, and messages that nothing hid
-over AXIS      communication on that axis that the host waited for
+over AXIS      communication on that axis that the computation waited for
 data, optimizer, checkpoint, evaluation
 host           what is left: Python between the parts
 """
@@ -81,8 +81,14 @@ class TimeBook:
         """Count seconds under a kind."""
         self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
 
-    def add_step(self, times: StepTimes) -> None:
-        """Count a step's phases, communication apart."""
+    def add_step(self, times: StepTimes, data_s: float = 0.0) -> None:
+        """Count a step's phases, communication apart.
+
+        data_s: that the host waited for the step's data before it. What of it the device filled with the step before
+        cost nothing, and is not counted.
+        """
+        if data_s:
+            self.add("data", min(data_s, times.gap_s))
         self.num_steps += 1
         self.last = times
         before = dict(self._seconds)

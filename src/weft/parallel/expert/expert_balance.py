@@ -131,15 +131,25 @@ class ExpertBalance:
         if self._axis is not None:
             self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
 
-    def finish(self, *, moved: bool) -> None:
-        """Move the biases at the end of a step where the weights moved. A skipped step leaves them."""
+    @property
+    def scales(self) -> bool:
+        """Whether the host must know the scale that `begin` takes."""
+        return bool(self._routers)
+
+    def finish(self, *, moved: bool | Tensor) -> None:
+        """Move the biases at the end of a step where the weights moved. A skipped step leaves them.
+
+        moved: a 0-d bool of the device where the host does not know it yet.
+        """
         if self._pending is None:
             return
         counted = self._pending.wait()
         self._pending = None
         for router, tokens_E in zip(self._biased, counted.unbind(), strict=True):
             assert router.bias_ppm is not None
-            if moved:
+            if isinstance(moved, Tensor):
+                tokens_E = tokens_E * moved  # as if no token had gone anywhere: no expert had more than another
+            if not isinstance(moved, bool) or moved:
                 move_bias(router.bias_ppm, tokens_E, router.spec.balance_rate)
 
 

@@ -66,7 +66,7 @@ class StepWork:
     forward: ForwardFn
     forward_to_loss: ForwardFn
     loss: CountedLoss
-    scale: float
+    scale: float | torch.Tensor
     totals: torch.Tensor
     seeds: Sequence[int] | None = None
     inside: Inside | None = None

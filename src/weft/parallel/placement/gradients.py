@@ -28,6 +28,7 @@ from torch import nn
 
 from weft.comm.wire import Coders
 from weft.errors import ModelError
+from weft.optim import StepDecision
 from weft.parallel.local_tensors import Original, StateSource, Stretch
 from weft.parallel.placement.axes import AxisMap
 
@@ -78,9 +79,19 @@ class DataParallel(Protocol):
         """Multiply all gradients, after `finish`."""
         ...
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `update` takes the device's decision for this optimizer, so that the host need not wait.
+
+        After `finish`. No: where the optimizer cannot leave a step out by itself, runs on the host, or a wire carries
+        something to the next step.
+        """
+        ...
+
+    def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Let the adopted optimizer take its step with gradients multiplied by a factor, after `finish`.
 
+        With a decision nothing changes in a step that the device does not take; counts of steps are right once the
+        decision was read, which the next `update` does, and whatever gives or takes states.
         What `.grad` holds from here on may be without the factor; `gradients` has it.
         """
         ...

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
+from weft.optim import StepDecision
+from weft.private_torch import foreach_mul_
 
 #: Of torch's optimizers, those whose update of an element depends on that element's gradient and state alone.
 ELEMENTWISE = frozenset(
@@ -30,6 +32,32 @@ ELEMENTWISE = frozenset(
         torch.optim.Rprop,
     }
 )
+
+#: Those whose fused kernels leave a step out where the device says so, their counts of steps too.
+_FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad})
+
+
+def leaves_steps_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step_by_decision` can step this optimizer as it is set now."""
+    return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
+
+
+@torch.no_grad()
+def step_by_decision(optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
+    """Step with gradients multiplied by the decision's factor, unless the device finds that the step is not taken."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
+    for dtype, grads in by_dtype.items():
+        foreach_mul_(grads, decision.factor_for(dtype))
+    # As torch's GradScaler tells fused optimizers.
+    optimizer.__dict__["found_inf"] = (~decision.is_taken).float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.__dict__["found_inf"]
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

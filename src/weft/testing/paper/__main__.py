@@ -30,7 +30,7 @@ def main(words: Sequence[str] | None = None) -> int:
     script.add_argument("--rank", type=int, default=0, help="which of them")
     script.add_argument("file")
     script.add_argument("arguments", nargs=argparse.REMAINDER)
-    plans = kinds.add_parser("plans", help="train two steps of a small decoder under each plan")
+    plans = kinds.add_parser("plans", help="train three steps of a small decoder under each plan")
     plans.add_argument("plans", nargs="+")
     plans.add_argument("--rank", type=int, default=0)
     for name in ("layers", "dim", "seq-len", "vocab-size", "batch", "experts"):

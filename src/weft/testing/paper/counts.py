@@ -40,8 +40,9 @@ class OpCounts:
     """Counted since the device was opened, or since `OpCounts` was made anew.
 
     kernels: by operator; kernel_lines, line_bytes: by line. num_bytes: read and written by kernels. syncs: waits of the
-    host for the device, by what and line; a copy that blocks is one of them. copies: between host and device, by way
-    ("to device" or "to host"), "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind.
+    host for the device, by what and line; a copy that blocks is one of them. behind: waits for what was launched before
+    the counts were made, while the device has work. copies: between host and device, by way ("to device" or "to host"),
+    "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -49,12 +50,13 @@ class OpCounts:
     line_bytes: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
     syncs: Counter[str] = field(default_factory=Counter)
+    behind: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
 
-    def sync(self, what: str) -> None:
+    def sync(self, what: str, is_behind: bool = False) -> None:
         """The host waits for the device."""
-        self.syncs[f"{what} @ {line_of()}"] += 1
+        (self.behind if is_behind else self.syncs)[f"{what} @ {line_of()}"] += 1
 
     def copy(self, way: str, blocking: bool) -> None:
         """way: "to device" or "to host"."""

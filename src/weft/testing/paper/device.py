@@ -59,6 +59,7 @@ class PaperDevice:
             kernels=counts.kernels.total(),
             num_bytes=counts.num_bytes,
             syncs=dict(counts.syncs),
+            behind=dict(counts.behind),
             copies=dict(counts.copies),
             collectives=dict(counts.collectives),
             races=dict(self.races.found),
@@ -187,6 +188,7 @@ class Event:
     def __init__(self, device: PaperDevice) -> None:
         self._device = device
         self._moment: float | None = None
+        self._counts = device.counts  # of the step in which it was recorded
         device.races.order.create_event(id(self))
 
     def __del__(self) -> None:
@@ -194,7 +196,7 @@ class Event:
 
     def record_on(self, stream: int) -> None:
         self._device.races.order.record_state(id(self), stream)
-        self._moment = self._device.clock.moment(stream)
+        self._moment, self._counts = self._device.clock.moment(stream), self._device.counts
 
     def wait_on(self, stream: int) -> None:
         """Hold up a stream; an event that was never recorded holds nothing."""
@@ -206,7 +208,7 @@ class Event:
         """Hold up the host; it is counted where the moment has not come yet."""
         if self._moment is not None:
             if self._moment > self._device.clock.host:
-                self._device.counts.sync("event.synchronize")
+                self._device.counts.sync("event.synchronize", is_behind=self._counts is not self._device.counts)
             self._device.races.order.all_streams_wait_for_event(id(self))
             self._device.clock.wait(self._moment)
 

@@ -215,8 +215,8 @@ class PaperMode(TorchDispatchMode):
         work = out[-1] if isinstance(out, tuple | list) else out
         boxed = [x for x in args if isinstance(x, torch.ScriptObject)]
         group = next((ProcessGroup.unbox(x) for x in boxed if "ProcessGroup" in str(x._type())), None)
-        # torch's schemas of these two do not say that their first argument is written.
-        unsaid = func._schema.name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_")
+        # torch's schemas of these do not say that their first argument is written.
+        unsaid = func._schema.name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_", "c10d::allreduce_")
         writes = list(leaves(args[0])) if unsaid else written(func, args, kwargs)
         changed = {id(x) for x in writes}
         reads = [x for x in leaves((args, kwargs)) if id(x) not in changed]
@@ -228,9 +228,13 @@ class PaperMode(TorchDispatchMode):
     def _follow_collective(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[torch.Tensor], writes: list[Any]
     ) -> None:
-        """The fake process group on values: the other ranks hold what this one does, and add nothing to a sum."""
+        """The fake process group on values: the other ranks hold what this one does, and add nothing to whole numbers.
+
+        What they add to others is unknown: of a pipeline only the last stage has a loss and tokens.
+        """
         inputs = [value_of(x) for x in reads or writes]
-        if any(x is None for x in inputs):
+        is_sum = func._schema.name == "c10d::allreduce_" and any(x.is_floating_point() for x in writes)
+        if is_sum or any(x is None for x in inputs):
             forget(writes)
             return
         for out in writes if reads else ():

@@ -1,7 +1,7 @@
 """Train a small decoder under a plan on the open paper device: one rank of it, the others are as silent as they can be.
 
 Collectives go to torch's fake process group, which answers at once with what was there. What was counted is of one
-step, after a first one that makes everything that is made once.
+step: the third, because the first makes everything that is made once, and the host reads a step's numbers in the next.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from weft.comm import Ledger
 from weft.errors import WeftError
 from weft.mesh import build_mesh
 from weft.models import build_decoder
@@ -79,7 +80,7 @@ def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int =
     each = rows // subject.experts if subject.experts else 1
     device.answer = lambda tensor: 1.0 if tensor.dtype.is_floating_point or tensor.dtype == torch.bool else float(each)
     try:
-        report = _two_steps(plan, device, subject)
+        report = _three_steps(plan, device, subject)
     except (RuntimeError, WeftError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError) as raised:
         traceback.print_exc()
         why = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised) else ''}"
@@ -90,16 +91,19 @@ def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int =
     return replace(report, name=text)
 
 
-def _two_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperReport:
-    mesh = build_mesh(plan, CUDA)
+def _three_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperReport:
+    ledger = Ledger()
+    meter = Meter(CUDA, communication=ledger)
+    mesh = build_mesh(plan, CUDA, ledger.record)
     model = parallelize(build_decoder(subject.spec, seed=0), mesh, seed=0)
     optimizer = build_optimizer(model.named_parameters(), OptimizerSection())
-    step = TrainStep(
-        model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0, meter=Meter(CUDA)
-    )
-    for _ in range(2):
+    step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0, meter=meter)
+    before = ledger.mark()
+    for _ in range(3):
         device.begin()
+        before = ledger.mark()
         step(subject.microbatches(plan.microbatches_per_step))
     device.wait_unawaited()
-    # Asked before the model goes: what ends with it is no part of a step.
-    return device.report()
+    # Asked before the model goes: what ends with it is no part of a step. Reading the ledger waits for the device.
+    report = device.report()
+    return replace(report, over_s=ledger.seconds_between(before, ledger.mark()))

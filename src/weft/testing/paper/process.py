@@ -23,20 +23,23 @@ class PaperReport:
     """What a process on paper says when it ends, as JSON. Seconds are simulated: see `roofline.py` for the guesses.
 
     num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
-    copies, collectives, races: how often, by what. mismatch: the error of a tensor on the wrong device, or "".
-    busy_s: of the default stream. idle_s: its waiting, by reason. name: of the script or the plan. error: what ended a
-    plan early, or "".
+    behind: waits for what the step before launched; the device has this step's work to do meanwhile. copies,
+    collectives, races: how often, by what. mismatch: the error of a tensor on the wrong device, or "". busy_s: of the
+    default stream. idle_s: its waiting, by reason. over_s: of a plan, what of that is for other ranks, by axis, as a
+    run's ledger has it. name: of the script or the plan. error: what ended a plan early, or "".
     """
 
     kernels: int = 0
     num_bytes: int = 0
     syncs: dict[str, int] = field(default_factory=dict)
+    behind: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
     collectives: dict[str, int] = field(default_factory=dict)
     races: dict[str, int] = field(default_factory=dict)
     step_s: float = 0.0
     busy_s: float = 0.0
     idle_s: dict[str, float] = field(default_factory=dict)
+    over_s: dict[str, float] = field(default_factory=dict)
     mismatch: str = ""
     name: str = ""
     error: str = ""
@@ -64,12 +67,14 @@ class PaperReport:
         ]
         for title, found in (
             ("wait", self.syncs),
+            ("behind", self.behind),
             ("copy", self.copies),
             ("collective", self.collectives),
             ("race", self.races),
         ):
             told += [f"  {title:10} {number:5} x {name}" for name, number in sorted(found.items(), key=lambda x: -x[1])]
         told += [f"  idle {seconds * 1e3:8.2f} ms  {why}" for why, seconds in sorted(self.idle_s.items())]
+        told += [f"  over {seconds * 1e3:8.2f} ms  {axis}" for axis, seconds in sorted(self.over_s.items())]
         return told + [
             f"  {title}: {text}" for title, text in (("wrong device", self.mismatch), ("ended by", self.error)) if text
         ]

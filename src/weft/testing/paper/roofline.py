@@ -32,8 +32,8 @@ class RooflineClock:
         self.idle: defaultdict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
-        """Measure from here: the clock goes on, since events may be older."""
-        self.start = self.host
+        """Measure from where all that was given before is done: the host may be ahead of it."""
+        self.start = self.end
         self.busy.clear()
         self.idle.clear()
 

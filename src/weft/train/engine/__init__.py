@@ -11,6 +11,7 @@ __all__ = [
     "EngineJob",
     "Evaluation",
     "GROUPS",
+    "LateResult",
     "StepResult",
     "derive_seed",
 ]
@@ -18,7 +19,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.engine.engine import GROUPS, Engine
     from weft.train.engine.job import EngineJob, derive_seed
-    from weft.train.engine.results import Evaluation, StepResult
+    from weft.train.engine.results import Evaluation, LateResult, StepResult
 
 __getattr__ = loads(
     __name__,
@@ -27,6 +28,7 @@ __getattr__ = loads(
         "EngineJob": ".job",
         "Evaluation": ".results",
         "GROUPS": ".engine",
+        "LateResult": ".results",
         "StepResult": ".results",
         "derive_seed": ".job",
     },

@@ -13,7 +13,7 @@ from weft.checkpoint import Checkpoint, SavedPiece, Together
 from weft.mesh import Pulse
 from weft.monitor.times import Meter, TimeBook
 from weft.spec.plan import Plan
-from weft.train.engine.results import Evaluation, StepResult
+from weft.train.engine.results import Evaluation, LateResult, StepResult
 from weft.train.task import Batches
 
 #: Arrays of a checkpoint have names that begin with one of these and a slash.
@@ -49,8 +49,10 @@ class Engine(Protocol):
         """The training batches of this rank."""
         ...
 
-    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult:
+    def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
+
+        A `LateResult` is read after the next step was called, or before anything else is asked of the engine.
 
         Args:
             batches: the microbatches, in their order.

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +20,19 @@ class StepResult:
     loss_scale: float | None = None
     skipped: str | None = None
     wants_stop: bool = False
+
+
+class LateResult:
+    """A result whose numbers are still on the device.
+
+    The loop reads it when the next step is launched, so that the device always has work. All ranks read it there.
+
+    Args:
+        read: waits for the numbers.
+    """
+
+    def __init__(self, read: Callable[[], StepResult]):
+        self.read = read
 
 
 @dataclass(frozen=True, slots=True)

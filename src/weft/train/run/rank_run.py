@@ -169,7 +169,11 @@ class _RankRun:
         """
         limit, num_bytes = self.config.train.max_time, self.engine.checkpoint_bytes()
         require_space(located(self.config.checkpoint.dir or self.folder.path), num_bytes)
-        return TimeLimit(limit, began + parse_seconds(limit), num_bytes) if limit else None
+        if not limit:
+            return None
+        # Where the device decides, the host hears of a step one step later: of the one before it, and of the last.
+        more = 2 if self.engine.device.startswith("cuda") else 0
+        return TimeLimit(limit, began + parse_seconds(limit), num_bytes, steps_to_stop=2 + more)
 
     def _show(self, recorder: RunRecorder, step: int, reason: str) -> str:
         """What the trained model makes, while the panel still stands."""

@@ -22,11 +22,25 @@ _CLOSING_S = 10.0
 class TimeLimit(Hook):
     """Asks for a stop before the limit. One rank watches; the loop sees to it that all stop after the same step.
 
-    text: the limit as it was typed. deadline: on the clock, in s. checkpoint_bytes: what a save will write.
+    Args:
+        text: the limit as it was typed.
+        deadline: on the clock, in s.
+        checkpoint_bytes: what a save will write.
+        steps_to_stop: the most that follow the request.
+        clock: in s.
     """
 
-    def __init__(self, text: str, deadline: float, checkpoint_bytes: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        text: str,
+        deadline: float,
+        checkpoint_bytes: int,
+        *,
+        steps_to_stop: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._text, self._deadline, self._clock = text, deadline, clock
+        self._steps_to_stop = steps_to_stop
         self._save_s = checkpoint_bytes / _ASSUMED_SPEED
         self._steps: deque[float] = deque(maxlen=_RECENT)
         self._evaluation_s = 0.0
@@ -52,7 +66,7 @@ class TimeLimit(Hook):
         # The first step of a start sets things up; it tells nothing of those to come.
         longest = max(list(self._steps)[1:] or self._steps)
         # The other ranks hear of it in the next step; an evaluation may come before that one.
-        if now + 2 * longest + self._evaluation_s + self._save_s + _CLOSING_S < self._deadline:
+        if now + self._steps_to_stop * longest + self._evaluation_s + self._save_s + _CLOSING_S < self._deadline:
             return None
         self.reason = f"train.max_time={self._text} is nearly used up"
         return self.reason

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from weft.train.step.loss_check import LossFn
     from weft.train.step.microbatches import Microbatches, from_loader
     from weft.train.step.oom import live_bytes
-    from weft.train.step.train_step import ForwardFn, StepMetrics, TrainStep
+    from weft.train.step.step_metrics import StepMetrics
+    from weft.train.step.train_step import ForwardFn, TrainStep
 
 __getattr__ = loads(
     __name__,
@@ -37,7 +38,7 @@ __getattr__ = loads(
         "ForwardFn": ".train_step",
         "LossFn": ".loss_check",
         "Microbatches": ".microbatches",
-        "StepMetrics": ".train_step",
+        "StepMetrics": ".step_metrics",
         "TrainStep": ".train_step",
         "call_model": ".forward",
         "evaluate": ".evaluation",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from weft.comm import all_reduce
 from weft.data.batch import move_batch
 from weft.mesh import Mesh
 from weft.monitor.times import Meter
-from weft.optim import LossScale, clip_factor
+from weft.optim import LossScale, StepDecision, clip_factor
 from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, trust_loss
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
@@ -30,27 +30,12 @@ from weft.train.step.forward import call_model
 from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.microbatches import Microbatches, microbatches_of, samples_of, values_in
 from weft.train.step.oom import explains_memory
+from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
 from weft.train.step.whole_tensors import names_the_module
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """What one step did, equal on all ranks.
-
-    loss: mean over all tokens of the global batch, before the update. grad_norm: before clipping.
-    skipped: why the weights were left as they were, or None. wants_stop: some rank asked to stop.
-    """
-
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    loss_scale: float | None = None
-    skipped: str | None = None
-    wants_stop: bool = False
 
 
 class TrainStep:
@@ -64,9 +49,10 @@ class TrainStep:
         forward: forward(model, batch) -> output; None: as `Run.train_step` says.
         max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
         nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
-            any
-            result.
+            any result.
         meter: times the phases of steps; None: one of the step's own.
+        reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
+            its numbers; None: on a GPU.
     """
 
     def __init__(
@@ -80,12 +66,13 @@ class TrainStep:
         max_grad_norm: float = 0.0,
         nominal_tokens: int | None = None,
         meter: Meter | None = None,
+        reads_late: bool | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
         self.precision = Precision.of(mesh.plan)
-        self.loss_scale = LossScale(enabled=self.precision.scales_loss)
+        self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
         self.wants_stop = self.has_trained = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
@@ -100,6 +87,11 @@ class TrainStep:
         self._meter = meter or Meter(mesh.device)
         self._train_mode = TrainMode(model)
         self._looks_for_copies = mesh.data.size > 1
+        self._may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
+        self._is_first = True
+        self._unread: LateMetrics | None = None
+        self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
+        self._unchecked = False  # a gradient that was not finite, and nobody has asked the ranks why
 
     @explains_memory
     @names_the_module
@@ -125,8 +117,9 @@ class TrainStep:
         totals[2].fill_(float(self.wants_stop))  # an assignment would send the number, and wait until it is there
         if self._looks_for_copies and not isinstance(batch, Microbatches):
             totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
-        scale = self.loss_scale.factor() / self._nominal
-        self._experts.begin(scale)
+        scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
+        if not isinstance(scale, torch.Tensor):  # else there are no routers
+            self._experts.begin(scale)
         inside = self._inside(samples, dropout_key)
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
@@ -141,15 +134,43 @@ class TrainStep:
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
         with self._meter.phase("reduce"):
+            self.settle()
             self._data_parallel.finish(totals)
             norm = self._data_parallel.norm()
-            # The only wait for the device in a step: all that the decision below needs, in one copy.
-            *sums, norm = torch.cat([totals, norm.to(totals).reshape(1)]).tolist()
-        self._look_for_copies(sums[3:])
+            numbers = torch.cat([totals, norm.to(totals).reshape(1)])
+            # Else the only wait for the device in a step: all that the decision needs, in one copy.
+            known = None if self._reads_late() else numbers.tolist()
+        if known is not None:
+            self._look_for_copies(known[3:-1])
         with self._meter.phase("optimizer"):
-            metrics = self._update(sums[0], sums[1], sums[2], norm)
-        self.mesh.pulse.in_step = False
+            metrics = self._update_unread(numbers) if known is None else self._update(known)
+        self.mesh.pulse.in_step = self._is_first = False
         return metrics
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """Return the scale of the next step's loss; waits for the last step's numbers."""
+        self._read()
+        return self._loss_scale
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether only the device knows what it decided of the last step."""
+        return self._unread is not None
+
+    def settle(self, metrics: StepMetrics | None = None) -> None:
+        """Read what the device decided of the last step. All ranks call it.
+
+        metrics: of the step to read; nothing waits where a later one was launched, which has read it. None: the last.
+
+        Raises:
+            CommError: where its gradient was not finite because ranks disagreed.
+        """
+        if metrics is None or metrics is self._unread:
+            self._read()
+        if self._unchecked:
+            self._unchecked = False
+            self._data_parallel.check()
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in."""
@@ -191,7 +212,7 @@ class TrainStep:
         self,
         microbatches: list[Any],
         loss: CountedLoss,
-        scale: float,
+        scale: float | torch.Tensor,
         totals: torch.Tensor,
         inside: Inside,
         seeds: Sequence[int] | None,
@@ -223,37 +244,52 @@ class TrainStep:
             warn_if_alike(fingerprints, self.mesh.world_size, self.mesh.data.size)
         self._looks_for_copies = False
 
-    def _update(self, loss_sum: float, num_tokens: float, stops: float, norm: float) -> StepMetrics:
+    def _update(self, numbers: list[float]) -> StepMetrics:
         """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""
         assert self._nominal is not None
-        scale = self.loss_scale.factor()
-        # Gradients hold sum / nominal * scale; this brings them to the mean over the tokens.
-        to_mean = self._nominal / (max(num_tokens, 1.0) * scale)
-        loss = loss_sum / max(num_tokens, 1.0)
-        grad_norm = norm * to_mean
-        finite = math.isfinite(grad_norm)
-        if not finite:
+        metrics = StepMetrics.of_sums(numbers, self._nominal, self._loss_scale)
+        if not math.isfinite(metrics.grad_norm):
             self._data_parallel.check()
-        skipped = None
-        if num_tokens == 0:
-            skipped = "no trained token in the global batch"
-        elif not math.isfinite(loss):
-            skipped = f"loss is {loss}"
-        elif not finite:
-            skipped = f"gradient norm is {grad_norm}"
-        self.loss_scale.update(finite and math.isfinite(loss))
-        if skipped is None:
-            self._data_parallel.update(self.optimizer, to_mean * clip_factor(grad_norm, self.max_grad_norm))
+        factor = to_mean(self._nominal, numbers[1], self._loss_scale)
+        self._loss_scale.update(metrics.is_finite)
+        if metrics.skipped is None:
+            factor *= clip_factor(metrics.grad_norm, self.max_grad_norm)
+            self._data_parallel.update(self.optimizer, factor)
             self._data_parallel.publish()
-        self._experts.finish(moved=skipped is None)
-        return StepMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            num_tokens=round(num_tokens),
-            loss_scale=scale if self.loss_scale.enabled else None,
-            skipped=skipped,
-            wants_stop=stops > 0,
-        )
+        self._experts.finish(moved=metrics.skipped is None)
+        return metrics
+
+    def _update_unread(self, numbers: torch.Tensor) -> StepMetrics:
+        """The same where the device decides, and the host reads one step later what it decided."""
+        assert self._nominal is not None
+        scale = self._loss_scale
+        decision = StepDecision(numbers, self._nominal, scale.factor(), self.max_grad_norm)
+        if scale.enabled:
+            # Both ways that the scale may go; the next forward takes the right one without the host.
+            good, bad = replace(scale), replace(scale)
+            good.update(True)
+            bad.update(False)
+            self._next_scale = torch.where(decision.is_finite, good.scale, bad.scale)
+        self._data_parallel.update(self.optimizer, decision)
+        self._data_parallel.publish()
+        self._experts.finish(moved=decision.is_taken)
+        nominal, then = self._nominal, replace(scale)
+        self._unread = LateMetrics(lambda: StepMetrics.of_sums(decision.numbers, nominal, then))
+        return self._unread
+
+    def _reads_late(self) -> bool:
+        """Whether the device decides about this step."""
+        if not self._may_read_late or self._is_first:
+            return False
+        needs_scale = self._loss_scale.enabled and self._experts.scales
+        return not needs_scale and self._data_parallel.decides_late(self.optimizer)
+
+    def _read(self) -> None:
+        """Let the host know what the device decided of the last step."""
+        unread, self._unread, self._next_scale = self._unread, None, None
+        if unread is not None:
+            self._loss_scale.update(unread.is_finite)
+            self._unchecked = not math.isfinite(unread.grad_norm)
 
 
 def _power_of_two(number: int) -> float:

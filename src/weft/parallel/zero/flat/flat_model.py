@@ -27,6 +27,7 @@ from weft.comm import all_gather, broadcast
 from weft.errors import ModelError
 from weft.memory import Host, HostPart, choose, step_on_host
 from weft.mesh import Mesh
+from weft.optim import StepDecision
 from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats, tell_places
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
@@ -145,17 +146,24 @@ class FlatModel:
         if self._shows_late and not self.reducer.has_loose:
             self.show_gradients()
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `update` takes the device's decision for this optimizer."""
+        return not self._on_host and not self.coders.carries and self._steps[self._adoption(optimizer)].applies()
+
+    def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
         adoption = self._adoption(optimizer)
-        step = self._steps[adoption]
-        if not step.applies():
+        if isinstance(factor, StepDecision):
+            self.reducer.factor = factor.factor
+            self._steps[adoption].take(factor)
+        elif self._steps[adoption].applies():
+            self.reducer.arrive()
+            self.reducer.factor = whole = float(self.reducer.factor) * factor
+            self._steps[adoption].take(whole)
+        else:
             self.scale(factor)
             optimizer.step()
             return
-        self.reducer.arrive()
-        self.reducer.factor *= factor
-        step.take(self.reducer.factor)
         with adoption.spent():
             optimizer.step()
 
@@ -315,7 +323,9 @@ class FlatModel:
 
     def _adoption(self, optimizer: torch.optim.Optimizer) -> SlotAdoption:
         self.adopt(optimizer)
-        return next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
+        found = next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
+        self._steps[found].settle()
+        return found
 
     def _make_buckets(self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool) -> None:
         """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""

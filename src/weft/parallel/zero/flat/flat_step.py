@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.optim import AdamRule, Lane, Rule, SgdRule, step_lane
+from weft.optim import AdamRule, Lane, Rule, SgdRule, StepDecision, step_lane
 from weft.parallel.private_torch import num_step_hooks
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
@@ -57,6 +57,7 @@ class FlatStep:
         self._bound: object = None
         self._held: list[_Held] = []
         self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version that the counts are of
+        self._decision: StepDecision | None = None  # of a step that was counted, and may not have been taken
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -74,18 +75,30 @@ class FlatStep:
         return type(optimizer) is torch.optim.SGD and all(map(_is_plain_sgd, optimizer.param_groups))
 
     @torch.no_grad()
-    def take(self, factor: float) -> None:
+    def take(self, factor: float | StepDecision) -> None:
         """Step all pieces. factor: what gradients are multiplied by as they are read."""
         self._bind()
         for held in self._held:
+            factor_here = factor.factor_for(held.bucket.master.dtype) if isinstance(factor, StepDecision) else factor
             for lane, rule in self._lanes(held):
-                step_lane(lane, rule, factor)
+                step_lane(lane, rule, factor_here)
             held.bucket.is_rounded = held.is_all and held.bucket.host is None
+        self._count(1)
+        self._decision = factor if isinstance(factor, StepDecision) else None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the last step out of the counts where the device did not take it. Waits for its decision."""
+        decision, self._decision = self._decision, None
+        if decision is not None and not decision.was_taken:
+            self._count(-1)
+
+    def _count(self, number: int) -> None:
         for index, (counter, entries, _) in enumerate(self._counters):
-            counter.add_(1)
+            counter.add_(number)
             self._counters[index] = (counter, entries, version_of(counter))
             for entry in entries:
-                entry.count += 1
+                entry.count += number
 
     def _buckets(self) -> list[Bucket]:
         return list(dict.fromkeys(slot.bucket for slot in self._adoption.pieces if slot.bucket is not None))

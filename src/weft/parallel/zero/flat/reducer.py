@@ -75,8 +75,9 @@ class Reducer:
         self._late: list[int] = []
         self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
         self._num_late = torch.zeros_like(self._norm_squared)
+        self._first_late = -1  # what the last sums have of it; read after the next step has begun
         #: What gradients are yet to be multiplied by, where the optimizer does it as it reads them.
-        self.factor = 1.0
+        self.factor: float | torch.Tensor = 1.0
         for index, slot in enumerate(slots):
             # torch's collector does not see these hooks: what they held would live for ever, and its mesh with it.
             slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
@@ -154,7 +155,7 @@ class Reducer:
         """Raise CommError, on all ranks, where a gradient came after its bucket had begun to travel."""
         if not self._num_late:
             return
-        first = torch.tensor([self._late[0] if self._late else -1], device=self._num_late.device)
+        first = torch.tensor([self._first_late], device=self._num_late.device)
         found = all_gather(first, self._axes.stage).tolist()
         ranks = [self._axes.stage.ranks[place] for place, index in enumerate(found) if index >= 0]
         name = self._slots[max(found)].name if ranks else "of another stage"
@@ -165,7 +166,7 @@ class Reducer:
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients: at once, and not as the optimizer reads them."""
-        factor, self.factor = factor * self.factor, 1.0
+        factor, self.factor = factor * float(self.factor), 1.0
         if factor != 1.0 and self.buckets:
             self.arrive()  # what is still on its way to the host must not be multiplied twice
             foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
@@ -328,6 +329,7 @@ class Reducer:
     def _sum(self, totals: torch.Tensor | None) -> None:
         """One small collective for all that ranks must agree on: the caller's totals, late gradients, the norm."""
         extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
+        self._first_late = self._late[0] if self._late else -1
         extra[0].fill_(len(self._late))  # an assignment would send the number, and wait until it is there
         # Ranks with equal sums take the norm of a part each.
         parts = [part for bucket in self.buckets for part in _share_of(bucket)]

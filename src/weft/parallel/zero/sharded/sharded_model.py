@@ -31,11 +31,11 @@ from torch.distributed.fsdp import FSDPModule
 from weft.comm import all_reduce, broadcast
 from weft.memory import Host, step_on_host
 from weft.mesh import Axis, Mesh
-from weft.optim import clip_factor
+from weft.optim import StepDecision, clip_factor
 from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
-from weft.parallel.zero.adopt import refuse_closures
+from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, step_by_decision
 from weft.parallel.zero.sharded.fsdp_hooks import Calls, ReplicaSum, StagePasses, drop_partial_gradients, hide_hooks
 from weft.parallel.zero.sharded.fsdp_units import Unit, find_units
 from weft.parallel.zero.sharded.gather_order import Act, Order
@@ -44,7 +44,7 @@ from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
 from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
-from weft.parallel.zero.sharded.unit_collectives import UnitGather, UnitReduce
+from weft.parallel.zero.sharded.unit_collectives import connect_unit
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
 from weft.private_torch import foreach_mul_, graph_task, uncompiled
@@ -122,8 +122,7 @@ class FullyShardedModel:
         self._undivided: dict[nn.Module, ReplicaSum] = {}
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
-            module.set_custom_all_gather(UnitGather(index, axis, orders[axis.ranks]))
-            module.set_custom_reduce_scatter(UnitReduce(index, axis, orders[axis.ranks], self.coders))
+            connect_unit(module, index, axis, orders[axis.ranks], self.coders, mesh.device)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
@@ -161,10 +160,8 @@ class FullyShardedModel:
 
     def clear(self) -> None:
         """Forget gradients."""
-        for param in self._optimized():
+        for param in chain(self._optimized(), (shard.param for shard in self.shards.values())):
             param.grad = None
-        for shard in self.shards.values():
-            shard.param.grad = None
         for replica_sum in self._sums:
             replica_sum.clear()
         self.coders.discard()
@@ -241,8 +238,15 @@ class FullyShardedModel:
                 self._hosted.scale(factor)  # first: what is still on its way must not be multiplied twice
             foreach_mul_(grads, factor)
 
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `update` takes the device's decision for this optimizer."""
+        return not self._has_host and not self.coders.carries and leaves_steps_out(optimizer)
+
+    def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
+        if isinstance(factor, StepDecision):
+            step_by_decision(optimizer, factor)
+            return
         self.scale(factor)
         optimizer.step()
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import all_gather, reduce_scatter
+from weft.comm.links import StreamWait
 from weft.comm.wire import Coders
 from weft.errors import CommError
 from weft.mesh import Axis
-from weft.parallel.private_torch import GatherBase, ReduceBase
+from weft.parallel.private_torch import GatherBase, ReduceBase, wrap_waits
 from weft.parallel.zero.sharded.gather_order import Act, Order
 
 
@@ -31,6 +34,7 @@ class UnitGather(_Buffers, GatherBase):
         self._unit = unit
         self._axis = axis
         self._order = order
+        self._there: tuple[torch.cuda.Event, torch.device] | None = None
 
     def __call__(
         self,
@@ -45,6 +49,20 @@ class UnitGather(_Buffers, GatherBase):
             all_gather(input_tensor, self._axis, out=output_tensor)
         except CommError as error:
             raise self._order.explain(error) from error
+        if output_tensor.is_cuda:
+            self._there = torch.cuda.Event(enable_timing=True), output_tensor.device
+            self._there[0].record()
+
+    def until_there(self, wait: Callable[[], None]) -> None:
+        """Wait for the last gather, and tell the ledger how long the compute stream had to.
+
+        fully_shard's wait copies out of the buffer too, which is no waiting: what counts is when the gather was there.
+        """
+        there, self._there = self._there, None
+        stream_wait = None if there is None else StreamWait.begin(there[1])
+        wait()
+        if there is not None and stream_wait is not None:
+            self._axis.record(self._axis.name, "unshard", 0, stream_wait.end(there[0]))
 
 
 class UnitReduce(_Buffers, ReduceBase):
@@ -75,3 +93,29 @@ class UnitReduce(_Buffers, ReduceBase):
             reduce_scatter(input_tensor, self._axis, out=output_tensor, wire=self._wire)
         except CommError as error:
             raise self._order.explain(error) from error
+
+
+def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, coders: Coders, device: torch.device) -> None:
+    """Let a unit communicate through `weft.comm`.
+
+    Args:
+        module: made by fully_shard.
+        unit: its number.
+        axis: that it is divided over.
+        order: of what all ranks do there.
+        coders: what travels in place of gradients.
+        device: of this rank.
+    """
+    gather = UnitGather(unit, axis, order)
+    module.set_custom_all_gather(gather)
+    module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, coders))
+    if device.type == "cuda":
+        wrap_waits(module, gather.until_there, functools.partial(_until_summed, axis, device))
+
+
+def _until_summed(axis: Axis, device: torch.device, wait: Callable[[], None]) -> None:
+    """Wait for sums at the end of a backward, and tell the ledger how long that took."""
+    stream_wait = StreamWait.begin(device)
+    wait()
+    if stream_wait is not None:
+        axis.record(axis.name, "sums", 0, stream_wait.end())

@@ -1,0 +1,65 @@
+"""The decision of a step, made on the device: whether it is taken, and what its gradients are multiplied by.
+
+The host launches optimizer and publication without knowing it, and reads it one step later from a small pinned copy.
+The arithmetic is that of the decision on the host, in float64, so both come to the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+
+class StepDecision:
+    """What follows from a step's sums over all ranks; equal on all of them.
+
+    Args:
+        numbers: 1-D float64 on the device: sum of losses, number of tokens, ..., norm of the gradient as it lies there.
+        nominal: what the loss was divided by before backward.
+        scale: the loss scale of this step.
+        max_norm: the gradient is clipped to it; 0 is no clipping.
+    """
+
+    def __init__(self, numbers: torch.Tensor, nominal: float, scale: float, max_norm: float):
+        num_tokens, norm = numbers[1], numbers[-1]
+        # A number over a tensor would be its reciprocal times the number, which rounds twice.
+        to_mean = torch.full_like(norm, nominal) / (num_tokens.clamp(min=1.0) * scale)
+        clip: torch.Tensor | float = 1.0
+        if max_norm > 0:
+            clip = (torch.full_like(norm, max_norm) / (norm * to_mean + 1e-6)).clamp(max=1.0)
+        #: Whether loss and gradient are finite, which the next loss scale follows; 0-d bool.
+        self.is_finite = (numbers * 0).sum() == 0
+        #: Whether the step is taken; 0-d bool.
+        self.is_taken = self.is_finite & (num_tokens != 0)
+        #: What gradients are multiplied by; 0-d float64, NaN in a step that is not taken.
+        self.factor = torch.where(self.is_taken, to_mean * clip, torch.nan)
+        told = torch.cat([numbers, self.is_taken.to(numbers).reshape(1)])
+        self._event: torch.cuda.Event | None = None
+        if told.device.type == "cuda":
+            self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+            self._host.copy_(told, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = told
+
+    @cached_property
+    def _told(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers on the host. The first look waits until the device has made them."""
+        return self._told[:-1]
+
+    @property
+    def was_taken(self) -> bool:
+        """The same as `is_taken`, on the host; waits as `numbers` do."""
+        return self._told[-1] != 0
+
+    def factor_for(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the factor in the format that gradients of masters of `dtype` are multiplied in."""
+        return self.factor.to(torch.promote_types(dtype, torch.float32))
