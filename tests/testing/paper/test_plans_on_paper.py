@@ -49,10 +49,16 @@ DENSE = {
     "offload=activations precision=bf16": (1, 1),
     "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (1, 1),
 }
-#: Layers of experts; over ep the host must know how many rows go where: once in each of the two layers.
-EXPERTS = {"precision=bf16": (1, 1), "dp_shard=2 ep=2 zero=1 precision=bf16": (3, 3)}
-#: Sequences of several documents; cp cuts at their borders, which the host reads.
-DOCUMENTS = {"precision=bf16": (1, 1), "cp=2 cp_mode=ring precision=bf16": (2, 2)}
+#: Layers of experts; over ep the host must know how many rows go where: once in each of the two layers. Without a
+#: grouped kernel, as in fp32, it cuts rows by expert: twice in each.
+EXPERTS = {
+    "precision=bf16": (1, 1),
+    "precision=fp32": (5, 5),
+    "dp_shard=2 ep=2 zero=1 precision=bf16": (3, 3),
+    "dp_shard=2 ep=2 zero=1 precision=fp32": (7, 7),
+}
+#: Sequences of several documents, whose borders come with the batch.
+DOCUMENTS = {"precision=bf16": (1, 1), "cp=2 cp_mode=ring precision=bf16": (1, 1)}
 
 
 @pytest.mark.parametrize(
