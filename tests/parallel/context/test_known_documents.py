@@ -81,7 +81,9 @@ def borders_found(kind, compiled, known):
 @pytest.mark.parametrize("kind", ["decoder", "mask", "positions"])
 def test_borders_come_from_the_hosts_batch_without_a_collective(kind, ranks2):
     found, asked = (ranks2.run(borders_found, kind, False, known) for known in (True, False))
-    for (gathers, missed, looks, views), (asked_gathers, asked_missed, _, asked_views) in zip(found, asked, strict=True):
+    for (gathers, missed, looks, views), (asked_gathers, asked_missed, _, asked_views) in zip(
+        found, asked, strict=True
+    ):
         assert (gathers, missed, looks) == (0, 0, 4)
         assert (asked_gathers, asked_missed) == (2, 0)
         assert views == asked_views

@@ -45,7 +45,7 @@ DENSE = {
     "recompute=full dp_shard=2 zero=3 precision=bf16": (1, 1),
     "offload=optimizer precision=bf16": (2, 1),
     "offload=optimizer dp_shard=2 zero=1 precision=bf16": (2, 1),
-    "offload=params dp_shard=2 zero=3 precision=bf16": (4, 2),
+    "offload=params dp_shard=2 zero=3 precision=bf16": (3, 1),
     "offload=activations precision=bf16": (1, 1),
     "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (1, 1),
 }
