@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import TrainingHalted
-from weft.monitor import NonFiniteGuard, StepRecord, mfu
+from weft.monitor import GarbageTurns, NonFiniteGuard, StepRecord, mfu
 from weft.monitor.times import TimeBook, memory_bytes
 from weft.optim import lr_factor
 from weft.spec import RunConfig
@@ -44,10 +44,14 @@ class Trainer:
     left_out: Collection[int] = ()
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
+    garbage: GarbageTurns = field(init=False)
     _flops: float | None = None
     _peak_flops: float | None = None
     _saved_step: int = 0
     _sound_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.garbage = GarbageTurns(self.config.train.collect_every)
 
     @property
     def config(self) -> RunConfig:
@@ -66,11 +70,12 @@ class Trainer:
             hook.on_start(self.progress.step)
             hook.on_phase("compiling" if self.engine.plan.compile else "first step")
         reason = "finished"
-        for first, end in stretches(self.progress.step, num_steps, self.left_out):
-            self.progress.step = first
-            if stop := self._train_stretch(end, guard):
-                reason = stop
-                break
+        with self.garbage:
+            for first, end in stretches(self.progress.step, num_steps, self.left_out):
+                self.progress.step = first
+                if stop := self._train_stretch(end, guard):
+                    reason = stop
+                    break
         if why := self._save_last(guard):
             # However it came to its end: "asked to stop" promises that everything is saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
@@ -91,6 +96,7 @@ class Trainer:
         record, metrics = self._train(self.progress.step, batches)
         self.progress.step += 1
         self._show_step(record)
+        self.garbage.after_step(self.progress.step)
         try:
             guard.observe(record.step, metrics.loss, metrics.grad_norm, loss_scale=metrics.loss_scale)
         except TrainingHalted as halt:
