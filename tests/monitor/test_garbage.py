@@ -48,9 +48,15 @@ def test_it_runs_at_its_steps_alone(collections):
 
 
 def test_it_is_as_before_after_an_error():
-    with pytest.raises(KeyError), GarbageTurns(3) as garbage:
-        garbage.after_step()
-        raise KeyError
+    garbage = GarbageTurns(3)
+
+    def fail():
+        with garbage:
+            garbage.after_step()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert gc.isenabled()
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from weft.comm.links import NCCL_FORMATS
+from weft.spec.plan import Plan
 from weft.testing.paper import plans_on_paper, script_on_paper
 
 pytestmark = pytest.mark.paper
@@ -61,6 +64,12 @@ EXPERTS = {
 DOCUMENTS = {"precision=bf16": (1, 1), "cp=2 cp_mode=ring precision=bf16": (1, 1)}
 
 
+def refused_by_nccl(report):
+    """Number formats of a step's collectives that the table lacks; each plan of several ranks has some collective."""
+    assert bool(report.formats) == (Plan.parse(report.name).world_size > 1), report.formats
+    return {text for text in report.formats if getattr(torch, text.rpartition(" ")[2]) not in NCCL_FORMATS}
+
+
 @pytest.mark.parametrize(
     ("known", "options"),
     [
@@ -78,6 +87,7 @@ def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(known, optio
         assert report.num_syncs <= waits, report.lines()
         assert report.num_blocking <= blocking, report.lines()
         assert report.kernels > 200, report.lines()
+        assert not refused_by_nccl(report), report.formats
 
 
 #: Each fault is planted in Weft's own code, for one step on the paper device.

@@ -59,6 +59,7 @@ class PaperDevice:
             syncs=dict(counts.syncs),
             copies=dict(counts.copies),
             collectives=dict(counts.collectives),
+            formats=dict(counts.formats),
             races=dict(self.races.found),
             step_s=clock.end - clock.start,
             busy_s=clock.busy[DEFAULT],

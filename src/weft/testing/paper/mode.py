@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+from weft.comm.links import NCCL_FORMATS
 from weft.testing.paper.device import UNKNOWN, PaperDevice
 from weft.testing.paper.tensors import CUDA, is_fake, leaves, on_device
 from weft.testing.paper.values import follow, forget, give, on_host, reserve, value_of
@@ -217,6 +218,10 @@ class PaperMode(TorchDispatchMode):
         return None
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in filter(on_device, leaves((args, kwargs))):
+            self.device.counts.formats[f"{func._schema.name[6:]} of {str(tensor.dtype).removeprefix('torch.')}"] += 1
+            if tensor.dtype not in NCCL_FORMATS:
+                raise RuntimeError(f"Unconvertible NCCL type {tensor.dtype} in {func._schema.name[6:]}")
         with self.device.fake:
             out = func(*args, **kwargs)
         work = out[-1] if isinstance(out, tuple | list) else out

@@ -23,9 +23,9 @@ class PaperReport:
     """What a process on paper says when it ends, as JSON. Seconds are simulated: see `roofline.py` for the guesses.
 
     num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
-    copies, collectives, races: how often, by what. mismatch: the error of a tensor on the wrong device, or "".
-    busy_s: of the default stream. idle_s: its waiting, by reason. name: of the script or the plan. error: what ended a
-    plan early, or "".
+    copies, collectives, races: how often, by what. formats: tensors of collectives, by kind and number format.
+    mismatch: the error of a tensor on the wrong device, or "". busy_s: of the default stream. idle_s: its waiting, by
+    reason. name: of the script or the plan. error: what ended a plan early, or "".
     """
 
     kernels: int = 0
@@ -33,6 +33,7 @@ class PaperReport:
     syncs: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
     collectives: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict)
     races: dict[str, int] = field(default_factory=dict)
     step_s: float = 0.0
     busy_s: float = 0.0
