@@ -11,8 +11,12 @@ from types import TracebackType
 
 
 class GarbageTurns:
-    """Inside, garbage in cycles is collected after each step whose number is a multiple of `every`, and at no other
-    time; what was there after the first step is left out. every=0: Python chooses, as outside.
+    """While it is open, Python collects garbage after each step whose number is a multiple of `every`, and only then.
+
+    What was there after the first step is left out. Nothing changes where `every` is 0 or the collector was off before.
+
+    Args:
+        every: steps between collections.
     """
 
     def __init__(self, every: int):
@@ -34,7 +38,11 @@ class GarbageTurns:
         self._has_frozen = False
 
     def after_step(self, step: int | None = None) -> None:
-        """Take a turn where it is due. step: its number, the same on all ranks; None: as often as this was called."""
+        """Take a turn where it is due.
+
+        Args:
+            step: its number, the same on all ranks; None: as often as this was called.
+        """
         self._num_steps += 1
         if not self._was_on:
             return  # who turned the collector off wants no turns
