@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.private_torch import version_of
+from weft.private_torch import version_of, viewed
 
 _ATTRIBUTE = "_weft_host_values"
 
@@ -27,7 +27,7 @@ def host_values(tensor: Tensor) -> Tensor | None:
     """
     if tensor.device.type == "cpu":
         return tensor if type(tensor) is Tensor else None
-    whole = tensor if hasattr(tensor, _ATTRIBUTE) else tensor._base
+    whole = tensor if hasattr(tensor, _ATTRIBUTE) else viewed(tensor)
     held: Any = getattr(whole, _ATTRIBUTE, None)
     if whole is None or held is None:
         return None

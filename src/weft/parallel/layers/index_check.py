@@ -26,7 +26,12 @@ def watch_indices(model: nn.Module) -> None:
 
 
 def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
-    """Refuse labels, as far as the host knows them, that are none of so many classes and not `ignored`.
+    """Refuse labels that a head has no entry for, as far as the host knows them.
+
+    Args:
+        labels: whole numbers of any shape.
+        num_classes: entries of the head.
+        ignored: the label of what is not trained.
 
     Raises:
         ModelError: with the label and the remedy.
