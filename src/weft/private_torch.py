@@ -59,6 +59,7 @@ __all__ = [
     "tree_unflatten",
     "uncompiled",
     "version_of",
+    "viewed",
     "without_modes",
 ]
 
@@ -139,6 +140,11 @@ def named_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written to in place. Documented in torch's notes on autograd, by this name."""
     return tensor._version
+
+
+def viewed(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that another is a view of, as autograd knows it; None where it is none."""
+    return tensor._base
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

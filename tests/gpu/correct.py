@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tests.gpu.cases import Case, Figures, Setting, Skipped, relative, require
 from tests.gpu.training import LARGE, SMALL, Model, batch_of, decoder, foreign, shape_of, step_of, train
+from weft.comm.links import NCCL_FORMATS
 from weft.mesh import build_mesh
 from weft.monitor.times import Meter
 from weft.parallel.context.kernel import Scoring, attend, attend_backward
@@ -231,17 +232,7 @@ def nccl_on_one_rank(setting: Setting) -> Figures:
         store = dist.HashStore()
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     works = 0
-    formats = (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
-    )
-    for dtype in formats:
+    for dtype in sorted(NCCL_FORMATS, key=str):
         tensor = torch.ones(8, device=setting.device).to(dtype)
         dist.all_gather_into_tensor(torch.empty_like(tensor), tensor)
         dist.broadcast(tensor, 0)

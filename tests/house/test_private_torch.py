@@ -35,6 +35,7 @@ LEFT_OUT = ("testing/paper/", "testing/graphs.py")
 
 #: By dotted name: the parameters that Weft passes; None where there is no signature to be read.
 NAMES: dict[str, tuple[str, ...] | None] = {
+    "torch.Tensor._base": None,
     "torch.Tensor._version": None,
     "torch.UntypedStorage._cdata": None,
     "torch.UntypedStorage._new_with_weak_ptr": None,

@@ -16,9 +16,15 @@ from weft.checkpoint.arrays import block_of, tensor_of
 from weft.monitor import read_events
 
 _SCRIPT = """
-import io, json, sys
+import gc, io, json, sys
+from tests.train.fake_engine import FakeEngine
 from weft.spec.files.config_file import load_config
 from weft.train import Start, prepare_run, run_rank
+
+collects = []
+step = FakeEngine.step
+FakeEngine.step = lambda engine, *given: collects.append(gc.isenabled()) or step(engine, *given)
+
 
 def train(name, steps):
     words = ["task=tests.train.fake_engine:LineTask", f"run.dir={sys.argv[1]}", f"run.name={name}", "eval.every=4",
@@ -30,7 +36,7 @@ def train(name, steps):
     return [result.step, result.reason, terminal.getvalue()]
 
 told = [train("whole", 9), train("halves", 4), train("halves", 9)]
-print(json.dumps({"told": told, "torch": "torch" in sys.modules}))
+print(json.dumps({"told": told, "collects": [collects[:9], gc.isenabled()], "torch": "torch" in sys.modules}))
 """
 
 
@@ -41,6 +47,7 @@ def test_a_run_trains_saves_and_resumes_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["torch"]
+    assert found["collects"] == [[True, *[False] * 8], True]  # by itself before the first step's end, and after the run
     (*whole, shown), (*first, _), (*second, resumed) = found["told"]
     assert (whole, first, second) == ([9, "finished"], [4, "finished"], [9, "finished"])
     assert "resumed from step 4" in resumed

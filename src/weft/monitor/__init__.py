@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from weft.monitor.events import EventLog, last_per_step, read_events, tail_events
 from weft.monitor.flops import flops_per_token, mfu
+from weft.monitor.garbage import GarbageTurns
 from weft.monitor.goodput import Goodput, best_interval, goodput
 from weft.monitor.health import NonFiniteGuard
 from weft.monitor.record import StepRecord
@@ -14,6 +15,7 @@ from weft.monitor.spikes import SpikeWatch
 
 __all__ = [
     "EventLog",
+    "GarbageTurns",
     "Goodput",
     "NonFiniteGuard",
     "SpikeWatch",

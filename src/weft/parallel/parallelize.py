@@ -14,6 +14,7 @@ from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn
 from weft.parallel.context import apply_context, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
+from weft.parallel.layers import watch_indices
 from weft.parallel.local_means import watch_local_means
 from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
@@ -53,6 +54,7 @@ def parallelize(
     before = originals_of(model)
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
+    watch_indices(model)
     placed = cut(model, mesh, layout) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
     if (pipeline := pipeline_of(model)) is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import TrainingHalted
-from weft.monitor import NonFiniteGuard, StepRecord, mfu
+from weft.monitor import GarbageTurns, NonFiniteGuard, StepRecord, mfu
 from weft.monitor.times import StepTimes, TimeBook, memory_bytes
 from weft.optim import lr_factor
 from weft.spec import RunConfig
@@ -56,12 +56,16 @@ class Trainer:
     left_out: Collection[int] = ()
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
+    garbage: GarbageTurns = field(init=False)
     _flops: float | None = None
     _peak_flops: float | None = None
     _saved_step: int = 0
     _sound_step: int | None = None
     _data_s: float = 0.0
     _unread: _Launched | None = None
+
+    def __post_init__(self) -> None:
+        self.garbage = GarbageTurns(self.config.train.collect_every)
 
     @property
     def config(self) -> RunConfig:
@@ -80,11 +84,12 @@ class Trainer:
             hook.on_start(self.progress.step)
             hook.on_phase("compiling" if self.engine.plan.compile else "first step")
         reason = "finished"
-        for first, end in stretches(self.progress.step, num_steps, self.left_out):
-            self.progress.step = first
-            if stop := self._train_stretch(end, guard):
-                reason = stop
-                break
+        with self.garbage:
+            for first, end in stretches(self.progress.step, num_steps, self.left_out):
+                self.progress.step = first
+                if stop := self._train_stretch(end, guard):
+                    reason = stop
+                    break
         if why := self._save_last(guard):
             # However it came to its end: "asked to stop" promises that everything is saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
@@ -109,6 +114,7 @@ class Trainer:
         """
         before, self._unread = self._unread, self._launch(self.progress.step, batches)
         self.progress.step += 1
+        self.garbage.after_step(self.progress.step)
         stop = self._see(before, guard) if before else None
         if stop or not isinstance(self._unread.result, LateResult) or self._is_something_due():
             stop = self._see_last(guard) or stop

@@ -10,12 +10,14 @@ __all__ = [
     "BackendLink",
     "ExchangeLink",
     "Link",
+    "NCCL_FORMATS",
     "Operation",
     "Parts",
     "Segment",
     "SharedLink",
     "StagedLink",
     "StreamWait",
+    "as_moved",
     "failed",
     "finish",
     "host_mark",
@@ -26,6 +28,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.comm.links.backend import BackendLink, ExchangeLink
     from weft.comm.links.link import Link, Operation, failed, finish, unobserved
+    from weft.comm.links.nccl_formats import NCCL_FORMATS, as_moved
     from weft.comm.links.parts import Parts
     from weft.comm.links.segment import Segment, host_mark
     from weft.comm.links.shared import SharedLink
@@ -38,12 +41,14 @@ __getattr__ = loads(
         "BackendLink": ".backend",
         "ExchangeLink": ".backend",
         "Link": ".link",
+        "NCCL_FORMATS": ".nccl_formats",
         "Operation": ".link",
         "Parts": ".parts",
         "Segment": ".segment",
         "SharedLink": ".shared",
         "StagedLink": ".staged",
         "StreamWait": ".stream_wait",
+        "as_moved": ".nccl_formats",
         "failed": ".link",
         "finish": ".link",
         "host_mark": ".segment",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from weft.comm.links.combine import Combiner
 from weft.comm.links.link import Operation, failed, unobserved
+from weft.comm.links.nccl_formats import as_added, as_bytes, as_moved
 from weft.comm.links.parts import Parts
 from weft.comm.links.routes import same_memory
 from weft.comm.private_torch import (
@@ -67,7 +68,8 @@ class BackendLink:
             raise failed(operation, error) from error
 
     def _call(self, operation: Operation) -> dist.Work:
-        source, out, group = _joined(operation), operation.out, self._group
+        travels = as_added if operation.kind in ("all_reduce", "reduce_scatter") else as_moved
+        source, out, group = travels(_joined(operation)), travels(operation.out), self._group
         match operation.kind:
             case "all_reduce":
                 return all_reduce(out, op=_OPS[operation.op], group=group, async_op=True)
@@ -78,7 +80,8 @@ class BackendLink:
             case "broadcast":
                 return broadcast(out, src=self._ranks[operation.root], group=group, async_op=True)
             case "all_to_all":
-                counts = list(operation.receive), list(operation.send)
+                width = operation.out.dtype.itemsize // out.dtype.itemsize
+                counts = ([numel * width for numel in part] for part in (operation.receive, operation.send))
                 return all_to_all_single(out, source, *counts, group=group, async_op=True)
             case _:
                 return barrier(group=group, async_op=True)
@@ -230,14 +233,14 @@ class ExchangeLink:
         if not same_memory(own, shards[self._rank]):
             shards[self._rank].copy_(own)
         if len(shards) == 2 and operation.out.nbytes < OWN_GATHER_BYTES:
-            out, source = _bytes(operation.out), _bytes(shards[self._rank])
+            out, source = as_bytes(operation.out), as_bytes(shards[self._rank])
             yield [all_gather_single(out, source, group=self._group, async_op=True)]
             return
         yield self._spread(shards, self._group)
 
     def _broadcast(self, operation: Operation) -> Stages:
         root = self._ranks[operation.root]
-        yield [broadcast(_bytes(operation.out), src=root, group=self._group, async_op=True)]
+        yield [broadcast(as_bytes(operation.out), src=root, group=self._group, async_op=True)]
 
     def _exchange(self, operation: Operation) -> Stages:
         counts = list(operation.receive), list(operation.send)
@@ -259,8 +262,8 @@ class ExchangeLink:
     ) -> dist.Work:
         width = out.dtype.itemsize
         return all_to_all_single(
-            _bytes(out),
-            _bytes(source),
+            as_bytes(out),
+            as_bytes(source),
             None if receive is None else [numel * width for numel in receive],
             None if send is None else [numel * width for numel in send],
             group=self._group,
@@ -270,7 +273,7 @@ class ExchangeLink:
     def _spread(self, parts: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
         """parts[r] from rank r to all."""
         return [
-            broadcast(_bytes(part), src=source, group=group, async_op=True)
+            broadcast(as_bytes(part), src=source, group=group, async_op=True)
             for source, part in zip(self._ranks, parts, strict=True)
         ]
 
@@ -282,8 +285,3 @@ def _joined(operation: Operation) -> torch.Tensor:
         whole = operation.kind == "all_reduce"
         operation.source = source = source.copy_to(operation.out) if whole else source.joined()
     return source
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as bytes: what is only moved may have any type."""
-    return tensor.view(-1).view(torch.uint8)

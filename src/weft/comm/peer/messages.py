@@ -8,7 +8,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from weft.comm.links import Operation, StreamWait, failed, waited
+from weft.comm.links import Operation, StreamWait, as_moved, failed, waited
 from weft.comm.private_torch import backend_of
 from weft.errors import CommError
 from weft.mesh import Axis
@@ -91,7 +91,7 @@ def start_send(tensor: torch.Tensor, axis: Axis, to: int) -> Message:
     _check_peer("send", axis, to, tensor)
     tensor = tensor.detach()
     staged = tensor.cpu() if _needs_host(axis, tensor) else None
-    work = dist.isend(tensor if staged is None else staged, dst=axis.ranks[to], group=axis.group)
+    work = dist.isend(as_moved(tensor) if staged is None else staged, dst=axis.ranks[to], group=axis.group)
     return Message(tensor, axis, "send", to, work, start, staged)
 
 
@@ -106,7 +106,7 @@ def start_receive(out: torch.Tensor, axis: Axis, source: int) -> Message:
     start = time.perf_counter()
     _check_peer("receive", axis, source, out)
     staged = torch.empty_like(out, device="cpu") if _needs_host(axis, out) else None
-    work = dist.irecv(out.detach() if staged is None else staged, src=axis.ranks[source], group=axis.group)
+    work = dist.irecv(as_moved(out.detach()) if staged is None else staged, src=axis.ranks[source], group=axis.group)
     return Message(out, axis, "receive", source, work, start, staged)
 
 

@@ -7,22 +7,27 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "host_values",
     "map_tensors",
     "move_batch",
     "parts_of",
+    "remember_host",
     "tensors_in",
     "with_parts",
 ]
 
 if TYPE_CHECKING:
     from weft.data.batch.batches import map_tensors, move_batch, parts_of, tensors_in, with_parts
+    from weft.data.batch.on_host import host_values, remember_host
 
 __getattr__ = loads(
     __name__,
     {
+        "host_values": ".on_host",
         "map_tensors": ".batches",
         "move_batch": ".batches",
         "parts_of": ".batches",
+        "remember_host": ".on_host",
         "tensors_in": ".batches",
         "with_parts": ".batches",
     },

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from weft.data.batch.on_host import remember_host
+
 
 def parts_of(batch: Any) -> list[Any] | None:
     """Return what a container holds, in its order; None for anything that is no container."""
@@ -57,11 +59,17 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> A
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Move a batch to `device`; pinned tensors travel without the host waiting."""
+    """Move a batch to `device`; pinned tensors travel without the host waiting.
+
+    Of whole numbers that come from the host, `host_values` knows what they are afterwards.
+    """
     if isinstance(batch, torch.Tensor):
         if batch.device == device:
             return batch
-        return batch.to(device, non_blocking=device.type == "cuda" and batch.is_pinned())
+        moved = batch.to(device, non_blocking=device.type == "cuda" and batch.is_pinned())
+        if type(batch) is torch.Tensor and batch.device.type == "cpu" and not batch.is_floating_point():
+            remember_host(moved, batch)
+        return moved
     if not isinstance(batch, Mapping) and callable(getattr(batch, "to", None)):
         return batch.to(device)
     parts = parts_of(batch)

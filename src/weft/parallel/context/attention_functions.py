@@ -24,6 +24,7 @@ from weft.memory import Handle, Opaque
 from weft.parallel.context.context_mode import Context
 from weft.parallel.context.document_borders import PADDING
 from weft.parallel.context.kernel import Scoring
+from weft.parallel.context.order import remember_whole, whole_values
 from weft.parallel.context.pieces import Sight
 from weft.parallel.context.positions import positions_of
 from weft.private_torch import uncompiled
@@ -222,8 +223,12 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if given.get("position_ids") is None:
         assert context.positions is not None
         given["position_ids"] = context.positions(context, tokens, given.get("attention_mask"), places_T)
-    none = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=tokens.device)
-    given["attention_mask"] = none if ids_BT is None else ids_BT[:, None, None]
+    if ids_BT is None:
+        given["attention_mask"] = torch.empty((1, 1, 1, 0), dtype=torch.int64, device=tokens.device)
+    else:
+        given["attention_mask"] = ids_B11T = ids_BT[:, None, None]
+        remember_whole(ids_B11T, whole_values(ids_BT))
+        context.divide(tokens.shape[1] * context.axis.size, ids_B11T)  # in front of the blocks, which may be compiled
     if "use_cache" in signature.parameters:
         given["use_cache"] = False  # it would hold keys and values that nobody asks for
     return (), {**given, **extra}
@@ -240,7 +245,10 @@ def _document_ids(
                 f"attention_mask of shape {tuple(mask.shape)}: a cut sequence takes one of (batch, tokens of this "
                 f"rank) = {(batch, places_T.shape[0])}. Leave it out, or put it in the batch."
             )
-        return torch.where(mask.bool(), 0, PADDING)
+        ids_BT = torch.where(mask.bool(), 0, PADDING)
+        if (whole := whole_values(mask)) is not None:
+            remember_whole(ids_BT, torch.where(whole.bool(), 0, PADDING))
+        return ids_BT
     if positions is None:
         return None
     if positions.ndim != 2:
@@ -248,7 +256,10 @@ def _document_ids(
             f"position_ids of shape {tuple(positions.shape)}: context parallelism takes (batch, sequence). Use cp=1."
         )
     # Where a document begins in the sequence: constant in it, and larger in the next.
-    return (places_T - positions).expand(batch, -1)
+    ids_BT = (places_T - positions).expand(batch, -1)
+    if (whole := whole_values(positions)) is not None:
+        remember_whole(ids_BT, (torch.arange(whole.shape[1]) - whole).expand(batch, -1))
+    return ids_BT
 
 
 def _after(model: nn.Module, args: Any, output: Any) -> None:

@@ -126,16 +126,20 @@ class Context:
                 f"cp={self.axis.size}: {q_BHTC.shape[2]} queries of {k_BKTC.shape[2]} keys; a cut sequence has no "
                 f"cache. Generate outside of training steps: there the model takes whole sequences."
             )
-        return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, self._view(q_BHTC.shape[2] * self.axis.size, ids_BT))
+        return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, self.divide(q_BHTC.shape[2] * self.axis.size, ids_BT))
 
-    def _view(self, seq_len: int, ids_BT: Tensor | None) -> View:
+    def divide(self, seq_len: int, ids_BT: Tensor | None) -> View:
+        """Return how this rank sees sequences of so many tokens, divided into documents by `ids_BT`.
+
+        Called before the layers are, it leaves them nothing to look for: they pass the same tensor.
+        """
         if ids_BT is None:
             if seq_len not in self._views:
                 self._views = {seq_len: View(self.axis, self.order(seq_len))}
             return self._views[seq_len]
         if ids_BT not in self._divided:
             order = self.order(seq_len)
-            self._divided[ids_BT] = View(self.axis, order, find_borders(ids_BT.flatten(1), self.axis, order))
+            self._divided[ids_BT] = View(self.axis, order, find_borders(ids_BT, self.axis, order))
         return self._divided[ids_BT]
 
     def _check_labels(self, batch: Any) -> None:

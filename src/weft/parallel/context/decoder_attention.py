@@ -100,4 +100,5 @@ class _Places:
             )
         if given.get("positions_BT") is None:
             given["positions_BT"] = context.places(ids_BT.shape[1], ids_BT.device)[None]
+        context.divide(seq_len, given.get("document_ids_BT"))  # in front of the blocks, which may be compiled
         return (), given

@@ -11,7 +11,7 @@ import torch
 from weft.comm import all_gather
 from weft.errors import ModelError
 from weft.mesh import Axis
-from weft.parallel.context.order import SequenceOrder
+from weft.parallel.context.order import SequenceOrder, whole_values
 from weft.parallel.context.pieces import Borders
 
 #: The id of padding. Padded tokens see each other alone, and nothing that is trained sees them.
@@ -28,10 +28,12 @@ def whole_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torc
 def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tuple[Borders, ...] | None:
     """Borders of the documents in whole sequences, from the ids of each rank's own tokens; the same on all ranks.
 
-    None where no sequence has a border inside. A collective over the axis. Raises ModelError where a document goes on
-    after another.
+    None where no sequence has a border inside. Where the batch came from the host, its values say them; of ids that the
+    device made, this is a collective over the axis, and the host waits for it. Raises ModelError where a document goes
+    on after another.
     """
-    ids_BS = whole_sequence(ids_BT, axis, order).cpu().numpy()
+    known = whole_values(ids_BT)
+    ids_BS = (whole_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
     changes = np.diff(ids_BS, axis=1)
     if not changes.any():
         return None

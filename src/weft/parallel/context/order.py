@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
-from weft.data.batch import map_tensors, parts_of
+from weft.data.batch import host_values, map_tensors, parts_of, remember_host
 from weft.errors import ModelError
+from weft.private_torch import version_of
 from weft.spec.shares import chunks_of, num_chunks
+
+_WHOLE = "_weft_whole_values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +82,24 @@ def _cut_tensor(tensor: torch.Tensor, order: SequenceOrder) -> torch.Tensor:
             f"cp={order.cp}: the batch holds a mask of shape {tuple(tensor.shape)} over pairs of tokens, which cannot "
             f"be cut along the sequence. Give document_ids, or an attention_mask of shape (batch, sequence)."
         )
-    return order.cut(tensor) if tensor.ndim >= 2 and tensor.shape[1] == order.seq_len else tensor
+    if tensor.ndim < 2 or tensor.shape[1] != order.seq_len:
+        return tensor
+    part = order.cut(tensor)
+    values = None if tensor.is_floating_point() else host_values(tensor)
+    if values is not None:
+        remember_whole(part, values)
+        if values is not tensor:
+            remember_host(part, order.cut(values))
+    return part
+
+
+def remember_whole(part: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Say what the sequences hold, (B, S) on the host, of which a tensor is this rank's part."""
+    if values is not None and not part.is_inference():
+        setattr(part, _WHOLE, (values, version_of(part)))
+
+
+def whole_values(part: torch.Tensor) -> torch.Tensor | None:
+    """What `remember_whole` was told of the tensor; None where nobody knows it, or the tensor was written to."""
+    values, version = getattr(part, _WHOLE, (None, 0))
+    return values if values is None or version_of(part) == version else None

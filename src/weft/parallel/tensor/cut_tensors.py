@@ -223,7 +223,7 @@ class _Cutter:
                 inside = local if 0 <= local < rows else None
                 module.padding_idx = inside  # pyright: ignore[reportAttributeAccessIssue] - torch infers an int alone
             module.num_embeddings = rows
-            become(module, VocabEmbedding, line=self.ends, vocab=vocab)
+            become(module, VocabEmbedding, line=self.ends)
             return
         _set_sizes(module)
         entry = Entry(self.ends, layers.weight_of(module).shape[1], None)

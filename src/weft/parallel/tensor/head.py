@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from weft.comm.autograd import gather_slice
 from weft.errors import ModelError
 from weft.mesh import Axis
+from weft.parallel.layers import check_labels
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer
 from weft.parallel.tensor.cut_modules import Entry
 from weft.parallel.tensor.head_loss import LossWay, token_loss
@@ -114,6 +115,7 @@ class LossHead(nn.Module):
         if head.gives_loss(x, weight):
             labels = head.labels
             assert labels is not None
+            check_labels(labels, head.vocab, head.ignore)
             loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
             return HeadLoss(loss_sum, (labels != head.ignore).sum(), labels)
         if head.entry is None:

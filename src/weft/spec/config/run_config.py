@@ -264,6 +264,9 @@ class TrainSection(Section):
     max_time: Duration | None = None
     """Time limit such as 3h30m or 90s, counted from the start of the command. Before it expires, the run saves and
     stops with exit code 0; the same command resumes it. By default no limit."""
+    collect_every: Count = 50
+    """Steps between runs of Python's garbage collector, which all ranks make at the same step; 0 lets Python choose
+    when, on each rank by itself."""
     early_stop: EarlyStopSection = EarlyStopSection()
 
 

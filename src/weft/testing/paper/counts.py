@@ -42,7 +42,8 @@ class OpCounts:
     kernels: by operator; kernel_lines, line_bytes: by line. num_bytes: read and written by kernels. syncs: waits of the
     host for the device, by what and line; a copy that blocks is one of them. behind: waits for what was launched before
     the counts were made, while the device has work. copies: between host and device, by way ("to device" or "to host"),
-    "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind.
+    "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind; formats: their tensors, by
+    kind and number format.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -53,6 +54,7 @@ class OpCounts:
     behind: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
 
     def sync(self, what: str, is_behind: bool = False) -> None:
         """The host waits for the device."""

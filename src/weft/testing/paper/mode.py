@@ -1,7 +1,7 @@
 """Each operation of torch, sorted: the host's runs for real, the device's on fake tensors, and is counted.
 
-Nothing of the device has values. What the host reads from it is `PaperDevice.answer`, 1 by default: true for a bool. So
-an operation whose result depends on values does as if every element were true.
+Nothing computed from weights has values. What the host reads of it is 1, true for a bool. So an operation whose result
+depends on values does as if every element were true.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from weft.testing.paper.device import PaperDevice
+from weft.comm.links import NCCL_FORMATS
+from weft.testing.paper.device import UNKNOWN, PaperDevice
 from weft.testing.paper.tensors import CUDA, is_fake, leaves, on_device
-from weft.testing.paper.values import follow, forget, give, on_host, value_of
+from weft.testing.paper.values import follow, forget, give, on_host, reserve, value_of
 
 #: Operations that launch no kernel.
 _EMPTY = frozenset(
@@ -56,6 +57,7 @@ class PaperMode(TorchDispatchMode):
             "aten::nonzero": self._nonzero,
             "aten::masked_select": self._masked_select,
             "aten::repeat_interleave": self._repeat_interleave,
+            "aten::searchsorted": self._searchsorted,
             "aten::index": self._index,
             "aten::index_put_": self._index,
             "aten::index_put": self._index,
@@ -97,6 +99,7 @@ class PaperMode(TorchDispatchMode):
         writes = written(func, args, kwargs)
         if name in _EMPTY:
             self.device.races.made(out, self.device.current)
+            reserve(out)
         else:
             follow(func, args, kwargs, out, writes)
         quiet = name in _NO_KERNEL or getattr(func, "is_view", False) or name.startswith(("prim::", "profiler::"))
@@ -126,17 +129,14 @@ class PaperMode(TorchDispatchMode):
         known = value_of(tensor)
         if known is not None and not known.isnan():
             return known.item()
-        value = self.device.answer(tensor)
-        if tensor.dtype == torch.bool:
-            return bool(value)
-        return float(value) if tensor.dtype.is_floating_point else int(value)
+        return torch.tensor(UNKNOWN, dtype=tensor.dtype).item()
 
     def _equal(self, func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         self.device.sync("equal", self.device.current)
         one, other = value_of(args[0]), value_of(args[1])
         if one is not None and other is not None:
             return torch.equal(one, other)
-        return bool(self.device.answer(args[0]))
+        return True
 
     def _is_pinned(self, func: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
@@ -161,6 +161,14 @@ class PaperMode(TorchDispatchMode):
             known = value_of(args[0])
             kwargs["output_size"] = args[0].numel() if known is None else int(known.sum())
         return self._run(func, args, kwargs)
+
+    def _searchsorted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Sorted numbers that nobody knows, such as a router's choice, hold each of those asked for equally often."""
+        places = self._run(func, args, kwargs)
+        if value_of(args[0]) is None and isinstance(args[1], torch.Tensor) and args[1].dim() == args[0].dim() == 1:
+            ranks = torch.arange(args[1].numel()) + int(bool(kwargs.get("right")))
+            give(places, ranks * args[0].numel() // max(1, args[1].numel()))
+        return places
 
     def _index(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An index of the host is copied; of a bool one the host must know how many are true."""
@@ -210,6 +218,10 @@ class PaperMode(TorchDispatchMode):
         return None
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in filter(on_device, leaves((args, kwargs))):
+            self.device.counts.formats[f"{func._schema.name[6:]} of {str(tensor.dtype).removeprefix('torch.')}"] += 1
+            if tensor.dtype not in NCCL_FORMATS:
+                raise RuntimeError(f"Unconvertible NCCL type {tensor.dtype} in {func._schema.name[6:]}")
         with self.device.fake:
             out = func(*args, **kwargs)
         work = out[-1] if isinstance(out, tuple | list) else out

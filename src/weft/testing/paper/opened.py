@@ -15,14 +15,14 @@ from torch._C._distributed_c10d import HashStore
 from weft import env
 from weft.mesh import LOOPBACK
 from weft.testing.paper.cuda import install
-from weft.testing.paper.device import Answer, PaperDevice
+from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.mode import PaperMode
 
 
 @contextmanager
-def opened(stub: ctypes.CDLL, answer: Answer | None = None) -> Iterator[PaperDevice]:
+def opened(stub: ctypes.CDLL) -> Iterator[PaperDevice]:
     """Tensors of cuda:0 can be made inside. stub: what `build.load_stub` gave. Once a process."""
-    device = PaperDevice(answer)
+    device = PaperDevice()
     install(device, stub)
     with PaperMode(device):
         yield device

@@ -75,10 +75,6 @@ def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int =
     if plan.world_size > 1:
         join_silent_ranks(plan.world_size, rank)
     device.forget()
-    # A router's choice is unknown, so it is answered as if each expert were chosen equally often.
-    rows = subject.batch * subject.seq_len * subject.spec.top_k // plan.tp // plan.cp
-    each = rows // subject.experts if subject.experts else 1
-    device.answer = lambda tensor: 1.0 if tensor.dtype.is_floating_point or tensor.dtype == torch.bool else float(each)
     try:
         report = _three_steps(plan, device, subject)
     except (RuntimeError, WeftError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError) as raised:

@@ -24,9 +24,10 @@ class PaperReport:
 
     num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
     behind: waits for what the step before launched; the device has this step's work to do meanwhile. copies,
-    collectives, races: how often, by what. mismatch: the error of a tensor on the wrong device, or "". busy_s: of the
-    default stream. idle_s: its waiting, by reason. over_s: of a plan, what of that is for other ranks, by axis, as a
-    run's ledger has it. name: of the script or the plan. error: what ended a plan early, or "".
+    collectives, races: how often, by what. formats: tensors of collectives, by kind and number format. mismatch: the
+    error of a tensor on the wrong device, or "". busy_s: of the default stream. idle_s: its waiting, by reason. over_s:
+    of a plan, what of that is for other ranks, by axis, as a run's ledger has it. name: of the script or the plan.
+    error: what ended a plan early, or "".
     """
 
     kernels: int = 0
@@ -35,6 +36,7 @@ class PaperReport:
     behind: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
     collectives: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict)
     races: dict[str, int] = field(default_factory=dict)
     step_s: float = 0.0
     busy_s: float = 0.0

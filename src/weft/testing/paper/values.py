@@ -35,16 +35,23 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def give(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """From here on the tensor of the device holds `value`, if it is small."""
-    held = value_of(tensor)
-    if held is not None:
-        held.copy_(value)
-        return
+    known: _Known | None = tensor.__dict__.get(_FIELD)
     owns_all = tensor.nbytes == tensor.untyped_storage().nbytes()
-    if owns_all and _is_small(tensor):
+    if known is not None and (known.memory or owns_all):
+        known.value.copy_(value)
+        known.memory[:] = [True]
+    elif owns_all and _is_small(tensor):
         copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(value)
         setattr(tensor, _FIELD, _Known(copy, [True]))
     else:
         forget([tensor])
+
+
+def reserve(tensor: torch.Tensor) -> None:
+    """Nobody knows what the tensor holds; what is written through a view of it will be known to the others."""
+    if on_device(tensor) and _is_small(tensor) and not tensor.dtype.is_floating_point:
+        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        setattr(tensor, _FIELD, _Known(memory, []))
 
 
 def forget(tensors: list[torch.Tensor]) -> None:
@@ -63,10 +70,12 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, w
     """Do on values what was done on tensors of the device."""
     inputs = [x for x in leaves((args, kwargs)) if on_device(x)]
     outs = [x for x in leaves(out) if on_device(x)]
-    if not _follows(func, inputs, outs):
+    is_view = getattr(func, "is_view", False) and all(_FIELD in x.__dict__ for x in inputs)
+    if not is_view and not _follows(func, inputs, outs):
         forget(writes)
         return
-    real = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+    to_host = _memory_on_host if is_view else on_host
+    real = func(*tree_map(to_host, args), **tree_map(to_host, kwargs))
     sources = [x.__dict__[_FIELD] for x in inputs if _FIELD in x.__dict__]
     for tensor, value in zip(leaves(out), leaves(real), strict=True):
         if on_device(tensor) and _FIELD not in tensor.__dict__:
@@ -98,6 +107,11 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _is_small(tensor: torch.Tensor) -> bool:
     most = _MOST_OTHER if tensor.dtype.is_floating_point or tensor.is_complex() else _MOST_WHOLE
     return tensor.numel() <= most
+
+
+def _memory_on_host(part: Any) -> Any:
+    """As `on_host`, for what only looks at memory, whether or not its values are known."""
+    return part.__dict__[_FIELD].value if isinstance(part, torch.Tensor) and on_device(part) else on_host(part)
 
 
 def on_host(part: Any) -> Any:

@@ -25,9 +25,10 @@ from weft import env
 from weft.comm import Ledger
 from weft.comm.watch import WARN_AFTER_S, Watch
 from weft.data import ShardedLoader
-from weft.errors import PlanError, did_you_mean
+from weft.errors import ConfigError, PlanError, did_you_mean
 from weft.memory import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
+from weft.monitor import GarbageTurns
 from weft.optim import options_of
 from weft.parallel import data_parallel, global_mean, parallelize, trust_loss
 from weft.parallel.expert import balance_routers
@@ -169,6 +170,22 @@ class Run(ScriptState):
         for model in self._models:
             trust_loss(model)
         return global_mean(loss_sum, num_tokens, self.mesh)
+
+    def collect_garbage(self, every: int = 50) -> GarbageTurns:
+        """Let Python's garbage collector run at the same step on all ranks, where else they wait for each other.
+
+        `with run.collect_garbage() as garbage:` around the loop, and `garbage.after_step()` behind each step. Behind
+        the loop the collector is as before.
+
+        Args:
+            every: steps between its runs.
+
+        Raises:
+            ConfigError: where that is no number of steps.
+        """
+        if every < 1:
+            raise ConfigError(f"every={every}: garbage is collected after so many steps, at least 1. Use every=50.")
+        return GarbageTurns(every)
 
     def close(self) -> None:
         """Wait for a save in the background, and leave the other ranks.

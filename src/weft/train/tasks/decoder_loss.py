@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from weft.errors import ModelError
+from weft.parallel.layers import check_labels
 from weft.parallel.tensor import HeadLoss
 
 #: Label of a position that is not trained.
@@ -21,7 +22,8 @@ def token_cross_entropy(
     their place. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not trained.
 
     Raises:
-        ModelError: where the head gave the loss of other labels than the batch's.
+        ModelError: where the head gave the loss of other labels than the batch's, or a label is outside of the
+            vocabulary.
     """
     labels = batch["labels"]
     if isinstance(logits_BTV, HeadLoss):
@@ -31,6 +33,7 @@ def token_cross_entropy(
                 "that the forward got."
             )
         return logits_BTV.loss_sum, logits_BTV.num_tokens
+    check_labels(labels, logits_BTV.shape[-1], IGNORE)
     logits = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
     loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
     return loss_sum, (labels != IGNORE).sum()

@@ -119,8 +119,10 @@ class PartialSums:
         for grad, number in grads:
             groups.setdefault((number, grad.device), []).append(grad)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for (number, _), parts in groups.items():
-            total += global_norm(parts).double().square().to(self._device) / number
+        for (number, device), parts in groups.items():
+            square = global_norm(parts).double().square()
+            # A number of the host goes along with the addition; as a tensor it would be a copy that blocks.
+            total += (float(square) if device.type == "cpu" else square) / number
         return total
 
 

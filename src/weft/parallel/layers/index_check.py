@@ -1,0 +1,87 @@
+"""Indices into tables, such as token ids into embeddings, held to the table before a GPU ends the process over them.
+
+A GPU's kernels stop at an index that a table lacks, with an assertion that names neither, and a cut table would read
+zeros. The host looks at what it sent itself, so it waits for nobody. Of indices that are on the device from the start
+it looks at the first ones only, for which it waits once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from weft.data.batch import host_values
+from weft.errors import ModelError
+from weft.private_torch import without_modes
+
+
+def watch_indices(model: nn.Module) -> None:
+    """Check what each embedding of a model is given, in front of its forward. Call it before tables are cut."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(_Watch(name, module.num_embeddings))
+
+
+def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
+    """Refuse labels that a head has no entry for, as far as the host knows them.
+
+    Args:
+        labels: whole numbers of any shape.
+        num_classes: entries of the head.
+        ignored: the label of what is not trained.
+
+    Raises:
+        ModelError: with the label and the remedy.
+    """
+    wrong = None if torch.compiler.is_compiling() else _first_outside(labels, num_classes, ignored)
+    if wrong is not None:
+        raise ModelError(
+            f"label {wrong}: the model's head has {num_classes} entries. Use labels from 0 to {num_classes - 1}, and "
+            f"{ignored} where nothing is trained: {_remedy(wrong)}"
+        )
+
+
+class _Watch:
+    """Before one embedding's forward. rows: of the whole table."""
+
+    def __init__(self, name: str, rows: int):
+        self._name, self._rows = name, rows
+        self._has_asked = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
+            return
+        indices = args[0]
+        if host_values(indices) is None:
+            if self._has_asked or type(indices) is not Tensor or indices.is_meta:
+                return
+            self._has_asked = True
+            with without_modes():
+                indices = indices.detach().cpu()
+        wrong = _first_outside(indices, self._rows, None)
+        if wrong is not None:
+            raise ModelError(
+                f"id {wrong}: {self._name or 'the model'} (Embedding) has {self._rows} entries. Use ids from 0 to "
+                f"{self._rows - 1}: {_remedy(wrong)}"
+            )
+
+
+def _remedy(wrong: int) -> str:
+    tokens = "encode the data with the model's own tokenizer"
+    return f"{tokens}, or give the model {wrong + 1} entries." if wrong > 0 else f"{tokens}."
+
+
+def _first_outside(indices: Tensor, size: int, ignored: int | None) -> int | None:
+    """The first index that is not in 0..size-1, of those that the host knows."""
+    values = host_values(indices)
+    if values is None or values.numel() == 0 or values.is_floating_point():
+        return None
+    found: np.ndarray[Any, Any] = values.numpy()  # no operation of torch, so no mode counts it
+    if found.min() >= 0 and found.max() < size:
+        return None
+    outside = found[(found < 0) | (found >= size)]
+    outside = outside if ignored is None else outside[outside != ignored]
+    return int(outside.flat[0]) if outside.size else None

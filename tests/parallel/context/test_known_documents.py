@@ -1,0 +1,95 @@
+"""Borders of documents under context parallel: known from the host's batch, and found once, in front of the blocks."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.parallel.context.test_context import hf_llama
+from tests.parity.cases import LLAMA
+from weft.comm import all_gather
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.parallel.compile_blocks import compile_blocks, hold_as_operators
+from weft.parallel.context import cut_sequence, document_borders, sequence_in_use
+from weft.parallel.context.context_mode import Context
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase
+from weft.train.tasks.decoder_loss import model_forward
+
+
+def _hugging_face_batch(kind):
+    ids = torch.arange(48).view(2, 24)
+    if kind == "mask":
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)}
+
+
+def borders_found(kind, compiled, known):
+    """Of two passes: how often the ranks gathered ids, how often a View was missing inside a block, and all borders."""
+    plan = Plan.parse("cp=2 precision=fp64")
+    if kind == "decoder":
+        case = DecoderCase(LLAMA, documents=True)
+        model, batch = case.model(), case.batch(0)
+    else:
+        model, batch = hf_llama(), _hugging_face_batch(kind)
+    parallelize(model, build_mesh(plan))
+    if compiled:
+        hold_as_operators(model, plan)
+        compile_blocks(model, backend="aot_eager")
+    gathers, missed, looks_inside, attending, views = [], [], [], [], []
+    divide, attend = Context.divide, Context.attend
+
+    def gather(*args, **kwargs):
+        gathers.append(1)
+        return all_gather(*args, **kwargs)
+
+    def divided(self, seq_len, ids_BT):
+        if attending and ids_BT is not None:
+            looks_inside.append(1)
+            missed.extend([1] if ids_BT not in self._divided else [])
+        view = divide(self, seq_len, ids_BT)
+        views.append(view.borders)
+        return view
+
+    def attended(self, *args):
+        attending.append(1)
+        try:
+            return attend(self, *args)
+        finally:
+            attending.pop()
+
+    with (
+        patch.object(document_borders, "all_gather", gather),
+        patch.object(Context, "divide", divided),
+        patch.object(Context, "attend", attended),
+        sequence_in_use(model),
+    ):
+        for _ in range(2):
+            part = cut_sequence(model, {name: one.clone() for name, one in batch.items()})
+            if not known:
+                part = {name: one.clone() for name, one in part.items()}
+            out = model_forward(model, part) if kind == "decoder" else model(**part, use_cache=False).logits
+            out.sum().backward()
+    return len(gathers), len(missed), len(looks_inside), views
+
+
+@pytest.mark.parametrize("kind", ["decoder", "mask", "positions"])
+def test_borders_come_from_the_hosts_batch_without_a_collective(kind, ranks2):
+    found, asked = (ranks2.run(borders_found, kind, False, known) for known in (True, False))
+    for (gathers, missed, looks, views), (asked_gathers, asked_missed, _, asked_views) in zip(
+        found, asked, strict=True
+    ):
+        assert (gathers, missed, looks) == (0, 0, 4)
+        assert (asked_gathers, asked_missed) == (2, 0)
+        assert views == asked_views
+        assert views[0] is not None
+
+
+def test_compiled_blocks_find_their_documents_known(ranks2):
+    for gathers, missed, looks, _ in ranks2.run(borders_found, "decoder", True, False):
+        assert (gathers, missed, looks) == (2, 0, 4)

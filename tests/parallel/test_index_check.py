@@ -1,0 +1,112 @@
+"""Ids and labels that a model has no row for: one clear error, before a GPU asserts and without a wait for it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parity.cases import LLAMA
+from weft.data.batch import move_batch
+from weft.errors import ModelError
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.parallel.layers import watch_indices
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase
+from weft.testing.paper import script_on_paper
+from weft.train.step import TrainStep
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+
+ID = r"id {}: \S+ \(Embedding\) has {} entries\. Use ids from 0 to {}: encode the data with the model's own tokenizer"
+LABEL = "label {}: the model's head has {} entries. Use labels from 0 to {}, and -100 where nothing is trained: encode"
+
+
+def step_with(name, value, text="precision=fp64"):
+    """What a step under a plan says of one wrong number in its batch."""
+    case = DecoderCase(LLAMA)
+    mesh = build_mesh(Plan.parse(text))
+    model = case.model()
+    parallelize(model, mesh)
+    step = TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), token_cross_entropy, mesh, forward=model_forward
+    )
+    batch = {key: one.clone() for key, one in case.batch(0).items()}
+    step(batch)
+    batch[name][-1, 3] = value
+    with pytest.raises(ModelError) as raised:
+        step(batch)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("value", [61, -7])
+def test_an_id_without_a_row(value):
+    said = step_with("input_ids", value)
+    assert re.match(ID.format(value, 61, 60), said), said
+    assert ("give the model 62 entries" in said) == (value == 61)
+
+
+def test_a_label_without_a_class():
+    assert step_with("labels", 99).startswith(LABEL.format(99, 61, 60))
+
+
+def test_a_cut_vocabulary_says_the_same(ranks2):
+    for name, wanted in (("input_ids", "has 61 entries. Use ids from 0 to 60"), ("labels", LABEL.format(70, 61, 60))):
+        assert all(wanted in said for said in ranks2.run(step_with, name, 70, "tp=2 precision=fp64"))
+
+
+def test_what_the_host_moved_is_looked_at_there():
+    model = nn.Sequential(nn.Embedding(10, 4))
+    watch_indices(model)
+    model.to("meta")
+    good, bad = (move_batch(torch.tensor([[1, last]]), torch.device("meta")) for last in (9, 10))
+    model(good)
+    model(torch.zeros(1, 2, dtype=torch.int64, device="meta"))
+    for part in (bad, bad[:1], bad[:, 1:]):
+        with pytest.raises(ModelError, match=r"id 10: 0 \(Embedding\) has 10 entries"):
+            model(part)
+
+
+SCRIPT = """
+import torch, weft
+from weft.testing.paper.streams import device_here
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+
+    def forward(self, input_ids):
+        return self.head(self.table(input_ids))
+
+
+def loss_fn(logits, batch):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"), 8
+
+
+run = weft.init("precision=fp32 accumulation=2")
+step = run.train_step(run.parallelize(Model()), torch.optim.SGD, loss_fn, lr=0.1)
+ids = torch.arange(8).view(2, 4)
+for _ in range(3):
+    device_here().begin()
+    step({"input_ids": ids.pin_memory(), "labels": ids.pin_memory()})
+print("waits", sum(device_here().report().syncs.values()))
+ids[1, 2] = 16
+try:
+    step({"input_ids": ids.pin_memory(), "labels": ids.pin_memory()})
+except weft.errors.ModelError as error:
+    print(error)
+"""
+
+
+@pytest.mark.paper
+def test_a_scripts_step_on_a_gpu(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = script_on_paper(script)
+    assert done.returncode == 0, done.stderr
+    waits, said = done.stdout.splitlines()
+    assert waits == "waits 1"  # the step's own
+    assert said.startswith("id 16: table (Embedding) has 16 entries. Use ids from 0 to 15")
