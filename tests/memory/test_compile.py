@@ -78,3 +78,26 @@ def test_a_compiled_block_keeps_less(setting, most):
         return sum(storage.nbytes() for storage in found.values())
 
     assert kept(setting) < most * kept("none")
+
+
+def test_torchs_flag_for_side_effects_is_on_while_blocks_are_traced_and_at_no_other_time():
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    flags = torch._dynamo.config
+    if not hasattr(flags, name):
+        pytest.skip("this torch has no such flag")
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(getattr(flags, name))
+        return graph
+
+    model, call = MODELS["llama"]()
+    apply_recompute(model, Plan(recompute="full"))
+    compile_blocks(model, backend)
+    for _ in range(2):
+        assert not getattr(flags, name)
+        call(model)
+    assert seen
+    assert all(seen)
+    assert not getattr(flags, name)

@@ -94,6 +94,14 @@ def test_a_module_at_two_places_is_one_unit_and_blocks_that_share_a_weight_are_n
     second.up.weight = first.up.weight
     assert units(nn.ModuleList([first, second])) == ["0.down", "1.down"]
 
+    class KeepsTheFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [Layer(), Layer()]
+            self.first, self.layers = layers[0], nn.ModuleList(layers)
+
+    assert units(KeepsTheFirst()) == ["layers.0", "layers.1"]
+
 
 def test_small_layers_and_attention_projections_stay_with_the_root():
     model = nn.Sequential(nn.Linear(200, 200), nn.LayerNorm(200))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import WeftWarning
-from weft.memory import Handle, Opaque
+from weft.memory import Handle, Opaque, recompute_of
 from weft.mesh import Mesh
 from weft.models import MoE
 from weft.parallel.context import hold_context
@@ -88,11 +88,13 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
     Blocks of one class share one graph. backend: torch.compile's.
     """
-    # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the replay is
-    # in the compiled graph already, so it needs no notes.
-    leave_side_effects_to_forward()
+    recompute = recompute_of(model)
     for block in repeated_blocks(model).values() or [model]:
         block.compile(backend=backend)
+        if recompute is not None and recompute.setting != "none":
+            # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the
+            # replay is in the compiled graph already, so it needs no notes.
+            leave_side_effects_to_forward(block)
 
 
 def warn_of_uncompiled(model: nn.Module, mesh: Mesh, *, stacklevel: int) -> None:

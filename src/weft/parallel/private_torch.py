@@ -31,10 +31,27 @@ GatherBase, ReduceBase = AllGather, ReduceScatter
 _NOTES_ONCE = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
-def leave_side_effects_to_forward() -> None:
-    """Let torch.compile leave out of replays what a recomputed forward notes beside its results."""
-    if hasattr(torch._dynamo.config, _NOTES_ONCE):
-        setattr(torch._dynamo.config, _NOTES_ONCE, True)
+def leave_side_effects_to_forward(module: nn.Module) -> None:
+    """Let a compiled module leave out of replays what a recomputed forward notes beside its results.
+
+    torch asks for it whenever it traces, at the first call and at later ones with other inputs. The flag is on during
+    the module's calls alone, so that code that Weft did not compile is traced as its owner wants.
+    """
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    flags: Any = torch._dynamo.config
+    if call is None or not hasattr(flags, _NOTES_ONCE):
+        return
+
+    def noting_once(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(flags, _NOTES_ONCE):
+            return call(*args, **kwargs)
+        setattr(flags, _NOTES_ONCE, True)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            setattr(flags, _NOTES_ONCE, False)
+
+    module._compiled_call_impl = noting_once  # pyright: ignore[reportAttributeAccessIssue] - torch says None
 
 
 def apply_to_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

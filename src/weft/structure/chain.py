@@ -15,25 +15,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from weft.errors import ModelError
-from weft.structure.blocks import has_params, join_path, repeated_blocks
+from weft.structure.blocks import Site, has_params, join_path, repeated_blocks
 from weft.structure.layers import find_lm_head, table_params
 from weft.structure.private_torch import children
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A module's place in the model: the module that holds it, and its name there."""
-
-    parent: nn.Module
-    key: str
-    path: str
-
-    @property
-    def module(self) -> nn.Module:
-        """What is there now."""
-        found = children(self.parent)[self.key]
-        assert found is not None
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import numpy as np
 
 from weft.data.prepared import sync
 
-PACKINGS = ("concat", "fit", "pad")
 _PLAN_VERSION = 1
 
 

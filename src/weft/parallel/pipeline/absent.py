@@ -15,7 +15,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.parallel.layers import StandIn
 from weft.private_torch import tree_leaves
-from weft.structure import Site
+from weft.structure import blocks
 
 
 class Flow:
@@ -140,6 +140,6 @@ def without_tensors(module: nn.Module) -> nn.Module:
     return module
 
 
-def put(site: Site, module: nn.Module) -> None:
+def put(site: blocks.Site, module: nn.Module) -> None:
     """Place a module at a site of its model."""
     setattr(site.parent, site.key, module)

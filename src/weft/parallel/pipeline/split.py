@@ -15,7 +15,7 @@ from weft.parallel.placement import Placement
 from weft.spec import shares
 from weft.spec.plan import Plan
 from weft.spec.schedule import stage_owner, stages_of
-from weft.structure import Chain, Site, find_chain, layers
+from weft.structure import Chain, blocks, find_chain, layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
     return shares.divide_layers(costs, num_stages, before=_cost(chain.before), after=_cost(chain.after))
 
 
-def _cost(sites: tuple[Site, ...]) -> float:
+def _cost(sites: tuple[blocks.Site, ...]) -> float:
     """Elements of matrices that are multiplied: a forward takes two operations for each, and each token."""
     tables = {param for site in sites for param in layers.table_params(site.module)}
     params = {param for site in sites for param in site.module.parameters()}
@@ -89,7 +89,7 @@ def _stage(model: nn.Module, chain: Chain, index: int, stops: list[int]) -> Stag
     )
 
 
-def _is_trained(sites: tuple[Site, ...]) -> bool:
+def _is_trained(sites: tuple[blocks.Site, ...]) -> bool:
     return any(param.requires_grad for site in sites for param in site.module.parameters())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from weft.data.batch import map_tensors
 from weft.errors import ModelError
 from weft.parallel.pipeline.absent import Absent, Exit, Flow, Left, StageEntry, put
-from weft.structure import Chain, Site
+from weft.structure import Chain, blocks
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]
@@ -35,7 +35,7 @@ class Stage:
         self._chain = chain
         self._flow = Flow()
         self._has_looked = False
-        self._swaps: list[tuple[Site, nn.Module]] = []
+        self._swaps: list[tuple[blocks.Site, nn.Module]] = []
 
     @property
     def is_first(self) -> bool:
@@ -52,7 +52,7 @@ class Stage:
         """Paths of its blocks, in order."""
         return tuple(site.path for site in self._chain.blocks[self.first : self.stop])
 
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[blocks.Site, ...]:
         """The places of its modules."""
         before = self._chain.before if self.is_first else ()
         after = self._chain.after if self.is_last else ()
@@ -103,11 +103,11 @@ class Stage:
             for (site, _), module in zip(swaps, was, strict=True):
                 put(site, module)
 
-    def _stand_ins(self) -> list[tuple[Site, nn.Module]]:
+    def _stand_ins(self) -> list[tuple[blocks.Site, nn.Module]]:
         own, blocks = set(map(id, self.sites())), self._chain.blocks
         entry = None if self.is_first else blocks[self.first]
         leaving = None if self.is_last else blocks[self.stop]
-        found: list[tuple[Site, nn.Module]] = []
+        found: list[tuple[blocks.Site, nn.Module]] = []
         for site in self._chain.sites:
             kind = StageEntry if site is entry else Exit if site is leaving else None if id(site) in own else Absent
             if kind is not None:

@@ -40,10 +40,11 @@ def cut_of(job: Job, columns: Columns, tables: Tables) -> OwnCut:
     gains = {"fp8": tables.fp8_gain, "fp4": tables.fp8_gain**2}
     rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
     halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
+    q, kv = shape.cut_widths(t)
     return OwnCut(
         tokens=columns.microbatch * (job.seq_len / columns.cp.astype(np.float64)),
-        q=np.ceil(shape.heads / t) * shape.head_dim,
-        kv=np.ceil(shape.kv_heads / t) * shape.head_dim,
+        q=q,
+        kv=kv,
         rate=np.array(rates)[columns.precision],
         half=np.array(halves)[columns.precision],
         width=np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0),  # 4-byte elements
@@ -81,7 +82,7 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
     shape, tokens = job.shape, cut.tokens
     gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, cut.q, cut.kv, cut.rate)
     m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
-    last = gemm_s(tables, m, n, k, 1.0, cut.rate) * (_dense_share(shape) if shape.ffn else 0.0)
+    last = gemm_s(tables, m, n, k, 1.0, cut.rate) * (shape.dense_share if shape.ffn else 0.0)
     attn_f, attn_b = _attention(job, columns, tables, cut.q, cut.half)
     moved_f, moved_b = _passes(job, columns, tokens, cut.q, cut.kv)
     fp8 = columns.precision >= PRECISIONS.index("fp8")
@@ -122,11 +123,6 @@ def own_cut(job: Job, columns: Columns, rate: Array | None = None, half: Array |
     )
 
 
-def _dense_share(shape: Shape) -> float:
-    """Of the layers, those without experts."""
-    return (shape.layers - shape.moe_layers) / shape.layers
-
-
 def _linears(
     job: Job, columns: Columns, tables: Tables, tokens: Array, q: Array, kv: Array, rate: Array
 ) -> tuple[Array, Array, Array]:
@@ -135,7 +131,7 @@ def _linears(
     ups = 2.0 if shape.gated else 1.0
     h = float(shape.hidden)
     one = np.ones_like(tokens)
-    dense_share = _dense_share(shape)
+    dense_share = shape.dense_share
     # Rows: m, n, k, batch, how often in a mean layer.
     parts = [(tokens, h * one, q, one, 1.0), *_inputs(shape, tokens, q, kv)]
     ffn = [(float(shape.ffn), dense_share), (float(shape.shared_ffn), 1 - dense_share)]
@@ -226,7 +222,7 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
         act_f, act_b = np.where(fused_mlp, 4.0, 8.0), np.where(fused_mlp, 6.0, 12.0)
     rotary = 0.0 if shape.learned_positions else np.where(stack.fused_rope | columns.compile, 4.0, 18.0)
     turned = rotary * (q + kv) + 4.0 * (0.0 if stack.flash else 1.0) * (q + 2 * kv)
-    dense = (shape.layers - shape.moe_layers) / shape.layers
+    dense = shape.dense_share
     width = dense * shape.ffn / t + (1 - dense) * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     moved = (1 - dense) * 4 * 4.0 * shape.top_k * h / t  # permute and unpermute: each reads and writes
     forward = between_f + act_f * width + turned + moved

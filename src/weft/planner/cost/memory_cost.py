@@ -48,7 +48,7 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
     """
     shape = job.shape
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
-    moe = shape.moe_layers / shape.layers
+    moe = shape.moe_share
     dense = (1 - moe) * shape.dense_layer_params
     if shape.moe_layers:
         dense = dense + moe * shape.moe_shared_params
@@ -93,7 +93,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     t = columns.tp.astype(np.float64)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     h = float(shape.hidden)
-    q, kv = (np.ceil(each / t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
+    q, kv = shape.cut_widths(t)
     between = np.where(columns.sp, t, 1.0)
     gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
     # Eager steps of RMSNorm keep two values in fp32 beside a half-precision input, one beside one in fp32.
@@ -123,7 +123,7 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     kept = np.choose(columns.recompute, left)
     whole = left[RECOMPUTES.index("none")]
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    q, kv = (np.ceil(each / cut.t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
+    q, kv = shape.cut_widths(cut.t)
     beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv)
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside)
 
@@ -149,7 +149,7 @@ def _score_bytes(job: Job, t: Array) -> Array:
 def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array, Array]:
     """Bytes per token of the feed-forward part of a mean layer: all, one product that goes up, and what is routed."""
     shape = job.shape
-    moe = shape.moe_layers / shape.layers
+    moe = shape.moe_share
     width = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     routed = moe * shape.top_k * 4.0 * shape.hidden / t

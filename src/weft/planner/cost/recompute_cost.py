@@ -129,8 +129,8 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     if isinstance(job.shape, TracedShape):
         return _traced_heavy(job.shape, cut, width)
     shape, t = job.shape, cut.t
-    q, kv = (np.ceil(each / t) * shape.head_dim for each in (shape.heads, shape.kv_heads))
-    moe = shape.moe_layers / shape.layers
+    q, kv = shape.cut_widths(t)
+    moe = shape.moe_share
     ffn = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
     work = {"in": h * (q + 2 * kv), "out": q * h, "up": ups * h * ffn, "down": ffn * h}

@@ -21,8 +21,7 @@ def matmul_params(shape: Shape) -> float:
     """Parameters that one token is multiplied with: of its top_k experts, without the embedding's table."""
     dense = shape.attention_params + shape.mlp_params(shape.ffn)
     mixture = shape.moe_shared_params - shape.norm_params + shape.top_k * shape.expert_params
-    head = shape.vocab * shape.hidden
-    return (shape.layers - shape.moe_layers) * dense + shape.moe_layers * mixture + head
+    return (shape.layers - shape.moe_layers) * dense + shape.moe_layers * mixture + shape.table_params
 
 
 def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:

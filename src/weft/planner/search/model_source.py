@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -190,7 +190,7 @@ def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> S
 
 def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
     """The shape as rules see it: heads, widths and layers."""
-    return DecoderSpec(
+    spec = DecoderSpec(
         family="llama" if shape.gated else "gpt2",
         vocab_size=shape.vocab,
         dim=shape.hidden,
@@ -200,21 +200,16 @@ def _as_decoder(shape: Shape, positions: int) -> DecoderSpec:
         ffn_dim=shape.ffn or shape.expert_ffn,
         max_seq_len=positions or 2**20,
         tied=shape.tied,
-        **_expert_fields(shape),
     )
-
-
-def _expert_fields(shape: Shape) -> dict[str, Any]:
-    """What rules look at of experts, as far as a decoder's shape has words for it."""
-    known = {each.name for each in fields(DecoderSpec)}
-    if not shape.num_experts or "num_experts" not in known:
-        return {}
-    return {
-        "num_experts": shape.num_experts,
-        "top_k": shape.top_k,
-        "expert_ffn_dim": shape.expert_ffn,
-        "first_moe_layer": shape.dense_layers,
-    }
+    if not shape.num_experts:
+        return spec
+    return replace(
+        spec,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        expert_ffn_dim=shape.expert_ffn,
+        first_moe_layer=shape.dense_layers,
+    )
 
 
 def default_seq_len(model: PlannedModel) -> int:

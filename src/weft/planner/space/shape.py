@@ -1,123 +1,44 @@
-"""What the planner must know of a decoder: widths and counts, of dense and mixture models, without torch."""
+"""A decoder's shape as the planner asks it: by layer, by stage and by rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from weft.spec import DecoderSpec, shares
+import numpy as np
+
+from weft.spec import shares
+from weft.spec.model import DecoderWidths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Widths and counts of a decoder, in values (no bytes).
-
-    head_dim: width of one head; heads x head_dim may differ from hidden. ffn: width of the feed-forward layer (0 where
-    every layer is a mixture). gated: two matrices go up (SwiGLU), else one. num_experts, top_k, expert_ffn: of the
-    mixture layers; shared_ffn: width that every token passes beside its experts. dense_layers: layers without experts.
-    window: tokens that a windowed layer looks back (0: all); windowed_layers: how many layers have the window.
-    q_rank, kv_rank: widths of the latent vectors of queries and of keys and values (0: none), where head_dim is the
-    part of a head without positions and rope_dim the part with them.
-    tied: the head shares the embedding's weight. biases: linear layers have biases.
-    layer_norm: LayerNorm (always one kernel), else RMSNorm. learned_positions: rows of the
-    position table (0: rotary or none).
-    """
-
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    gated: bool = True
-    tied: bool = False
-    biases: bool = False
-    layer_norm: bool = False
-    learned_positions: int = 0
-    num_experts: int = 0
-    top_k: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    dense_layers: int = 0
-    window: int = 0
-    windowed_layers: int = 0
-    q_rank: int = 0
-    kv_rank: int = 0
-    rope_dim: int = 0
-
-    @classmethod
-    def of_decoder(cls, spec: DecoderSpec) -> Shape:
-        """Return the shape of one of Weft's own decoders."""
-        gpt2 = spec.family == "gpt2"
-        return cls(
-            vocab=spec.vocab_size,
-            hidden=spec.dim,
-            layers=spec.num_layers,
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            ffn=spec.ffn_dim,
-            gated=not gpt2,
-            tied=spec.tied,
-            biases=gpt2,
-            layer_norm=gpt2,
-            learned_positions=spec.max_seq_len if gpt2 else 0,
-            **_experts_of(spec),
-        )
+class Shape(DecoderWidths):
+    """Widths and counts of a decoder, in values (no bytes), and what a division of it gives a rank."""
 
     @property
-    def moe_layers(self) -> int:
-        """Layers whose feed-forward part is a mixture of experts."""
-        return self.layers - self.dense_layers if self.num_experts else 0
+    def moe_share(self) -> float:
+        """Of the layers, those with experts."""
+        return self.moe_layers / self.layers
 
     @property
-    def attention_params(self) -> int:
-        """Parameters of one layer's projections to queries, keys, values and from the heads."""
-        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        if self.kv_rank:
-            down = self.hidden * (self.q_rank + self.kv_rank + self.rope_dim)
-            queries = (self.q_rank or self.hidden) * self.heads * (self.head_dim + self.rope_dim)
-            return down + queries + 2 * self.kv_rank * width + width * self.hidden
-        biases = (width + 2 * kv_width + self.hidden) if self.biases else 0
-        return self.hidden * (2 * width + 2 * kv_width) + biases
+    def dense_share(self) -> float:
+        """Of the layers, those without experts."""
+        return (self.layers - self.moe_layers) / self.layers
 
-    @property
-    def norm_params(self) -> int:
-        """Parameters of one layer's two norms."""
-        return 2 * self.hidden * (2 if self.biases else 1)
-
-    def mlp_params(self, width: int) -> int:
-        """Return the number of parameters of a feed-forward part of the given width."""
-        biases = (width + self.hidden) if self.biases else 0
-        return (3 if self.gated else 2) * self.hidden * width + biases
-
-    @property
-    def dense_layer_params(self) -> int:
-        """Parameters of one layer without experts."""
-        return self.attention_params + self.norm_params + self.mlp_params(self.ffn)
-
-    @property
-    def moe_shared_params(self) -> int:
-        """Parameters of one mixture layer outside of its experts."""
-        router = self.hidden * self.num_experts
-        return self.attention_params + self.norm_params + self.mlp_params(self.shared_ffn) + router
-
-    @property
-    def expert_params(self) -> int:
-        """Parameters of one expert."""
-        return self.mlp_params(self.expert_ffn)
+    def cut_widths(self, t: Any) -> tuple[Any, Any]:
+        """Return the widths of queries and of keys on one of `t` tensor-parallel ranks (numbers or numpy arrays)."""
+        return np.ceil(self.heads / t) * self.head_dim, np.ceil(self.kv_heads / t) * self.head_dim
 
     @property
     def layer_weights(self) -> float:
         """What the runtime weighs a layer with to divide layers into stages: the parameters of the commonest kind."""
-        mixture = self.moe_shared_params + self.num_experts * self.expert_params
-        return float(max(1, mixture if 2 * self.moe_layers >= self.layers else self.dense_layer_params))
+        mostly_mixtures = 2 * self.moe_layers >= self.layers
+        return float(max(1, self.moe_layer_params if mostly_mixtures else self.dense_layer_params))
 
     @property
     def head_weights(self) -> float:
         """The same of the head."""
-        return float(self.vocab * self.hidden)
+        return float(self.table_params)
 
     def stage_layers(self, num_stages: int) -> tuple[int, ...]:
         """Return the layers of each stage, from the embedding on, as the runtime divides them.
@@ -126,26 +47,3 @@ class Shape:
             ValueError: for too few layers.
         """
         return shares.divide_layers([1.0] * self.layers, num_stages, after=self.head_weights / self.layer_weights)
-
-    @property
-    def num_params(self) -> int:
-        """All parameters, each counted once."""
-        ends = self.hidden * (self.vocab * (1 if self.tied else 2) + self.learned_positions + (2 if self.biases else 1))
-        mixture = self.moe_layers * (self.moe_shared_params + self.num_experts * self.expert_params)
-        return ends + (self.layers - self.moe_layers) * self.dense_layer_params + mixture
-
-
-def _experts_of(spec: Any) -> dict[str, int]:
-    """What a decoder's shape says of mixtures of experts, where shapes have words for them."""
-    if not getattr(spec, "num_experts", 0):
-        return {}
-    width = spec.expert_ffn_dim or spec.ffn_dim
-    first, every = spec.first_moe_layer, spec.moe_every
-    mixtures = sum(layer >= first and (layer - first) % every == 0 for layer in range(spec.num_layers))
-    return {
-        "num_experts": spec.num_experts,
-        "top_k": spec.top_k,
-        "expert_ffn": width,
-        "shared_ffn": spec.num_shared_experts * width,
-        "dense_layers": spec.num_layers - mixtures,
-    }

@@ -8,6 +8,7 @@ from weft.lazy import loads
 
 __all__ = [
     "DecoderSpec",
+    "DecoderWidths",
     "LayerSpec",
     "ModelSpec",
     "decoder_shape",
@@ -35,11 +36,13 @@ if TYPE_CHECKING:
         size_hides,
     )
     from weft.spec.model.shape_rules import shape_problems
+    from weft.spec.model.widths import DecoderWidths
 
 __getattr__ = loads(
     __name__,
     {
         "DecoderSpec": ".decoder",
+        "DecoderWidths": ".widths",
         "LayerSpec": ".model_spec",
         "ModelSpec": ".model_spec",
         "decoder_shape": ".hugging_face_config",

@@ -79,9 +79,3 @@ class DecoderSpec:
     def moe_layers(self) -> range:
         """The layers that have experts; none in a dense model."""
         return range(self.first_moe_layer, self.num_layers if self.num_experts else 0, self.moe_every)
-
-    @property
-    def num_idle_params(self) -> int:
-        """Parameters of the experts that one token does not visit, over all layers."""
-        expert = 3 * self.dim * self.expert_width
-        return len(self.moe_layers) * max(0, self.num_experts - self.top_k) * expert

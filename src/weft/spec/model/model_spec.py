@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from weft.errors import ConfigError, ModelError, Problem, did_you_mean
 from weft.spec.model.decoder import EXPERT_FIELDS, DecoderSpec
 from weft.spec.model.shape_rules import shape_problem, shape_problems
+from weft.spec.model.widths import DecoderWidths
 
 if TYPE_CHECKING:
     from weft.spec.config import ModelSection
@@ -41,7 +42,7 @@ class ModelSpec:
     @property
     def num_active_params(self) -> int:
         """Parameters that one token meets: all but the experts that it does not visit."""
-        return self.num_params - (self.shape.num_idle_params if self.shape else 0)
+        return self.num_params - (DecoderWidths.of_decoder(self.shape).idle_params if self.shape else 0)
 
     @classmethod
     def named(cls, name: str) -> ModelSpec:
@@ -59,30 +60,18 @@ class ModelSpec:
 
 
 def _decoder_layers(spec: DecoderSpec) -> Iterator[LayerSpec]:
-    bias = 1 if spec.family == "gpt2" else 0
-    norm = spec.dim * (1 + bias)
-    kv_dim = spec.num_kv_heads * spec.head_dim
-    query_and_output = 2 * (spec.dim + bias) * spec.dim
-    attention = query_and_output + 2 * (spec.dim + bias) * kv_dim
-    if spec.family == "gpt2":
-        ffn = (spec.dim + bias) * spec.ffn_dim + (spec.ffn_dim + bias) * spec.dim
-    else:
-        ffn = 3 * spec.dim * spec.ffn_dim
-    yield LayerSpec("embed", spec.vocab_size * spec.dim)
-    if spec.family == "gpt2":
-        yield LayerSpec("pos_embed", spec.max_seq_len * spec.dim)
-    moe_layers = spec.moe_layers
-    moe = spec.num_experts * spec.dim + 3 * spec.dim * spec.expert_width * (spec.num_experts + spec.num_shared_experts)
-    kinds = {
-        2 * norm + attention + ffn: [layer for layer in range(spec.num_layers) if layer not in moe_layers],
-        2 * norm + attention + moe: list(moe_layers),
-    }
-    for num_params, layers in sorted(kinds.items(), key=lambda kind: kind[1][:1]):
+    widths, moe_layers = DecoderWidths.of_decoder(spec), spec.moe_layers
+    yield LayerSpec("embed", widths.table_params)
+    if widths.learned_positions:
+        yield LayerSpec("pos_embed", widths.learned_positions * spec.dim)
+    dense_layers = [layer for layer in range(spec.num_layers) if layer not in moe_layers]
+    kinds = [(dense_layers, widths.dense_layer_params), (list(moe_layers), widths.moe_layer_params)]
+    for layers, num_params in sorted(kinds):
         if layers:
             yield LayerSpec(_block_path(layers, spec.num_layers), num_params, len(layers))
-    yield LayerSpec("norm", norm)
+    yield LayerSpec("norm", widths.last_norm_params)
     if not spec.tied:
-        yield LayerSpec("head", spec.vocab_size * spec.dim)
+        yield LayerSpec("head", widths.table_params)
 
 
 def _block_path(layers: list[int], num_layers: int) -> str:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from weft.errors import ModelError
 from weft.spec import DecoderSpec, ModelSpec
 from weft.spec.model import LayerSpec
-from weft.structure.blocks import join_path
+from weft.structure.blocks import CONTAINERS, Site, has_params, join_path, outermost
 
 #: What makes two blocks the same: class, and name, shape and dtype of each parameter.
 Kind = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...], torch.dtype], ...]]
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def describe(module: nn.Module) -> ModelSpec:
@@ -30,99 +28,70 @@ def describe(module: nn.Module) -> ModelSpec:
     Raises:
         ModelError: when a parameter has no shape yet.
     """
+    for path, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            rule = "a lazy module has no shape yet. Run the model once before describing it."
+            raise ModelError(f"parameter {path}: {rule}")
     spec = getattr(module, "spec", None)
     return ModelSpec(
         name=type(module).__name__,
-        layers=tuple(_layers(module, "", set())),
+        layers=tuple(_layers(module)),
         shape=spec if isinstance(spec, DecoderSpec) else None,
     )
 
 
-def _layers(module: nn.Module, path: str, seen: set[Tensor]) -> Iterator[LayerSpec]:
-    for name, parameter in module.named_parameters(recurse=False):
-        num_params = _count_new([(join_path(path, name), parameter)], seen)
+def _layers(model: nn.Module) -> Iterator[LayerSpec]:
+    """One LayerSpec for each group of like parts, in the order in which the groups first appear."""
+    sites = _parts(model)
+    owners = {inner: site for site in reversed(sites) for inner in site.module.modules()}
+    counts: Counter[str] = Counter()  # a part that shares weights with an earlier one has fewer of its own
+    for path, parameter in model.named_parameters():
+        site = owners.get(model.get_submodule(path.rpartition(".")[0]))
+        counts[site.path if site else path] += parameter.numel()
+    listed = {site.path: site for site in sites if isinstance(site.parent, CONTAINERS)}
+    groups: dict[object, list[str]] = {}
+    for path, num_params in counts.items():
+        kind = (listed[path].parent, _kind(listed[path].module)) if path in listed else path
+        groups.setdefault((kind, num_params), []).append(path)
+    for paths in groups.values():
+        site, num_params = listed.get(paths[0]), counts[paths[0]]
         if num_params:
-            yield LayerSpec(join_path(path, name), num_params)
-    if isinstance(module, _CONTAINERS):
-        yield from _container_layers(module, path, seen)
-        return
-    for name, child in module.named_children():
-        yield from _child_layers(child, join_path(path, name), join_path(path, name), seen)
+            yield LayerSpec(_group_path(site, paths) if site else paths[0], num_params, len(paths))
 
 
-def _child_layers(child: nn.Module, path: str, shown_path: str, seen: set[Tensor]) -> Iterator[LayerSpec]:
-    if _holds_repeats(child):
-        yield from _layers(child, path, seen)
-        return
-    num_params = _count_new(child.named_parameters(path), seen)
-    if num_params:
-        yield LayerSpec(shown_path, num_params)
+def _parts(model: nn.Module) -> list[Site]:
+    """The outermost modules that repeat in their container, or in which nothing repeats."""
+    kinds: dict[nn.Module, Counter[Kind]] = {
+        part: Counter(map(_kind, _entries(part))) for part in model.modules() if isinstance(part, CONTAINERS)
+    }
+    # A ModuleList has blocks even when it is of length one.
+    repeats = {
+        part for part, found in kinds.items() if any(n > 1 or isinstance(part, nn.ModuleList) for n in found.values())
+    }
+
+    def is_part(site: Site) -> bool:
+        alike = kinds[site.parent][_kind(site.module)] if site.parent in kinds else 1
+        return alike > 1 or repeats.isdisjoint(site.module.modules())
+
+    return outermost(model, is_part)
 
 
-def _container_layers(container: nn.Module, path: str, seen: set[Tensor]) -> Iterator[LayerSpec]:
-    """One LayerSpec for each kind of child, in the order in which the kinds first appear."""
-    kinds = _kinds(container)
-    num_children = sum(len(members) for members in kinds.values())
-    for members in kinds.values():
-        if len(members) == 1:
-            [(name, child)] = members.items()
-            shown_path = _group_path(path, [name], num_children)
-            yield from _child_layers(child, join_path(path, name), shown_path, seen)
-            continue
-        by_count: dict[int, list[str]] = {}  # a block that shares weights with an earlier one has fewer of its own
-        for name, child in members.items():
-            by_count.setdefault(_count_new(child.named_parameters(join_path(path, name)), seen), []).append(name)
-        for num_params, names in by_count.items():
-            if num_params:
-                yield LayerSpec(_group_path(path, names, num_children), num_params, len(names))
+def _entries(container: nn.Module) -> list[nn.Module]:
+    return [child for child in container.children() if has_params(child)]
 
 
-def _kinds(container: nn.Module) -> dict[Kind, dict[str, nn.Module]]:
-    """The children that have parameters, by kind."""
-    kinds: dict[Kind, dict[str, nn.Module]] = {}
-    for name, child in container.named_children():
-        # named_parameters with the child's name in front, so that an error can say which one it is
-        shapes = tuple(
-            (key[len(name) :], _shape(key, value), value.dtype) for key, value in child.named_parameters(name)
-        )
-        if shapes:
-            kinds.setdefault((type(child), shapes), {})[name] = child
-    return kinds
+def _kind(module: nn.Module) -> Kind:
+    return type(module), tuple((name, tuple(value.shape), value.dtype) for name, value in module.named_parameters())
 
 
-def _holds_repeats(module: nn.Module) -> bool:
-    """Whether there are blocks in it. A list has blocks even when it is of length one."""
-    for part in module.modules():
-        if isinstance(part, _CONTAINERS):
-            least = 1 if isinstance(part, nn.ModuleList) else 2
-            if any(len(members) >= least for members in _kinds(part).values()):
-                return True
-    return False
-
-
-def _count_new(parameters: Iterable[tuple[str, Tensor]], seen: set[Tensor]) -> int:
-    """Values in the parameters that were not met before; they are added to `seen`."""
-    total = 0
-    for path, parameter in parameters:
-        shape = _shape(path, parameter)
-        if parameter not in seen:
-            seen.add(parameter)
-            total += math.prod(shape)
-    return total
-
-
-def _shape(path: str, parameter: Tensor) -> tuple[int, ...]:
-    if is_lazy(parameter):
-        raise ModelError(f"parameter {path}: a lazy module has no shape yet. Run the model once before describing it.")
-    return tuple(parameter.shape)
-
-
-def _group_path(path: str, names: list[str], num_children: int) -> str:
-    if len(names) == num_children:
-        return join_path(path, "*")
-    if len(names) == 1:
-        return join_path(path, names[0])
-    return join_path(path, "{" + ",".join(_runs(names)) + "}")
+def _group_path(site: Site, paths: list[str]) -> str:
+    """How like entries of a container are shown: "blocks.*", "blocks.4", "blocks.{0-3,5}". site: of the first."""
+    holder = site.path.rpartition(".")[0]
+    if len(paths) == len(_entries(site.parent)):
+        return join_path(holder, "*")
+    if len(paths) == 1:
+        return site.path
+    return join_path(holder, "{" + ",".join(_runs([path.rpartition(".")[2] for path in paths])) + "}")
 
 
 def _runs(names: list[str]) -> Iterator[str]:

@@ -8,13 +8,12 @@ whole step; a large layer is therefore never left there, unless its weight is ti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-_CONTAINERS = (nn.Sequential, *_LISTS)
+from weft.structure import blocks
+
 #: A layer outside the blocks becomes a unit from this share of all parameters on.
 LARGE_SHARE = 1 / 64
 
@@ -36,84 +35,44 @@ def find_units(model: nn.Module) -> list[Unit]:
     A module that is registered at several places, and called from each, is one unit. A module that shares a
     parameter with one outside of it is none: a tied embedding and head stay with the root, gathered together.
     """
-    return _Search(model).units
+    owners: dict[int, set[nn.Module]] = {}  # of each parameter and each module, by its id
+    for module in model.modules():
+        for owned in (*module.children(), *module.parameters(recurse=False)):
+            owners.setdefault(id(owned), set()).add(module)
+    large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
 
-
-class _Search:
-    """One walk over the modules of a model."""
-
-    def __init__(self, model: nn.Module):
-        self.units: list[Unit] = []
-        self._owners: dict[int, set[int]] = {}
-        self._parents: dict[int, set[int]] = {}
-        for module in model.modules():
-            for child in module.children():
-                self._parents.setdefault(id(child), set()).add(id(module))
-            for param in module.parameters(recurse=False):
-                self._owners.setdefault(id(param), set()).add(id(module))
-        self._large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
-        self._seen: set[int] = {id(model)}
-        self._children(model, "")
-
-    def _children(self, module: nn.Module, path: str) -> None:
-        kinds = Counter(type(child) for child in module.children() if not _is_layer(child))
-        for name, child in module.named_children():
-            if id(child) in self._seen or not _has_params(child):
-                continue
-            self._seen.add(id(child))
-            listed = isinstance(module, _CONTAINERS)
-            alike = kinds[type(child)] > 1
-            self._visit(child, f"{path}.{name}" if path else name, module, listed, alike)
-
-    def _visit(self, module: nn.Module, path: str, parent: nn.Module, listed: bool, alike: bool) -> None:
-        """Make `module` a unit or look inside it. listed: an entry of a container. alike: with siblings of its kind."""
-        if self._is_closed(module) and (
-            self._is_large_layer(module, parent)
-            if _is_layer(module)
-            else listed and _is_block(module) and (alike or not _holds_blocks(module))
-        ):
-            self.units.append(Unit(path, module))
-        else:
-            self._children(module, path)
-
-    def _is_closed(self, module: nn.Module) -> bool:
+    def is_closed(module: nn.Module) -> bool:
         """Whether no parameter or module in it is also one of a module outside."""
-        inside = {id(child) for child in module.modules()}
-        below = [child for child in module.modules() if child is not module and _has_params(child)]
-        return all(self._owners[id(param)] <= inside for param in module.parameters()) and all(
-            self._parents[id(child)] <= inside for child in below
-        )
+        inside = set(module.modules())
+        below = (child for child in inside if child is not module and blocks.has_params(child))
+        return all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
 
-    def _is_large_layer(self, module: nn.Module, parent: nn.Module) -> bool:
-        # torch's attention reads the weights of its output projection without calling it.
-        called = not isinstance(parent, nn.MultiheadAttention)
-        return called and sum(param.numel() for param in module.parameters()) >= self._large
+    def is_unit(site: blocks.Site) -> bool:
+        fits = _is_large_layer(site, large) if blocks.is_layer(site.module) else _is_block(site)
+        return fits and is_closed(site.module)
 
-
-def _is_layer(module: nn.Module) -> bool:
-    """Whether its parameters are its own: nothing with parameters inside."""
-    return not any(_has_params(child) for child in module.children())
+    return [Unit(site.path, site.module) for site in blocks.outermost(model, is_unit)]
 
 
-def _has_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _is_large_layer(site: blocks.Site, large: float) -> bool:
+    # torch's attention reads the weights of its output projection without calling it.
+    called = not isinstance(site.parent, nn.MultiheadAttention)
+    return called and sum(param.numel() for param in site.module.parameters()) >= large
 
 
-def _is_block(module: nn.Module) -> bool:
-    """Something with a forward of its own, and not just a list of blocks."""
-    if isinstance(module, _LISTS):
+def _is_block(site: blocks.Site) -> bool:
+    """An entry of a container with a forward of its own: no list of blocks, and no backbone beside a head."""
+    module = site.module
+    if isinstance(module, blocks.LISTS) or not isinstance(site.parent, blocks.CONTAINERS):
         return False
-    return not (type(module) is nn.Sequential and any(not _is_layer(child) for child in module))
+    if type(module) is nn.Sequential and not all(blocks.is_layer(child) for child in module):
+        return False
+    containers = (part for part in module.modules() if isinstance(part, blocks.CONTAINERS))
+    return _num_alike(site.parent)[type(module)] > 1 or all(
+        count == 1 for part in containers for count in _num_alike(part).values()
+    )
 
 
-def _holds_blocks(module: nn.Module) -> bool:
-    """Whether repeated blocks are somewhere inside."""
-    return any(count > 1 for container in _containers(module) for count in _block_kinds(container).values())
-
-
-def _containers(module: nn.Module) -> Iterator[nn.Module]:
-    return (child for child in module.modules() if isinstance(child, _CONTAINERS))
-
-
-def _block_kinds(container: nn.Module) -> Counter[type]:
-    return Counter(type(child) for child in container.children() if not _is_layer(child))
+def _num_alike(container: nn.Module) -> Counter[type[nn.Module]]:
+    """How many of its entries that hold layers are of each class."""
+    return Counter(type(child) for child in container.children() if not blocks.is_layer(child))

@@ -91,10 +91,9 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
     shape = job.shape
     t, c = columns.tp.astype(float), columns.cp.astype(float)
     tokens = columns.microbatch * (job.seq_len / c)
-    q = np.ceil(shape.heads / t) * shape.head_dim
-    kv = np.ceil(shape.kv_heads / t) * shape.head_dim
+    q, kv = shape.cut_widths(t)
     products = _products(job, columns, clock, tokens, q, kv)
-    dense = (shape.layers - shape.moe_layers) / shape.layers
+    dense = shape.dense_share
     attention = _attention(job, columns, clock, q, kv)
     passes = _passes(job, columns, clock, tokens, q, kv)
     tp = _tp(job, columns, clock, tokens)
@@ -135,7 +134,7 @@ def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:
 def _products(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Array, kv: Array) -> Array:
     shape, t = job.shape, columns.tp.astype(float)
     h = float(shape.hidden)
-    dense = (shape.layers - shape.moe_layers) / shape.layers
+    dense = shape.dense_share
     if shape.kv_rank:
         down = float(shape.q_rank + shape.kv_rank + shape.rope_dim)
         wide = q * (1 + shape.rope_dim / shape.head_dim)
@@ -194,7 +193,7 @@ def _passes(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Ar
     total = total + np.stack([2 * add, 2 * add + (3 if shape.gated else 2) * whole])
     if not shape.learned_positions:
         total = total + clock.passes("rope", tokens, q) + clock.passes("rope", tokens, kv)
-    dense = (shape.layers - shape.moe_layers) / shape.layers
+    dense = shape.dense_share
     width = dense * shape.ffn / t + (1 - dense) * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     total = total + clock.passes("swiglu" if shape.gated else "gelu", tokens, width)
     if shape.moe_layers:

@@ -112,15 +112,14 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     shape = job.shape
     t = columns.tp.astype(float)
     h = float(shape.hidden)
-    heads, q = np.ceil(shape.heads / t), np.ceil(shape.heads / t) * shape.head_dim
-    kv = np.ceil(shape.kv_heads / t) * shape.head_dim
+    heads, (q, kv) = np.ceil(shape.heads / t), shape.cut_widths(t)
     outside = np.where(columns.sp, t, 1.0)
     norm = (2 * h + 2) if shape.layer_norm else (3 * h + 1)
     attention = 2 * q + 2 * kv + heads
     # Ulysses keeps the output both as attention gives it and as it is exchanged.
     swapped = (columns.cp > 1) & (columns.cp_mode == CP_MODES.index("ulysses"))
     attention = attention + np.where(swapped, q, 0.0)
-    moe = shape.moe_layers / shape.layers
+    moe = shape.moe_share
     width = ((1 - moe) * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)) / t
     ups = 2.0 if shape.gated else 1.0
     whole = 2 * norm / outside + attention + (ups + 2 if shape.gated else 2.0) * width + moe * 4 * shape.top_k * h / t
