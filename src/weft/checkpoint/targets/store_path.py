@@ -33,7 +33,7 @@ _NO_ACCESS = "the store refused access: check the credentials of this machine, a
 
 
 class StoreError(CheckpointError, OSError):
-    """A store refuses a request, or does not answer. An OSError for those who handle a disk's errors in their own words.
+    """A store refuses a request, or does not answer. Also an OSError, as a disk's errors are.
 
     strerror: the reason. filename: the URL.
     """

@@ -51,6 +51,14 @@ def one_of(word: str) -> Location:
     return found.path
 
 
+def folder_of(field: str, word: str) -> Path:
+    """The path of a folder on this machine's file systems. ConfigError for a URL of an object store."""
+    place = located(word)
+    if not isinstance(place, Path):
+        raise ConfigError(f"{field}={place}: it is a URL, and only a folder works here. Give a path.")
+    return place
+
+
 def settled_steps(root: Location) -> dict[int, Location]:
     """The finished checkpoints by their step, oldest first."""
     return {step: path for path in list_checkpoints(root) if (step := step_in_name(path.name)) is not None}
