@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 import warnings
 
@@ -212,9 +208,9 @@ def refusing(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEYNAME")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "KEYWORD")
-    fsspec.filesystem("s3").clear_instance_cache()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield "s3://refused/run"
-    fsspec.filesystem("s3").clear_instance_cache()
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     server.shutdown()
     server.server_close()
 
@@ -293,32 +289,6 @@ def test_ranks_write_their_own_objects_and_read_only_their_ranges(root):
     opened.read("model", "w", Part((4_000_000,)), 1_999_950, memoryview(out))  # over the border of the two files
     assert torch.equal(torch.frombuffer(out, dtype=torch.float32), whole[1_999_950:2_000_050])
     assert torch.equal(opened.tensors("model")["w"], whole)
-
-
-@pytest.fixture(scope="module")
-def s3():
-    pytest.importorskip("s3fs"), pytest.importorskip("moto")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    names = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "KEYNAME",
-             "AWS_SECRET_ACCESS_KEY": "KEYWORD", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
-    before = dict(os.environ)
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    try:
-        for _ in range(300):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.1)
-        os.environ.update(names)
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield located("s3://bucket")
-    finally:
-        server.kill()
-        server.wait()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3, tmp_path, capsys):
