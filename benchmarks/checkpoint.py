@@ -1,20 +1,26 @@
-"""Checkpoints beside torch's distributed ones (DCP): the same weights and Adam states, fully sharded, interleaved.
+"""Checkpoints beside torch's distributed ones (DCP) and DeepSpeed's: the same weights and Adam states, fully sharded.
 
     python benchmarks/checkpoint.py                                  60 M parameters on 2 ranks
     python benchmarks/checkpoint.py --size 500 --ranks 4 --rounds 3 --apart    500 M on 4
 
---apart: one rival after the other, each in processes of its own; else all four hold their model and states at once.
+--apart: one rival after the other, each in processes of its own; else all hold their model and states at once.
+DeepSpeed takes part where it is installed (pip install -e ".[bench]"), as stage 3 without a save in the background.
 
-save_s: until every rank knows that it is durable. stall_s: how long training waits; `async` of both until a copy is
-made, of the later saves, whose memory is there. step_s: a step of training alone, and busy_s while a save goes on.
-load_s: into a model that trains. verify_s: digests of all files, which DCP has none of.
-MiB: by how much the peak memory of a rank rose. Medians over rounds of the slowest rank; the order rotates.
+save_s: until every rank knows that it is durable; DeepSpeed leaves the files to the system, so they are fsynced after
+its save. stall_s: how long training waits; `async` of both until a copy is made, of the later saves, whose memory is
+there. step_s: a step of training alone, and busy_s while a save goes on. load_s: into a model that trains. verify_s:
+digests of all files, which the rivals have none of. Medians over rounds of the slowest rank; the order rotates.
+save_MiB, load_MiB: by how much the peak memory of a rank rose, the most of all rounds, the first one too; peak_MiB: its
+peak memory with model and states. The second table divides by DCP: stall by its `save`, all else by what is of the same
+kind, `async` by `async`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
+import os
 import shutil
 import statistics
 import tempfile
@@ -55,17 +61,24 @@ def memory(what: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def measured(act: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the slowest rank, and by how many MiB a rank's peak rose at most."""
+def measured(act: Callable[[], object], what: str) -> dict[str, float]:
+    """Seconds of the slowest rank, by how many MiB a rank's peak rose at most, and that peak."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     dist.barrier()
     began = time.perf_counter()
     act()
-    both = torch.tensor([time.perf_counter() - began, memory("VmHWM") - before])
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    return float(both[0]), float(both[1])
+    found = torch.tensor([time.perf_counter() - began, memory("VmHWM") - before, memory("VmHWM")])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return {f"{what}_s": float(found[0]), f"{what}_MiB": float(found[1]), f"{what}_peak": float(found[2])}
+
+
+def slowest(seconds: float) -> float:
+    """The most of all ranks."""
+    found = torch.tensor([seconds])
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def train_until(step: Callable[[], object], is_over: Callable[[], bool]) -> dict[str, float]:
@@ -102,9 +115,10 @@ class Ours:
         self.talk = Together(self.mesh.rank, self.mesh.world_size, talk.on_first, talk.gather)
 
     def save(self, number: int) -> dict[str, float]:
-        stalled = [0.0]
+        stall = 0.0
 
         def act() -> None:
+            nonlocal stall
             began = time.perf_counter()
             if self.waits:
                 save_pieces(self.root, number, pieces(self.model, self.optimizer), {}, together(self.mesh))
@@ -112,11 +126,11 @@ class Ours:
             found = pieces(self.model, self.optimizer, self.copies)
             thread = Thread(target=save_pieces, args=(self.root, number, found, {}, self.talk))
             thread.start()
-            stalled[0] = time.perf_counter() - began
+            stall = time.perf_counter() - began
             thread.join()
 
-        took, rose = measured(act)
-        return {"save_s": took, "stall_s": took if self.waits else stalled[0], "save_MiB": rose}
+        found = measured(act, "save")
+        return found | {"stall_s": found["save_s"] if self.waits else slowest(stall)}
 
     def beside(self, number: int) -> dict[str, float]:
         """Steps while a save goes on."""
@@ -127,9 +141,8 @@ class Ours:
 
     def load(self, number: int) -> dict[str, float]:
         path = self.root / f"step_{number:08d}"
-        took, rose = measured(lambda: resume(self.model, self.optimizer, load_checkpoint(path, lazily=True)))
-        checked, _ = measured(lambda: verify_checkpoint(path, together=together(self.mesh)))
-        return {"load_s": took, "load_MiB": rose, "verify_s": checked}
+        found = measured(lambda: resume(self.model, self.optimizer, load_checkpoint(path, lazily=True)), "load")
+        return found | measured(lambda: verify_checkpoint(path, together=together(self.mesh)), "verify")
 
 
 class OursAsync(Ours):
@@ -167,9 +180,10 @@ class Dcp:
         return train_until(self.step, pending.done)
 
     def save(self, number: int) -> dict[str, float]:
-        stalled = [0.0]
+        stall = 0.0
 
         def act() -> None:
+            nonlocal stall
             began = time.perf_counter()
             model, optimizer = get_state_dict(self.model, self.optimizer)
             state = {"model": model, "optimizer": optimizer}
@@ -177,11 +191,11 @@ class Dcp:
                 dcp.save(state, checkpoint_id=self.root / str(number))
             else:
                 pending = dcp.async_save(state, checkpoint_id=self.root / str(number), process_group=self.group)
-                stalled[0] = time.perf_counter() - began
+                stall = time.perf_counter() - began
                 pending.result()
 
-        took, rose = measured(act)
-        return {"save_s": took, "stall_s": took if self.waits else stalled[0], "save_MiB": rose}
+        found = measured(act, "save")
+        return found | {"stall_s": found["save_s"] if self.waits else slowest(stall)}
 
     def load(self, number: int) -> dict[str, float]:
         def act() -> None:
@@ -190,8 +204,7 @@ class Dcp:
             dcp.load(state, checkpoint_id=self.root / str(number))
             set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
-        took, rose = measured(act)
-        return {"load_s": took, "load_MiB": rose}
+        return measured(act, "load")
 
 
 class DcpAsync(Dcp):
@@ -200,7 +213,58 @@ class DcpAsync(Dcp):
     name, waits = "dcp async", False
 
 
-RIVALS = (Ours, OursAsync, Dcp, DcpAsync)
+class DeepSpeed:
+    """DeepSpeed's ZeRO 3."""
+
+    name, waits = "deepspeed", True
+
+    def __init__(self, size: int, root: Path):
+        os.environ |= {
+            "DS_ACCELERATOR": "cpu",
+            "LOCAL_RANK": str(dist.get_rank()),
+            "RANK": str(dist.get_rank()),
+            "WORLD_SIZE": str(dist.get_world_size()),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        }
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", verbose=False)
+        self.root, torch_model = root / self.name, layers(size)
+        self.width = torch_model[0].in_features
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        optimizer = torch.optim.AdamW(torch_model.parameters(), lr=1e-3)
+        self.engine, *_ = deepspeed.initialize(model=torch_model, optimizer=optimizer, config=config)
+        self.step()
+
+    def step(self) -> None:
+        self.engine.backward(self.engine(torch.ones(2, self.width)).square().sum())
+        self.engine.step()
+
+    def save(self, number: int) -> dict[str, float]:
+        def act() -> None:
+            self.engine.save_checkpoint(str(self.root), tag=str(number))
+            mine = f"zero_pp_rank_{dist.get_rank()}_"
+            for path in (self.root / str(number)).iterdir():
+                if mine in path.name or (dist.get_rank() == 0 and "zero_pp_rank_" not in path.name):
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+            dist.barrier()
+
+        found = measured(act, "save")
+        return found | {"stall_s": found["save_s"]}
+
+    def load(self, number: int) -> dict[str, float]:
+        return measured(lambda: self.engine.load_checkpoint(str(self.root), tag=str(number)), "load")
+
+
+RIVALS = (Ours, OursAsync, Dcp, DcpAsync, *((DeepSpeed,) if importlib.util.find_spec("deepspeed") else ()))
+SECONDS, PEAKS = ("stall_s", "save_s", "load_s", "verify_s", "step_s", "busy_s"), ("save_MiB", "load_MiB", "peak_MiB")
 
 
 def rounds(size: int, number: int, root: str, names: Sequence[str] = ()) -> dict[str, list[dict[str, float]]]:
@@ -231,11 +295,33 @@ def main() -> None:
     for names in [[rival.name] for rival in RIVALS] if chosen.apart else [[]]:
         with tempfile.TemporaryDirectory(dir=chosen.folder) as root, RankPool(chosen.ranks, timeout_s=3600.0) as pool:
             found |= pool.run(rounds, chosen.size, chosen.rounds, root, names)[0]
-    columns = ["stall_s", "save_s", "step_s", "busy_s", "load_s", "verify_s", "save_MiB", "load_MiB"]
-    print(f"{'':12}" + "".join(f"{column:>12}" for column in columns))
-    for name, rows in found.items():
-        values = [statistics.median([row[c] for row in rows]) if c in rows[0] else float("nan") for c in columns]
-        print(f"{name:12}" + "".join(f"{value:12.2f}" for value in values))
+    table = {name: summary(rows) for name, rows in found.items()}
+    tell("", table)
+    tell("x DCP", over_dcp(table))
+
+
+def summary(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Medians of seconds, the most of memory."""
+    found = {column: statistics.median(row[column] for row in rows) for column in SECONDS if column in rows[0]}
+    found |= {column: max(row[column] for row in rows) for column in PEAKS if column in rows[0]}
+    return found | {"peak_MiB": max(value for row in rows for key, value in row.items() if key.endswith("_peak"))}
+
+
+def over_dcp(table: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """What of a table is DCP's too, divided by it."""
+    found = {}
+    for name, row in table.items():
+        beside = table.get("dcp async" if "async" in name else "dcp", {})
+        beside = beside | ({"stall_s": table["dcp"]["save_s"]} if "dcp" in table else {})
+        found[name] = {column: value / beside[column] for column, value in row.items() if beside.get(column)}
+    return found
+
+
+def tell(title: str, table: dict[str, dict[str, float]]) -> None:
+    print(f"{title:12}" + "".join(f"{column:>10}" for column in (*SECONDS, *PEAKS)))
+    for name, row in table.items():
+        cells = (f"{row[one]:10.3f}" if one in row else f"{'-':>10}" for one in (*SECONDS, *PEAKS))
+        print(f"{name:12}" + "".join(cells))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
+from weft.checkpoint.targets import StorePath
 from weft.testing import RankPool
 
 torch.set_num_threads(1)
@@ -24,3 +32,33 @@ def ranks2():
 def ranks4():
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """moto's S3 server with an empty bucket, and the variables that lead there; the address of the bucket."""
+    fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("s3fs"), pytest.importorskip("moto")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "KEYNAME",
+             "AWS_SECRET_ACCESS_KEY": "KEYWORD", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+    before = dict(os.environ)
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        for _ in range(300):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        os.environ.update(names)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # those of another server
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield StorePath("s3://bucket")
+    finally:
+        server.kill()
+        server.wait()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        os.environ.clear()
+        os.environ.update(before)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ from weft.checkpoint import (
 )
 from weft.checkpoint.manifest import commit_text
 from weft.checkpoint.parts import Deal, Part
+from weft.checkpoint.targets import Location, located
 from weft.cli.app import run
 from weft.errors import CheckpointError
 
@@ -199,9 +201,8 @@ def outside(place: Path) -> dict[str, bytes]:
     return found
 
 
-def check(place: Path, forged: bool) -> None:
+def check_reading(root: Location, forged: bool) -> None:
     """Reading takes the whole checkpoint, or the one before; what else it says is a sentence."""
-    root = place / "checkpoints"
     found = newest_checkpoint(root)
     assert found is not None
     assert forged or found.step == 1 or not verify_checkpoint(found.path)
@@ -232,7 +233,7 @@ def campaign(undamaged: Path, tmp_path: Path, first: int, last: int) -> None:
         fault = FAULTS[seed % len(FAULTS)]
         forged = fault(folder, chance)
         before = outside(place)
-        check(place, forged)
+        check_reading(place / "checkpoints", forged)
         if seed % 11 == 0:  # all faults come by: 11 and 8 share no factor
             assert run(["ckpt", "verify", str(place)]) in (0, 1)
             assert run(["ckpt", "ls", str(place)]) == 0
@@ -251,6 +252,28 @@ def test_random_damage(undamaged, tmp_path, capsys):
 @pytest.mark.full
 def test_a_thousand_random_damages(undamaged, tmp_path, capsys):
     campaign(undamaged, tmp_path, 1000, 2000)
+
+
+def campaign_in_a_store(undamaged: Path, tmp_path: Path, first: int, last: int) -> None:
+    """The same faults on objects; a store has no links."""
+    faults = [fault for fault in FAULTS if fault is not link]
+    for seed in range(first, last):
+        local, root = tmp_path / str(seed), located(f"memory://damaged-{tmp_path.name}-{seed}/run")
+        shutil.copytree(undamaged / "checkpoints", local)
+        forged = faults[seed % len(faults)](local / "step_00000002", random.Random(seed))
+        for file in sorted(local.glob("step_*/*")):
+            fsspec.filesystem("memory").pipe_file(f"{root.url}/{file.relative_to(local)}", file.read_bytes())
+        check_reading(root, forged)
+        assert run(["ckpt", "verify", str(root)]) in (0, 1)
+        assert run(["ckpt", "show", f"{root}/step_00000002"]) in (0, 2)
+        assert run(["ckpt", "diff", f"{root}@1", f"{root}/step_00000002"]) in (0, 1, 2)
+        fsspec.filesystem("memory").rm(root.url, recursive=True)
+        shutil.rmtree(local)
+
+
+@pytest.mark.parametrize("number", [28, pytest.param(1000, marks=pytest.mark.full)])
+def test_random_damage_in_a_store(undamaged, tmp_path, capsys, number):
+    campaign_in_a_store(undamaged, tmp_path, number, 2 * number)
 
 
 @pytest.mark.parametrize("name", [".trash", ".lock", ".tmp-step_00000003-1-aa", "step_00000003", "step_00000001.again"])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import http.server
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
+import warnings
 
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from weft.checkpoint import (
@@ -32,8 +32,11 @@ from weft.checkpoint import (
 )
 from weft.checkpoint.parts import Deal, Part
 from weft.checkpoint.targets import located
+from weft.cli.app import run
 from weft.cli.ckpt.verbs import app
 from weft.errors import CheckpointError
+from weft.train.foreign.dcp_files import read_dcp
+from weft.train.foreign.taken import Taken
 
 from .faults import content
 
@@ -108,6 +111,126 @@ def test_credentials_in_a_url_are_refused_and_not_told(url):
     assert "WORD" not in str(caught.value)
 
 
+def said(capsys, *words: str) -> tuple[int, str]:
+    """Exit code and words of `weft ckpt`."""
+    code = run(["ckpt", *words])
+    told = capsys.readouterr()
+    return code, told.out + told.err
+
+
+def check_verbs(root, tmp_path, capsys) -> None:
+    """Each verb of `weft ckpt` on steps 3 and 6 of a store, and on what is not there."""
+    assert said(capsys, "show", f"{root}@3", "model/w") == (
+        0,
+        f"{root}/step_00000003: step 3, no plan\n"
+        "tensor   dtype  shape       size  files\n"
+        "model/w  F32    [1000]  3.91 KiB  model.safetensors\n"
+        "1 tensor, 3.91 KiB\n",
+    )
+    code, told = said(capsys, "diff", f"{root}@3", str(root), "--json")
+    assert code == 1
+    assert [one["name"] for one in json.loads(told)["numbers"]] == ["model/w", "model/b", "optimizer/m"]
+    assert said(capsys, "diff", f"{root}/step_00000003", f"{root}@3") == (0, "identical: 3 tensors\n")
+    assert said(capsys, "export", str(root), str(tmp_path / "out"), "--dtype", "bf16")[0] == 0
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], content(6)[0]["model"]["w"].bfloat16())
+    code, told = said(capsys, "export", str(root), f"{root}/out")
+    assert (code, "OUT=" in told, "Give a path" in told) == (2, True, True)
+    code, told = said(capsys, "show", f"{root}@5")
+    assert (code, told) == (
+        2,
+        f"error: RUN={root}@5: it has no finished checkpoint of step '5'. Use one of: 3, 6.\n",
+    )
+    assert "whole" in said(capsys, "verify", f"{root}@3", "--fast")[1]
+    assert said(capsys, "prune", str(root), "--keep-last", "1")[1].startswith(f"would delete {root}/step_00000003")
+    lists = "RUN=" in said(capsys, "ls", f"{root}/nothing")[1]
+    assert (lists, steps(root)) == (True, [3, 6])
+
+
+def test_the_verbs_take_addresses_in_stores(root, tmp_path, capsys):
+    save(root, 3), save(root, 6)
+    check_verbs(root, tmp_path, capsys)
+
+
+def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypatch):
+    def read(kind, source, work, limit_s):
+        taken = Taken(work)
+        read_dcp(source, taken)
+        taken.close()
+
+    monkeypatch.setattr("weft.train.foreign.into_weft._run_child", read)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": {"w": torch.ones(3)}, "step": 4}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert said(capsys, "import", str(tmp_path / "dcp"), str(root))[0] == 0
+    assert torch.equal(load_checkpoint(root / "step_00000004", verify=True).tensors("model")["w"], torch.ones(3))
+    code, told = said(capsys, "import", str(root), str(tmp_path / "run"))
+    assert (code, told) == (2, f"error: SOURCE={root}: it is a URL, and only a folder works here. Give a path.\n")
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [("gs://b/x", "gcsfs", "gcs"), ("abfs://b/x", "adlfs", "azure"), ("s3://b/x", "s3fs", "s3")],
+)
+def test_a_package_that_is_missing_is_named_with_its_command(url, package, extra, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url[: url.index(":")], raising=False)
+    for words in (("ls", url), ("show", url), ("verify", url), ("diff", url, url), ("prune", url, "--keep-last", "1")):
+        assert said(capsys, *words) == (
+            2,
+            f"error: {package} is not installed: {url[:-3]} needs it. In a checkout of Weft, run: "
+            f'pip install -e ".[{extra}]".\n',
+        )
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A store that answers each request with 403."""
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        text = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    pytest.importorskip("s3fs")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEYNAME")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "KEYWORD")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield "s3://refused/run"
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.shutdown()
+    server.server_close()
+
+
+def test_refused_access_is_one_sentence(refusing, tmp_path, capsys):
+    for words in (("ls", refusing), ("show", f"{refusing}@3"), ("show", f"{refusing}/step_00000003"),
+                  ("verify", refusing), ("diff", refusing, refusing), ("export", refusing, str(tmp_path / "out")),
+                  ("prune", refusing, "--keep-last", "1")):  # fmt: skip
+        code, told = said(capsys, *words)
+        assert code == 2
+        assert told.startswith(f"error: {refusing}")
+        assert told.endswith(
+            ": the store refused access: check the credentials of this machine, and what they may do there.\n"
+        )
+    with pytest.raises(CheckpointError, match="the store refused access"):
+        save(located(refusing), 1)
+    with pytest.raises(CheckpointError, match="the store refused access"):
+        newest_checkpoint(located(refusing))
+
+
 def halves(root, step: int, look=None):
     """Two ranks, as threads, each with half of a tensor."""
     barrier, said, value = threading.Barrier(2), [b"", b""], [None]
@@ -168,33 +291,7 @@ def test_ranks_write_their_own_objects_and_read_only_their_ranges(root):
     assert torch.equal(opened.tensors("model")["w"], whole)
 
 
-@pytest.fixture(scope="module")
-def s3():
-    pytest.importorskip("s3fs"), pytest.importorskip("moto")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    names = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "KEYNAME",
-             "AWS_SECRET_ACCESS_KEY": "KEYWORD", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
-    before = dict(os.environ)
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    try:
-        for _ in range(300):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.1)
-        os.environ.update(names)
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield located("s3://bucket")
-    finally:
-        server.kill()
-        server.wait()
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3):
+def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3, tmp_path, capsys):
     root = s3 / "run"
     path, whole = halves(root, 3)[0][0], halves(root, 6)[1]
     assert str(path) == "s3://bucket/run/step_00000003"
@@ -206,7 +303,13 @@ def test_an_s3_server_keeps_checkpoints_of_two_ranks(s3):
     assert CliRunner().invoke(app, ["verify", str(root)]).exit_code == 0
     assert CliRunner().invoke(app, ["prune", str(root), "--keep-last", "1", "--yes"]).exit_code == 0
     assert steps(root) == [6]
+    assert said(capsys, "ls", "s3://nowhere/x") == (
+        2,
+        "error: RUN=s3://nowhere/x: the store has no s3://nowhere. Check its name.\n",
+    )
     assert "KEYWORD" not in str(load_checkpoint(root / "step_00000006")._manifest)
+    save(s3 / "verbs", 3), save(s3 / "verbs", 6)
+    check_verbs(s3 / "verbs", tmp_path, capsys)
     with pytest.raises(CheckpointError, match=r"checkpoint.dir=s3://nowhere/x: nothing can be written "):
         save_checkpoint(located("s3://nowhere/x"), 1, *content(1))
 

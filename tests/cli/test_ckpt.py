@@ -51,6 +51,14 @@ def test_ls_says_step_size_state_and_plan(three, capsys):
     assert (found[2]["step"], found[2]["num_bytes"], found[2]["num_files"]) == (30, size, 5)
 
 
+def test_ls_takes_a_link_to_itself_for_a_file_that_cannot_be_read(three, capsys):
+    commit = three / "checkpoints" / "step_00000020" / "COMMIT"
+    commit.unlink()
+    commit.symlink_to(commit)
+    assert run(["ckpt", "ls", str(three)]) == 0
+    assert "unreadable: COMMIT is not a plain file" in capsys.readouterr().out.splitlines()[2]
+
+
 def test_verify_names_files_and_tensors_and_the_newest_whole_step(three, capsys):
     assert run(["ckpt", "verify", str(three)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("newest whole checkpoint: step 30, ")

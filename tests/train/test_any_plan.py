@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
+import itertools
 import json
 import os
 import random
@@ -24,7 +26,7 @@ from weft.optim import build_optimizer, exact_moment
 from weft.parallel import parallelize
 from weft.spec.config import OptimizerSection
 from weft.spec.plan import Plan
-from weft.testing import DecoderCase
+from weft.testing import DecoderCase, RankPool, layout_of, legal
 from weft.testing.parity import local_microbatches, several_buckets
 from weft.train import TrainStep
 from weft.train.state import pieces, resume, together
@@ -61,22 +63,23 @@ def train(
     save: str = "",
     several: bool = True,
     optimizer_of: Any = CASE.optimizer_of,
+    case: DecoderCase = CASE,
 ) -> dict | None:
     """Go on to step `last`, from a checkpoint or the start; the whole state on the first rank."""
     plan = Plan.parse(f"{plan_text} precision=fp64" if "precision" not in plan_text else plan_text)
-    mesh, model = build_mesh(plan), CASE.model()
+    mesh, model = build_mesh(plan), case.model()
     if several:
         with several_buckets(model):
             parallelize(model, mesh)
     else:
         parallelize(model, mesh)
-    step = TrainStep(model, optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=0.5)
+    step = TrainStep(model, optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=0.5)
     first = 0
     if load:
         checkpoint = load_checkpoint(Path(load), lazily=True)
         assert resume(model, step.optimizer, checkpoint) == []
         first = checkpoint.step
-    losses = [step(local_microbatches(CASE.batch(n), plan, mesh.data.rank)).loss for n in range(first, last)]
+    losses = [step(local_microbatches(case.batch(n), plan, mesh.data.rank)).loss for n in range(first, last)]
     if save:
         save_pieces(Path(save), last, pieces(model, step.optimizer), {"plan": str(plan)}, together(mesh))
     groups = capture(model, step.optimizer, keep=mesh.rank == 0)
@@ -92,11 +95,6 @@ def assert_equal(found: dict, expected: dict, what: str, tolerance: float = 0.0)
             other = found[group][name]
             assert other.shape == tensor.shape, (what, name)
             assert float((other - tensor).abs().max()) <= tolerance * max(1e-3, float(tensor.abs().max())), (what, name)
-
-
-def pair_up(saved: list[tuple[int, str]], num_pairs: int, seed: int) -> list[tuple[tuple[int, str], tuple[int, str]]]:
-    chance = random.Random(seed)
-    return [(chance.choice(saved), chance.choice(saved)) for _ in range(num_pairs)]
 
 
 def check_pairs(pairs, run, tmp_path: Path, goes_on: bool) -> None:
@@ -142,15 +140,49 @@ def test_states_that_were_rounded_at_random_go_on_under_another_plan(states, tmp
     )
 
 
-@pytest.mark.full
-def test_two_hundred_pairs_of_plans(tmp_path, ranks2, ranks4):
-    def run(number, plan, *args, **options):
-        if number == 1:
-            return train(plan, *args, **options)
-        return (ranks2 if number == 2 else ranks4).run(train, plan, *args, **options)[0]
+@functools.cache
+def plans_by_layout(num_ranks: int) -> dict[str, list[str]]:
+    """Legal plans by how their ranks divide the work."""
+    found: dict[str, list[str]] = {}
+    only = {"precision": ("fp64",), "offload": (Plan().offload,)}
+    batch = case_of(num_ranks).global_batch
+    for plan in legal(num_ranks, model=LLAMA, global_batch=batch, seq_len=CASE.seq_len, passes=(1, 2), **only):
+        found.setdefault(layout_of(plan), []).append(str(plan))
+    return found
 
-    every = [(number, plan) for number, plans in PLANS.items() for plan in plans]
-    check_pairs(pair_up(every, 200, seed=11), run, tmp_path, goes_on=False)
+
+def any_plans(num_ranks: int, number: int, chance: random.Random) -> list[str]:
+    """Plans of so many ranks, each way to divide the work as likely as any other."""
+    by_layout = plans_by_layout(num_ranks)
+    return [chance.choice(by_layout[chance.choice([*by_layout])]) for _ in range(number)]
+
+
+def case_of(num_ranks: int) -> DecoderCase:
+    """With a batch that so many ranks can share."""
+    odd = num_ranks // (num_ranks & -num_ranks)
+    return dataclasses.replace(CASE, global_batch=CASE.global_batch * odd)
+
+
+@pytest.mark.full
+def test_two_hundred_random_pairs_of_plans_on_one_to_eight_ranks(tmp_path):
+    """Five plans of each number of ranks are saved, each is loaded under five of any number: full state equal."""
+    chance = random.Random(11)
+    sources = [(number, plan) for number in range(1, 9) for plan in any_plans(number, 5, chance)]
+    drawn = [(chance.randint(1, 8), place) for place in range(len(sources)) for _ in range(5)]
+    pairs = [(number, any_plans(number, 1, chance)[0], place) for number, place in sorted(drawn)]
+    saved: list[dict] = []
+    for number, plans in itertools.groupby(enumerate(sources), lambda item: item[1][0]):
+        with RankPool(number, timeout_s=600.0) as pool:
+            for place, (_, plan) in plans:
+                saved.append(pool.run(train, plan, HALF, save=str(tmp_path / str(place)), case=case_of(number))[0])
+    for number, targets in itertools.groupby(pairs, lambda pair: pair[0]):
+        with RankPool(number, timeout_s=600.0) as pool:
+            for _, target, place in targets:
+                path = tmp_path / str(place) / f"step_{HALF:08d}"
+                found = pool.run(train, target, HALF, load=str(path), case=case_of(number))[0]
+                assert_equal(found, saved[place], f"{sources[place][1]} -> {target}")
+    assert len(pairs) == 200
+    assert {(sources[place][0], number) for number, _, place in pairs} > {(8, 1), (1, 8), (7, 3), (3, 4)}
 
 
 @pytest.mark.full

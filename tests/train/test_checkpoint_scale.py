@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weft.checkpoint.manifest import Manifest, TensorEntry, parse_manifest
+from tests.checkpoint.faults import DONE, in_fork
+from weft.checkpoint import SavedPiece, Together, load_checkpoint, save_pieces
+from weft.checkpoint.manifest import STATE_NAME, FileEntry, Manifest, TensorEntry, commit_text, parse_manifest
+from weft.checkpoint.parts import Part, deal_out
 from weft.checkpoint.slices import RankLists, Slice, shard_name
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
@@ -60,9 +67,6 @@ def test_what_is_said_of_a_tensor_does_not_grow_with_the_ranks(plan):
 
 def test_the_manifest_of_8192_ranks_is_small_and_read_at_once():
     """70B: 723 tensors with two states each, zero=3 over all ranks: most of the manifest is one digest a file."""
-    from weft.checkpoint.manifest import STATE_NAME, FileEntry
-    from weft.checkpoint.parts import Part, deal_out
-
     world, ranks = 8192, tuple(range(8192))
     files = {STATE_NAME: FileEntry(9, "0" * 64)}
     for group in ("model", "optimizer"):
@@ -79,3 +83,123 @@ def test_the_manifest_of_8192_ranks_is_small_and_read_at_once():
     parsed = parse_manifest(text)
     assert parsed.tensors["model"]["layers.7.weight"].slices == (one,)
     assert [rank for rank, _, _ in one.deal.runs(0, part.numel // world, part.numel)] == [0]
+
+
+EACH, NUM_TENSORS = 16, 20
+
+
+def dealt(world: int, rank: int) -> list[SavedPiece]:
+    """Tensors of which each rank has as much, whatever the number of ranks."""
+    part, deal = Part((world * EACH,)), deal_out(tuple(range(world)), EACH, 1)
+    data = torch.full((EACH,), float(rank))
+    names = [f"{group}/{n}" for group in ("model", "optimizer") for n in range(NUM_TENSORS)]
+    return [SavedPiece(name, part, deal, rank * EACH, data) for name in names]
+
+
+class Contacts:
+    """How often this process turns to the file system below a folder while it is `counting`; never undone."""
+
+    def __init__(self, folder: Path):
+        self.number, self.counting, self._folder = 0, True, str(folder)
+        self._fsync, self._stat, self._lstat = os.fsync, os.stat, os.lstat
+        os.fsync = lambda handle: self._then(self._fsync, handle)
+        os.stat = lambda path, **options: self._then(self._stat, path, **options)
+        os.lstat = lambda path, **options: self._then(self._lstat, path, **options)
+        sys.addaudithook(self._event)
+
+    def _event(self, event: str, arguments: tuple[object, ...]) -> None:
+        named = event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
+        self.number += self.counting and named and str(arguments[0]).startswith(self._folder)
+
+    def _then(self, ask: Callable, *args: object, **options: object):
+        self.number += self.counting
+        return ask(*args, **options)
+
+
+def counted(folder: Path, act: Callable[[Contacts], object]) -> int:
+    """Contacts of a forked process that does `act`."""
+    told = folder.parent / f"{folder.name}.contacts"
+
+    def count() -> None:
+        found = Contacts(folder)
+        act(found)
+        found.counting = False
+        told.write_text(str(found.number))
+
+    assert in_fork(count) == DONE
+    return int(told.read_text())
+
+
+def one_rank_saves(root: Path, world: int, rank: int) -> int:
+    """Contacts of a rank that is not the first: it writes into the folder that the first one made."""
+    root.mkdir()
+    together = Together(rank, world, lambda _: str(root) if not list(root.iterdir()) else {"path": ""}, lambda _: [])
+    return counted(root, lambda _: save_pieces(root, 1, dealt(world, rank), {}, together))
+
+
+def first_rank_saves(root: Path, world: int) -> int:
+    """Contacts of the first rank; the files of the others appear uncounted."""
+
+    def act(contacts: Contacts) -> None:
+        calls = [0]
+
+        def gather(record: bytes) -> list[bytes]:
+            calls[0] += 1
+            if calls[0] == 1:
+                return [b"1000"] * world
+            contacts.counting = False
+            (place,) = root.glob(".tmp-*")
+            answers = [record]
+            for rank in range(1, world):
+                names = [shard_name(group, rank) for group in ("model", "optimizer")]
+                for name in names:
+                    os.close(os.open(place / name, os.O_CREAT | os.O_WRONLY))
+                answers.append(json.dumps({"files": {name: [4096, f"{rank:064x}"] for name in names}}).encode())
+            contacts.counting = True
+            return answers
+
+        save_pieces(root, 1, dealt(world, 0), {}, Together(0, world, lambda do: do(), gather))
+
+    return counted(root, act)
+
+
+def one_rank_loads(root: Path, world: int, rank: int) -> int:
+    """Contacts of a rank that reads its share of what `first_rank_saves` and it saved."""
+    path, pieces_ = root / "step_00000001", dealt(world, rank)
+
+    def act(_: Contacts) -> None:
+        opened = load_checkpoint(path, lazily=True)
+        for one in pieces_:
+            out = bytearray(EACH * 4)
+            opened.read(one.group, one.name, one.part, one.start, memoryview(out))
+            assert bytes(out) == one.data.numpy().tobytes()
+
+    return counted(root, act)
+
+
+def test_files_and_requests_of_a_rank_do_not_grow_with_the_ranks(tmp_path):
+    """A rank writes as many files and asks as often for 8,192 ranks as for 64; the first asks nothing of each file."""
+    found = {}
+    for world in (64, 8192):
+        root, own, rank = tmp_path / f"all-{world}", tmp_path / f"one-{world}", world - 3
+        first = first_rank_saves(root, world)
+        one = one_rank_saves(own, world, rank)
+        assert sorted(os.listdir(own)) == [shard_name("model", rank), shard_name("optimizer", rank)]
+        written = sum(file.stat().st_size for file in own.iterdir())
+        for file in own.iterdir():
+            file.rename(root / "step_00000001" / file.name)
+        manifest = json.loads((root / "step_00000001" / "manifest.json").read_bytes())
+        for group in ("model", "optimizer"):
+            manifest["files"][shard_name(group, rank)]["bytes"] = (
+                (root / "step_00000001" / shard_name(group, rank)).stat().st_size
+            )
+        text = json.dumps(manifest).encode()
+        (root / "step_00000001" / "manifest.json").write_bytes(text)
+        (root / "step_00000001" / "COMMIT").write_bytes(commit_text(text))
+        said = len(json.dumps(manifest["tensors"])), len(text) / world
+        found[world] = first, one, one_rank_loads(root, world, rank), written, said
+    (first, one, loads, written, said), (first_64, one_64, loads_64, written_64, said_64) = found[8192], found[64]
+    assert (one, loads, first) == (one_64, loads_64, first_64)
+    assert written <= written_64 + 256  # the names of the ranks have more digits
+    assert said[0] <= said_64[0] + 40 * 2 * NUM_TENSORS
+    assert said[1] <= said_64[1]

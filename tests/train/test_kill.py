@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from weft import env
-from weft.checkpoint import list_checkpoints, verify_checkpoint
+from weft.checkpoint import list_checkpoints, load_checkpoint, step_in_name, verify_checkpoint
 from weft.monitor import read_events
 from weft.train import RunFolder
 
@@ -57,8 +58,8 @@ def start(tmp_path: Path, name: str, *settings: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(tmp_path: Path, name: str) -> RunFolder:
-    process = start(tmp_path, name)
+def finish(tmp_path: Path, name: str, *settings: str) -> RunFolder:
+    process = start(tmp_path, name, *settings)
     shown, _ = process.communicate(timeout=120)
     assert process.returncode == 0, shown
     return RunFolder(tmp_path / name)
@@ -160,3 +161,28 @@ def test_no_death_at_any_moment_of_a_save_leaves_half_a_checkpoint_that_counts(u
             assert verify_checkpoint(path) == [], (place, delay, path.name)
     finish(tmp_path, name)
     assert final_bytes(folder) == final_bytes(undisturbed)
+
+
+@pytest.mark.full
+def test_a_run_that_saves_to_a_store_is_killed_and_ends_on_the_same_bits(undisturbed, s3):
+    """Two ranks upload to an S3 server, are killed with all their family, and go on from the objects."""
+    tmp_path, name, root = undisturbed.path.parent, "in-store", s3 / "runs" / "in-store"
+    place, folder = f"checkpoint.dir={s3 / 'runs'}", RunFolder(tmp_path / name)
+    process = start(tmp_path, name, place)
+    wait_for_step(folder, 1, 14, process)
+    kill_all(process)
+    process.communicate(timeout=60)
+    saved = [step_in_name(path.name) for path in list_checkpoints(root)]
+    assert saved
+    assert max(saved) in (8, 12)  # one may be on its way when the run dies
+    finish(tmp_path, name, place)
+    assert not (tmp_path / name / "checkpoints").exists()
+    starts = [event for event in read_events(folder.events) if event["event"] == "start"]
+    assert len(starts) == 2
+    path = list_checkpoints(root)[-1]
+    assert (step_in_name(path.name), verify_checkpoint(path)) == (STEPS, [])
+    found, expected = load_checkpoint(path), load_checkpoint(undisturbed.checkpoint(STEPS))
+    for group in ("model", "optimizer"):
+        assert found.tensors(group).keys() == expected.tensors(group).keys()
+        for tensor, other in expected.tensors(group).items():
+            assert torch.equal(found.tensors(group)[tensor], other), tensor

@@ -14,7 +14,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -191,8 +191,9 @@ class _Saving:
                     self._target.discard(place)
                     return {"unfit": unfit[0]}
                 files = {name: FileEntry(*entry) for answer in answers for name, entry in answer["files"].items()}
-                self._check_there(place, files)
-                entries = self._join(place)
+                names = {path.name for path in place.iterdir()}  # one listing, however many ranks there are
+                self._check_there(names, files)
+                entries = self._join(place, names)
                 files[STATE_NAME] = write_file(place / STATE_NAME, strict_json.encode(dict(state), "state"))
                 manifest = save.write_manifest(place, self._step, files, entries)
                 parse_manifest(manifest)  # what no reader would take is refused here, where it can still be said
@@ -201,26 +202,26 @@ class _Saving:
             self._target.discard(place)
             raise
 
-    def _check_there(self, place: Location, files: Mapping[str, FileEntry]) -> None:
+    def _check_there(self, names: Set[str], files: Mapping[str, FileEntry]) -> None:
         """All ranks wrote to the folder that this one sees."""
-        missing = sorted(files.keys() - self._target.file_sizes(place).keys())
+        missing = sorted(files.keys() - names)
         if missing:
             raise CheckpointError(
                 f"{self._target.setting}: {missing[0]} was written by another machine and is not here. Choose a folder"
                 " that all machines share."
             )
 
-    def _join(self, place: Location) -> dict[str, dict[str, TensorEntry]]:
+    def _join(self, place: Location, names: Set[str]) -> dict[str, dict[str, TensorEntry]]:
         """What ranks said of tensors, as entries of the manifest; their files go."""
         parts: dict[str, dict[str, tuple[str, tuple[int, ...], list[Slice]]]] = {
             group: {} for group in self._members if group not in PRIVATE
         }
-        names = (name for name in self._target.file_sizes(place) if _TOLD_NAME.fullmatch(name))
-        for text in self._target.take([place / name for name in sorted(names)]).values():
+        files = [place / name for name in sorted(names) if _TOLD_NAME.fullmatch(name)]
+        for text in self._target.take(files).values():
             told: dict[str, Any] = json.loads(text)
             tables = RankLists([tuple(row) for row in told["ranks"]])
-            for group, names in told["tensors"].items():
-                for name, one in names.items():
+            for group, members in told["tensors"].items():
+                for name, one in members.items():
                     shape = tuple(one["shape"])
                     (found,) = read_slices([one["slice"]], shape, tables)
                     entry = parts.setdefault(group, {}).setdefault(name, (one["dtype"], shape, []))

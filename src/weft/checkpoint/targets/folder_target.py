@@ -117,8 +117,9 @@ class FolderTarget:
         return _OpenFile(cast(Path, file))
 
     def file_sizes(self, place: Location) -> dict[str, int]:
-        files = (file for file in cast(Path, place).iterdir() if file.is_symlink() or file.is_file())
-        return {file.name: file.lstat().st_size for file in files}
+        with os.scandir(cast(Path, place)) as found:
+            files = [file for file in found if file.is_symlink() or file.is_file(follow_symlinks=False)]
+        return {file.name: file.stat(follow_symlinks=False).st_size for file in files}
 
     def take(self, files: Collection[Location]) -> Mapping[Location, bytes]:
         found = {file: cast(Path, file).read_bytes() for file in files}

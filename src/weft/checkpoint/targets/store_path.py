@@ -32,6 +32,20 @@ _FINAL = {
 _NO_ACCESS = "the store refused access: check the credentials of this machine, and what they may do there"
 
 
+class StoreError(CheckpointError, OSError):
+    """A store refuses a request, or does not answer. Also an OSError, as a disk's errors are.
+
+    strerror: the reason. filename: the URL.
+    """
+
+    def __init__(self, code: int, reason: str, url: str):
+        OSError.__init__(self, code, reason, url)
+
+    def __str__(self) -> str:
+        hint = "" if self.errno == errno.EACCES else " Check the URL and the network."
+        return f"{self.filename}: {self.strerror}.{hint}"
+
+
 class StoreStatus(NamedTuple):
     """Size in bytes, and when it was written (s since 1970); 0.0 where the store does not say."""
 
@@ -55,6 +69,12 @@ class StorePath:
         """The address one level up; of a bucket, itself."""
         above = self.url.rpartition("/")[0]
         return self if above.endswith(":/") else StorePath(above)
+
+    @property
+    def bucket(self) -> StorePath:
+        """The address of the bucket or container that it lies in."""
+        scheme, _, rest = self.url.partition("://")
+        return StorePath(f"{scheme}://{rest.partition('/')[0]}")
 
     def __truediv__(self, name: str) -> StorePath:
         return StorePath(f"{self.url}/{name}")
@@ -161,7 +181,7 @@ def ask(path: StorePath, request: str, *args: Any, **options: Any) -> Any:
 def insisted(path: StorePath, act: Callable[[], Any], retries: int = _RETRIES) -> Any:
     """What `act` returns, tried again with growing pauses where a store's answer may be another one next time.
 
-    Raises OSError: FileNotFoundError and PermissionError at once, what else goes wrong after the last try.
+    Raises FileNotFoundError and a refusal at once, what else goes wrong after the last try: StoreError.
     """
     for number in range(retries + 1):
         try:
@@ -169,14 +189,14 @@ def insisted(path: StorePath, act: Callable[[], Any], retries: int = _RETRIES) -
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, _first_line(error), path.url) from error
         except PermissionError as error:
-            raise PermissionError(errno.EACCES, _NO_ACCESS, path.url) from error
+            raise StoreError(errno.EACCES, _NO_ACCESS, path.url) from error
         except MissingExtra:
             raise
         except Exception as error:
-            is_final = isinstance(error, TypeError | NotImplementedError) or type(error).__name__ in _FINAL
-            if is_final or number == retries:
-                reason = _NO_ACCESS if type(error).__name__ in _FINAL else _first_line(error)
-                raise OSError(errno.EIO, reason, path.url) from error
+            if type(error).__name__ in _FINAL:
+                raise StoreError(errno.EACCES, _NO_ACCESS, path.url) from error
+            if isinstance(error, TypeError | NotImplementedError) or number == retries:
+                raise StoreError(errno.EIO, _first_line(error), path.url) from error
             time.sleep(_PAUSE_S * 2**number)
     raise AssertionError
 

@@ -45,7 +45,7 @@ def _one(path: Location, step: int, is_aside: bool) -> ListedCheckpoint:
     commit = path / "COMMIT"
     moment = commit if "COMMIT" in sizes else path / next(iter(sizes)) if sizes else path
     try:
-        when = datetime.fromtimestamp(moment.stat().st_mtime).isoformat(sep=" ", timespec="seconds")
+        when = datetime.fromtimestamp(moment.lstat().st_mtime).isoformat(sep=" ", timespec="seconds")
     except FileNotFoundError:  # deleted meanwhile
         when = "-"
     plan = written_by = ""

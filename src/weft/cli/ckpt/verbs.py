@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.ckpt.which import ONE_HELP, RUN_HELP, one_of, root_of, settled_steps
+from weft.cli.ckpt.which import ONE_HELP, RUN_HELP, folder_of, one_of, root_of, settled_steps
 from weft.cli.console import say
 from weft.errors import ConfigError
 
@@ -87,7 +87,7 @@ def diff(
 @app.command()
 def export(
     run: One,
-    out: Annotated[Path, typer.Argument(help="Folder to create.")],
+    out: Annotated[str, typer.Argument(help="Folder to create.")],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
     group: Annotated[str, typer.Option(help="model, or ema if a script saved one.")] = "model",
     like: Annotated[
@@ -101,8 +101,9 @@ def export(
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
+    folder = folder_of("OUT", out)
     opened = load_checkpoint(one_of(run), verify=True)
-    files = export_weights(opened, out, group=group, dtype=dtype, like=like)
+    files = export_weights(opened, folder, group=group, dtype=dtype, like=like)
     say(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
 
 
@@ -133,10 +134,8 @@ def prune(
 
 @app.command("import")
 def import_them(
-    source: Annotated[
-        Path, typer.Argument(help="Checkpoint folder of torch.distributed.checkpoint or DeepSpeed ZeRO.")
-    ],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run; created if missing.")],
+    source: Annotated[str, typer.Argument(help="Checkpoint folder of torch.distributed.checkpoint or DeepSpeed ZeRO.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Folder of the run, created if missing; or a URL.")],
     step: Annotated[
         int | None,
         typer.Option(
@@ -154,6 +153,7 @@ def import_them(
     A process without network and secrets reads the files, and refuses whatever is no weight.
     """
     from weft.checkpoint import step_in_name
+    from weft.checkpoint.targets import located
     from weft.train.foreign import bring_in
     from weft.units import counted, parse_seconds
 
@@ -161,9 +161,11 @@ def import_them(
         limit_s = parse_seconds(limit)
     except ValueError as error:
         raise ConfigError(f"--limit {limit}: {error}.") from error
-    holds_steps = run.is_dir() and any(step_in_name(path.name) is not None for path in run.iterdir())
-    root = run if holds_steps or run.name == "checkpoints" else run / "checkpoints"
-    found = bring_in(source, root, step=step, model_key=model, limit_s=limit_s)
+    place = located(run)
+    holds_steps = place.is_dir() and any(step_in_name(path.name) is not None for path in place.iterdir())
+    is_root = holds_steps or place.name == "checkpoints" or not isinstance(place, Path)
+    root = place if is_root else place / "checkpoints"
+    found = bring_in(folder_of("SOURCE", source), root, step=step, model_key=model, limit_s=limit_s)
     counts = f"{counted(found.num_weights, 'weight')} and {counted(found.num_states, 'optimizer state')}"
     say(f"imported {counts} of {found.kind}, step {found.step}, into {found.path}.")
     if found.left_out:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, step_in_name
-from weft.checkpoint.targets import Location, located
+from weft.checkpoint.targets import Location, StorePath, located
 from weft.errors import ConfigError, nearest_name
 from weft.train import RunFolder
 
@@ -18,6 +18,8 @@ def root_of(word: str | Location) -> Location:
     """The folder that holds the checkpoints of a run, or that of a script's. ConfigError where there is none."""
     word = located(word)
     if not word.is_dir():
+        if isinstance(word, StorePath) and not word.bucket.exists():
+            raise ConfigError(f"RUN={word}: the store has no {word.bucket}. Check its name.")
         siblings = [found.name for found in word.parent.iterdir()] if word.parent.is_dir() else []
         near = nearest_name(word.name, siblings)
         hint = f" Did you mean '{word.parent / near}'?" if near else " Give a run's folder, such as runs/quickstart."
@@ -47,6 +49,14 @@ def one_of(word: str) -> Location:
     if found is None:
         raise ConfigError(f"RUN={word}: it has no finished checkpoint. `weft ckpt ls {word}` lists what it holds.")
     return found.path
+
+
+def folder_of(field: str, word: str) -> Path:
+    """The path of a folder on this machine's file systems. ConfigError for a URL of an object store."""
+    place = located(word)
+    if not isinstance(place, Path):
+        raise ConfigError(f"{field}={place}: it is a URL, and only a folder works here. Give a path.")
+    return place
 
 
 def settled_steps(root: Location) -> dict[int, Location]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft import env
 from weft.checkpoint import folder_name, save_checkpoint
+from weft.checkpoint.targets import Location
 from weft.errors import CheckpointError
 from weft.train.foreign.sorted_names import Place, SortedNames, sorted_names
 
@@ -27,7 +28,7 @@ _TABLE = "taken.json"
 class BroughtIn:
     """What was imported. left_out: what of the source has no place in a checkpoint of Weft."""
 
-    path: Path
+    path: Location
     step: int
     kind: str
     num_weights: int
@@ -43,15 +44,15 @@ class _Found:
 
 
 def bring_in(
-    source: Path, root: Path, *, step: int | None = None, model_key: str | None = None, limit_s: float = 1800.0
+    source: Path, root: Location, *, step: int | None = None, model_key: str | None = None, limit_s: float = 1800.0
 ) -> BroughtIn:
     """Read a folder of torch.distributed.checkpoint or DeepSpeed, and commit its weights and states under `root`.
 
-    The disk of `root` holds everything twice for a moment.
+    The disk of `root` holds everything twice for a moment. For an object store, the temporary folder holds it once.
 
     Args:
         source: the foreign folder.
-        root: the folder of the steps' folders.
+        root: the folder of the steps' folders, or a prefix of an object store.
         step: optimizer steps done; None: as the source says.
         model_key: the table of weights, where the source has several.
         limit_s: how long (s) reading may take.
@@ -61,8 +62,11 @@ def bring_in(
     """
     kind = _kind_of(source)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".import-") as work:
+        beside = None
+        if isinstance(root, Path):
+            root.mkdir(parents=True, exist_ok=True)
+            beside = root
+        with tempfile.TemporaryDirectory(dir=beside, prefix=".import-") as work:
             _run_child(kind, source, Path(work), limit_s)
             found = _read(Path(work))
             return _commit(found, kind, source, root, step, model_key)
@@ -116,7 +120,9 @@ def _read(work: Path) -> _Found:
     return _Found(tensors, values, tuple(said["left_out"]))
 
 
-def _commit(found: _Found, kind: str, source: Path, root: Path, step: int | None, model_key: str | None) -> BroughtIn:
+def _commit(
+    found: _Found, kind: str, source: Path, root: Location, step: int | None, model_key: str | None
+) -> BroughtIn:
     names = sorted_names(found.tensors, model_key)
     weights = {name: found.tensors[place] for name, place in names.weights.items()}
     states = {name: found.tensors[place] for name, place in names.states.items()}
@@ -136,7 +142,7 @@ def _commit(found: _Found, kind: str, source: Path, root: Path, step: int | None
     }
     path = save_checkpoint(root, step, {"model": weights, "optimizer": states}, state)
     left_out = [*(".".join(map(str, place)) for place in names.left_out), *found.left_out]
-    return BroughtIn(Path(str(path)), step, _KINDS[kind], len(weights), len(states), tuple(left_out))
+    return BroughtIn(path, step, _KINDS[kind], len(weights), len(states), tuple(left_out))
 
 
 def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch.Tensor]:
