@@ -10,10 +10,10 @@ import pytest
 from tests.comm import block8  # noqa: F401 (registers the wire)
 from weft.planner import estimate
 from weft.planner.cost.machine import Tables
-from weft.planner.space.wire_columns import copy_bytes, state_bytes, wire_bytes
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
+from weft.planner.space.wire_columns import copy_bytes, state_bytes, wire_bytes
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import ModelSpec, decoder_spec
 from weft.spec.plan import Plan
