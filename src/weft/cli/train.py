@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,21 +77,25 @@ def train_here(config: RunConfig) -> None:
     cores = usable_cores()
     with busy(sys.stderr, "starting: loading torch"):
         num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
+        from weft.checkpoint.targets import CopyServer
         from weft.train import run_folder
         from weft.train.run import run_lock
 
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
     with run_lock(run_folder(config).path) as lock:
+        copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
+        home = asdict(copies.home) if copies is not None else None
 
         def attempt(settled: RunConfig, ranks: int) -> None:
             folder = _prepare(settled, ranks, ranks)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
-            settings = json.dumps(given).encode()
+            settings = json.dumps({**given, "copies": home}).encode()
             command = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
             variables = threads_variables(ranks, cores)
             launch_ranks(command, ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
 
-        Restarts(config, run_folder(config), num_ranks, say).keep(attempt)
+        copied = copies.newest_step if copies is not None else lambda: None
+        Restarts(config, run_folder(config), num_ranks, say, copied=copied).keep(attempt)
 
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:

@@ -31,13 +31,17 @@ Attempt = Callable[[RunConfig, int], None]
 
 @dataclass
 class Restarts:
-    """Whether and how a run goes on after a failure. say: shows the user a line. sleep: takes seconds."""
+    """Whether and how a run goes on after a failure.
+
+    say: shows the user a line. sleep: takes seconds. copied: the step of the newest copy in memory, where there is one.
+    """
 
     config: RunConfig
     folder: RunFolder
     num_ranks: int
     say: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
+    copied: Callable[[], int | None] = lambda: None
     _in_row: int = 0
     _saved: int | None = None
     _culprit: int | None = None
@@ -101,7 +105,7 @@ class Restarts:
 
     def _newest(self) -> int | None:
         found = (step_in_name(path.name) for path in list_checkpoints(self.folder.checkpoints))
-        return max((step for step in found if step is not None), default=None)
+        return max((step for step in (*found, self.copied()) if step is not None), default=None)
 
     def _note(self, failure: Failure, cause: str) -> None:
         """Into the run's events, for the report; the disk may be what failed."""
