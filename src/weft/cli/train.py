@@ -20,6 +20,7 @@ from weft.cli.launcher import (
     Restarts,
     count_ranks,
     exit_code_of,
+    for_those_there,
     launch_ranks,
     process_age_s,
     threads_variables,
@@ -100,7 +101,7 @@ def train_here(config: RunConfig) -> None:
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
-    from weft.cli.launcher import run_as_rank, second_handle
+    from weft.cli.launcher import copy_home, run_as_rank, second_handle
     from weft.comm import FirstWord
     from weft.mesh import open_store
     from weft.train import Start, run_rank
@@ -115,7 +116,9 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
             folder = _prepared_by_the_first(config, place, word, held)
         else:
             folder = _prepared_elsewhere(config, word)
-        start = Start(locked=True, began=started, alarm=alarm, store=store, command=tuple(typed_command()))
+        copies = copy_home(place) if config.checkpoint.peer_every else None
+        command = tuple(typed_command())
+        start = Start(locked=True, began=started, alarm=alarm, store=store, command=command, copies=copies)
         run_as_rank(folder.logs, place, lambda terminal: run_rank(folder, place, terminal, start))
 
 
@@ -143,6 +146,7 @@ def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | 
     said: dict[str, object] = {"exit_code": 1}
     try:
         held.enter_context(run_lock(run_folder(config).path))
+        config = for_those_there(config, place.world_size)
         folder = _prepare(config, place.world_size, place.local_world_size)
         said = {"path": str(folder.path), "texts": folder.texts}
     except BaseException as error:

@@ -13,7 +13,8 @@ from weft.train.engine import Evaluation
 class SaveEnd:
     """What became of a save. path: where it is durable. why: why it was not committed. note: what else is to be told.
 
-    is_copy: it is one in memory. stall_s: how long training waited for it. durable_s: from when it was due until it was committed.
+    is_copy: it is one in memory. stall_s: how long training waited for it. durable_s: from when it was due until it
+    was committed.
     """
 
     step: int

@@ -29,9 +29,9 @@ class Trainer:
 
     save: begins to write a checkpoint of the progress given, or says why it does not; its other arguments: an
     evaluation of these weights gave a finite loss; no step follows. ended: what became of saves; where told to, it
-    waits for the one under way. copy: as save, into the memory of the hosts, where none is under way. confirm: the weights after so many steps gave a finite loss. halted: where the same
-    command resumes after a first bad step, in words. All are called on every rank. left_out: steps, counted from 1,
-    that are passed over with their data.
+    waits for the one under way. copy: as save, into the memory of the hosts, where none is under way. confirm: the
+    weights after so many steps gave a finite loss. halted: where the same command resumes after a first bad step, in
+    words. All are called on every rank. left_out: steps, counted from 1, that are passed over with their data.
     """
 
     task: Task

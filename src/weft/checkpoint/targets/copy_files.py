@@ -48,8 +48,11 @@ class CopyFiles:
     def pipe_file(self, key: str, value: bytes) -> None:
         """Write a whole file."""
         file = self.open(key, "wb")
-        file.write(value)
-        file.close()
+        try:
+            file.write(value)
+            file.close()
+        finally:
+            file.discard()
 
     def cat_file(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Read a stretch of a file."""
@@ -147,11 +150,13 @@ class _NewCopy:
 
     def close(self) -> None:
         """Return once all servers have it whole."""
-        for call in self._calls:
-            call.sendall(PIECE.pack(0))
-        for call in self._calls:
-            received_size(call)
-        self.discard()
+        try:
+            for call in self._calls:
+                call.sendall(PIECE.pack(0))
+            for call in self._calls:
+                received_size(call)
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         """Hang up; what was not closed is nowhere."""

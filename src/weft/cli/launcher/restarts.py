@@ -16,6 +16,7 @@ from weft.cli.launcher.launch import RankFailed
 from weft.errors import PlanError, TrainingHalted
 from weft.monitor import EventLog
 from weft.spec import RunConfig
+from weft.spec.plan import Plan, is_auto
 from weft.train import RunFolder
 from weft.train.run import leave_out
 from weft.units import format_seconds, parse_seconds
@@ -166,6 +167,18 @@ def cause_of(failure: Failure) -> str:
     # A disk that was full or a store that was away may be back.
     again = failure.expected and failure.exit_code in (2, 4) and failure.kind != "CheckpointError"
     return "refused" if again else "failed"
+
+
+def for_those_there(config: RunConfig, num_ranks: int) -> RunConfig:
+    """Return the config that torchrun's ranks train with: as `for_ranks` where a machine is gone (launch.min_ranks)."""
+    least = config.launch.min_ranks
+    if least is None or num_ranks < least or is_auto(config.plan):
+        return config
+    try:
+        wanted = Plan.parse(config.plan, num_ranks).world_size
+    except PlanError:  # a '*' that does not come out even
+        wanted = num_ranks + 1
+    return for_ranks(config, num_ranks) if num_ranks < wanted else config
 
 
 def for_ranks(config: RunConfig, num_ranks: int) -> RunConfig:

@@ -84,7 +84,7 @@ def open_copies(
     for here, free in short:
         if here > free:
             raise ConfigError(
-                f"checkpoint.peer_every={every}: the copies take {format_bytes(here)} of each machine's memory, and one "
-                f"has {format_bytes(free)} free. Use checkpoint.peer_every=0 and a smaller checkpoint.every."
+                f"checkpoint.peer_every={every}: the copies take {format_bytes(here)} of each machine's memory, and "
+                f"one has {format_bytes(free)} free. Use checkpoint.peer_every=0 and a smaller checkpoint.every."
             )
     return Copies(root, together), []
