@@ -31,7 +31,6 @@ from weft.monitor import read_events
 from weft.train import RunFolder
 
 CONFIG = """
-plan = "dp_shard=* zero=3"
 [model]
 name = "tiny"
 dim = 32
@@ -123,7 +122,8 @@ def run_case(case: str, place: Path, ranks: int, copies: int) -> dict[str, Any]:
     """Train with one fault ("none": without); what is to be told of it."""
     folder = RunFolder(place / case)
     words = [
-        str(place / "config.toml"), f"data.train={place / 'text.jsonl'}", f"data.cache_dir={place / 'cache'}",
+        str(place / "config.toml"),
+        f"plan=dp_shard={2 * ranks} zero=3", f"data.train={place / 'text.jsonl'}", f"data.cache_dir={place / 'cache'}",
         f"run.dir={place}", f"run.name={case}", f"train.steps={STEPS}", f"checkpoint.every={SAVE_EVERY}",
         f"checkpoint.peer_every={copies}", f"launch.timeout={TIMEOUT_S}s", "launch.warn_after=2s",
     ]  # fmt: skip
@@ -174,7 +174,10 @@ def state_of(folder: RunFolder, sound: RunFolder) -> str:
         ]
     except (OSError, IndexError):
         return "no last checkpoint"
-    return "equal" if ours == theirs else f"last loss differs by {abs(losses[0] / losses[1] - 1):.0e} (fewer ranks)"
+    if ours == theirs:
+        return "equal"
+    gap = abs(losses[0] / losses[1] - 1)
+    return f"last loss differs by {gap:.0e}"
 
 
 def main() -> None:

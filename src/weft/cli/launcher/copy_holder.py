@@ -26,7 +26,7 @@ _LOOK_S = 0.05
 
 
 def copy_home(place: env.RankEnv) -> CopyHome | None:
-    """What keeps copies on this host for a rank of torchrun, started where it is not there; None for other ranks."""
+    """Return what keeps copies on this host for a rank of torchrun, and start it once; None for other ranks."""
     if place.starter != "torchrun" or not env.get("TORCHELASTIC_RUN_ID") or not hasattr(os, "pidfd_open"):
         return None
     agent, alone = os.getppid(), place.world_size == place.local_world_size
