@@ -7,7 +7,7 @@ from weft.memory.host_copy import HostCopies
 from weft.memory.host_link import Waitable
 from weft.memory.offload import Host, HostPart, choose, offload_lines, open_host, shard_offload, step_on_host
 from weft.memory.opaque import Handle, Opaque
-from weft.memory.pool import MOST_OF_HOST, free_host_bytes
+from weft.memory.pool import MOST_OF_HOST
 from weft.memory.recompute import Recompute, apply_recompute, recompute_of
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Waitable",
     "apply_recompute",
     "choose",
-    "free_host_bytes",
     "offload_activations",
     "offload_lines",
     "open_host",

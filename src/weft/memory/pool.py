@@ -124,18 +124,6 @@ def host_limit(setting: str = MOST_OF_HOST) -> int:
     return limit // (place.local_world_size if place else 1)
 
 
-def free_host_bytes() -> int:
-    """Return the bytes of memory that are free on this machine, and in its container."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = int((_CGROUP_LIMIT).read_text())
-        stat = dict(line.split() for line in _CGROUP_LIMIT.with_name("memory.stat").read_text().splitlines())
-        used = int(_CGROUP_LIMIT.with_name("memory.current").read_text()) - int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):  # no limit
-        return free
-    return max(0, min(free, limit - used))
-
-
 def pool_for(device: torch.device, pinned_limit: str = MOST_OF_HOST) -> HostPool:
     """The pool of a rank: pinned for a CUDA device, ordinary memory for all others. pinned_limit: as `host_limit`."""
     limit = host_limit(pinned_limit)

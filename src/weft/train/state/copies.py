@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
+
+import psutil
 
 from weft.checkpoint import Together, newest_checkpoint
 from weft.checkpoint.targets import CopyHome, Location, StorePath, copies_at, target_at
 from weft.errors import CheckpointError, ConfigError
-from weft.memory import free_host_bytes
 from weft.units import format_bytes
 
 #: A host holds the newest complete copy while the next one comes.
 _GENERATIONS = 2
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Copies:
@@ -88,3 +91,15 @@ def open_copies(
                 f"one has {format_bytes(free)} free. Use checkpoint.peer_every=0 and a smaller checkpoint.every."
             )
     return Copies(root, together), []
+
+
+def free_host_bytes() -> int:
+    """Return the bytes of memory that are free on this machine, and in its container."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = int(_CGROUP_LIMIT.read_text())
+        stat = dict(line.split() for line in _CGROUP_LIMIT.with_name("memory.stat").read_text().splitlines())
+        used = int(_CGROUP_LIMIT.with_name("memory.current").read_text()) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no limit
+        return free
+    return max(0, min(free, limit - used))
