@@ -9,7 +9,7 @@ import pytest
 from weft.checkpoint import list_checkpoints
 from weft.cli.launcher import RankFailed, Restarts
 from weft.cli.launcher.failure import Failure
-from weft.cli.launcher.restarts import GO_ON, cause_of, for_ranks
+from weft.cli.launcher.restarts import GO_ON, cause_of, for_ranks, for_those_there
 from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutOfMemory, TrainingHalted
 from weft.monitor import read_events
 from weft.spec import RunConfig
@@ -89,6 +89,25 @@ def test_a_new_checkpoint_starts_the_count_anew(tmp_path):
     assert run.slept == [1.0, 1.0, 1.0]
     assert "from step 20" in run.said[-1]
     assert len(list_checkpoints(run.folder.checkpoints)) == 2
+
+
+def test_copies_in_memory_count_as_checkpoints(tmp_path):
+    steps = iter([None, None, 12, 12, 12, 14])
+    run = Run(tmp_path, DIED, 10, DIED, None, restarts=1, restart_pause="1s", min_ranks=1)
+    run.restarts.copied = lambda: next(steps, 14)
+    assert run.keep() == [4, 4, 4]
+    assert run.said[0].endswith("from step 12")
+    assert run.said[-1].endswith("from step 14")
+
+
+def test_ranks_of_torchrun_get_a_plan_where_a_machine_is_gone():
+    config = RunConfig.model_validate({"plan": "dp_shard=4 zero=3", "launch": {"min_ranks": 2}})
+    assert for_those_there(config, 4) is config
+    assert for_those_there(config, 2).plan == "auto"
+    assert for_those_there(config, 1) is config
+    star = config.model_copy(update={"plan": "dp_shard=2 dp_replicate=*"})
+    assert for_those_there(star, 2) is star
+    assert for_those_there(star, 3).plan == "auto"
 
 
 @pytest.mark.parametrize("failure, restarts", [(TYPO, 5), (BAD, 5), (DATA, 5), (DIED, 0)])

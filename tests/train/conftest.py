@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from weft.checkpoint.targets import CopyHome
 from weft.spec.files.config_file import load_config
-from weft.train import prepare_run, run_rank
+from weft.train import Start, prepare_run, run_rank
 
 SMALL = [
     "tokenizer.kind=bytes",
@@ -46,11 +47,11 @@ def text(tmp_path: Path) -> Path:
 def start(tmp_path: Path, text: Path):
     """Prepare and train with some overrides; returns (folder, result, what the terminal showed)."""
 
-    def run(*overrides: str):
+    def run(*overrides: str, copies: CopyHome | None = None):
         settings = [*SMALL, f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
         folder = prepare_run(load_config(None, [*settings, *overrides]).config, world_size=1)
         terminal = io.StringIO()
-        result = run_rank(folder.path, None, terminal)
+        result = run_rank(folder.path, None, terminal, Start(copies=copies))
         return folder, result, terminal.getvalue()
 
     return run

@@ -124,7 +124,7 @@ class _Saving:
         needed = json.dumps(sum(_bytes_of(one) + 1024 for found in self._members.values() for one in found.values()))
         sizes = self._together.gather(needed.encode())
         with self._held:
-            place = located(self._together.on_first(lambda: str(self._open(sum(map(int, sizes))))))
+            place = self._root / self._together.on_first(lambda: self._open(sum(map(int, sizes))).name)
             try:
                 said = {"files": self._write(place)}
             except UnfitError as error:
@@ -139,7 +139,7 @@ class _Saving:
             ended = self._agree(place, said, state)
         if "unfit" in ended:
             raise UnfitError(ended["unfit"])
-        return located(ended["path"])
+        return self._root / ended["name"]
 
     def _agree(self, place: Location, said: Mapping[str, object], state: Mapping[str, object]) -> dict[str, str]:
         answers = self._together.gather(json.dumps(said).encode())
@@ -197,7 +197,7 @@ class _Saving:
                 files[STATE_NAME] = write_file(place / STATE_NAME, strict_json.encode(dict(state), "state"))
                 manifest = save.write_manifest(place, self._step, files, entries)
                 parse_manifest(manifest)  # what no reader would take is refused here, where it can still be said
-                return {"path": str(save.publish(self._root, self._step, place, manifest))}
+                return {"name": save.publish(self._root, self._step, place, manifest).name}
         except BaseException:
             self._target.discard(place)
             raise

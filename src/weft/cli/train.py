@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from weft.cli.launcher import (
     Restarts,
     count_ranks,
     exit_code_of,
+    for_those_there,
     launch_ranks,
     process_age_s,
     threads_variables,
@@ -76,26 +78,30 @@ def train_here(config: RunConfig) -> None:
     cores = usable_cores()
     with busy(sys.stderr, "starting: loading torch"):
         num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
+        from weft.checkpoint.targets import CopyServer
         from weft.train import run_folder
         from weft.train.run import run_lock
 
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
     with run_lock(run_folder(config).path) as lock:
+        copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
+        home = asdict(copies.home) if copies is not None else None
 
         def attempt(settled: RunConfig, ranks: int) -> None:
             folder = _prepare(settled, ranks, ranks)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
-            settings = json.dumps(given).encode()
+            settings = json.dumps({**given, "copies": home}).encode()
             command = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
             variables = threads_variables(ranks, cores)
             launch_ranks(command, ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
 
-        Restarts(config, run_folder(config), num_ranks, say).keep(attempt)
+        copied = copies.newest_step if copies is not None else lambda: None
+        Restarts(config, run_folder(config), num_ranks, say, copied=copied).keep(attempt)
 
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
-    from weft.cli.launcher import run_as_rank, second_handle
+    from weft.cli.launcher import copy_home, run_as_rank, second_handle
     from weft.comm import FirstWord
     from weft.mesh import open_store
     from weft.train import Start, run_rank
@@ -110,7 +116,9 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
             folder = _prepared_by_the_first(config, place, word, held)
         else:
             folder = _prepared_elsewhere(config, word)
-        start = Start(locked=True, began=started, alarm=alarm, store=store, command=tuple(typed_command()))
+        copies = copy_home(place) if config.checkpoint.peer_every else None
+        command = tuple(typed_command())
+        start = Start(locked=True, began=started, alarm=alarm, store=store, command=command, copies=copies)
         run_as_rank(folder.logs, place, lambda terminal: run_rank(folder, place, terminal, start))
 
 
@@ -138,6 +146,7 @@ def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | 
     said: dict[str, object] = {"exit_code": 1}
     try:
         held.enter_context(run_lock(run_folder(config).path))
+        config = for_those_there(config, place.world_size)
         folder = _prepare(config, place.world_size, place.local_world_size)
         said = {"path": str(folder.path), "texts": folder.texts}
     except BaseException as error:

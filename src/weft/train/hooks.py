@@ -13,7 +13,8 @@ from weft.train.engine import Evaluation
 class SaveEnd:
     """What became of a save. path: where it is durable. why: why it was not committed. note: what else is to be told.
 
-    stall_s: how long training waited for it. durable_s: from when it was due until it was committed.
+    is_copy: it is one in memory. stall_s: how long training waited for it. durable_s: from when it was due until it
+    was committed.
     """
 
     step: int
@@ -22,6 +23,7 @@ class SaveEnd:
     note: str = ""
     stall_s: float = 0.0
     durable_s: float = 0.0
+    is_copy: bool = False
 
 
 class Hook:
@@ -50,7 +52,7 @@ class Hook:
         """Hear what a person should know, in one line: a step that was not saved, a jump of the loss."""
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
-        """Hear that a checkpoint is complete on disk; later steps than its own may be done already."""
+        """Hear that a checkpoint is complete, on disk or in memory; later steps than its own may be done already."""
 
     def on_end(self, step: int, reason: str) -> None:
         """Hear that the loop ended after `step` steps. reason: "finished", or why it stopped before."""

@@ -10,7 +10,7 @@ import errno
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,9 +55,10 @@ class StoreStatus(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class StorePath:
-    """One address in a store. url: without a slash at its end."""
+    """One address in a store. url: without a slash at its end. system: what reaches it; None: fsspec's, by the URL."""
 
     url: str
+    system: Any = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -68,7 +69,7 @@ class StorePath:
     def parent(self) -> StorePath:
         """The address one level up; of a bucket, itself."""
         above = self.url.rpartition("/")[0]
-        return self if above.endswith(":/") else StorePath(above)
+        return self if above.endswith(":/") else replace(self, url=above)
 
     @property
     def bucket(self) -> StorePath:
@@ -77,7 +78,7 @@ class StorePath:
         return StorePath(f"{scheme}://{rest.partition('/')[0]}")
 
     def __truediv__(self, name: str) -> StorePath:
-        return StorePath(f"{self.url}/{name}")
+        return replace(self, url=f"{self.url}/{name}")
 
     def with_name(self, name: str) -> StorePath:
         """Return the address of another one beside it."""
@@ -159,6 +160,8 @@ def file_system(path: StorePath) -> Any:
 
 
 def _opened(path: StorePath) -> tuple[Any, str]:
+    if path.system is not None:
+        return path.system, path.url.partition("://")[2]
     from fsspec.core import url_to_fs
 
     scheme = path.url.partition("://")[0]

@@ -36,7 +36,7 @@ class StoreTarget:
 
     def __init__(self, root: StorePath):
         self._root = root
-        self.setting = f"checkpoint.dir={root}"
+        self.setting = f"checkpoint.dir={root}" if root.system is None else "checkpoint.peer_every"
         self.remedy = (
             "Check that this machine may write there, or choose another checkpoint.dir, and run the command again"
         )

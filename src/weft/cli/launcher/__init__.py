@@ -10,8 +10,10 @@ __all__ = [
     "RankFailed",
     "Restarts",
     "Stopped",
+    "copy_home",
     "count_ranks",
     "exit_code_of",
+    "for_those_there",
     "launch_ranks",
     "process_age_s",
     "run_as_rank",
@@ -23,10 +25,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.cli.launcher.copy_holder import copy_home
     from weft.cli.launcher.failure import exit_code_of
     from weft.cli.launcher.launch import RankFailed, Stopped, launch_ranks
     from weft.cli.launcher.rank import run_as_rank, second_handle
-    from weft.cli.launcher.restarts import Restarts
+    from weft.cli.launcher.restarts import Restarts, for_those_there
     from weft.cli.launcher.typed import typed_command
     from weft.cli.launcher.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
 
@@ -36,8 +39,10 @@ __getattr__ = loads(
         "RankFailed": ".launch",
         "Restarts": ".restarts",
         "Stopped": ".launch",
+        "copy_home": ".copy_holder",
         "count_ranks": ".world",
         "exit_code_of": ".failure",
+        "for_those_there": ".restarts",
         "launch_ranks": ".launch",
         "process_age_s": ".world",
         "run_as_rank": ".rank",

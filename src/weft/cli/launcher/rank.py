@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from weft import env
+from weft.checkpoint.targets import CopyHome
 from weft.cli.launcher.failure import Failure, error_path, log_path, write_failure
 from weft.cli.launcher.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
@@ -171,7 +172,9 @@ def main() -> None:
 
         given = json.loads(line.settings)
         run = RunFolder(run_dir, given["texts"])
-        start = Start(locked=True, began=given["started"], alarm=alarm, command=tuple(given["command"]))
+        copies = CopyHome(**given["copies"]) if given["copies"] else None
+        command = tuple(given["command"])
+        start = Start(locked=True, began=given["started"], alarm=alarm, command=command, copies=copies)
         return run_rank(run, place, terminal, start)
 
     run_as_rank(run_dir / "logs", place, body, line)

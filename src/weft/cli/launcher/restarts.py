@@ -16,6 +16,7 @@ from weft.cli.launcher.launch import RankFailed
 from weft.errors import PlanError, TrainingHalted
 from weft.monitor import EventLog
 from weft.spec import RunConfig
+from weft.spec.plan import Plan, is_auto
 from weft.train import RunFolder
 from weft.train.run import leave_out
 from weft.units import format_seconds, parse_seconds
@@ -31,13 +32,17 @@ Attempt = Callable[[RunConfig, int], None]
 
 @dataclass
 class Restarts:
-    """Whether and how a run goes on after a failure. say: shows the user a line. sleep: takes seconds."""
+    """Whether and how a run goes on after a failure.
+
+    say: shows the user a line. sleep: takes seconds. copied: the step of the newest copy in memory, where there is one.
+    """
 
     config: RunConfig
     folder: RunFolder
     num_ranks: int
     say: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
+    copied: Callable[[], int | None] = lambda: None
     _in_row: int = 0
     _saved: int | None = None
     _culprit: int | None = None
@@ -101,7 +106,7 @@ class Restarts:
 
     def _newest(self) -> int | None:
         found = (step_in_name(path.name) for path in list_checkpoints(self.folder.checkpoints))
-        return max((step for step in found if step is not None), default=None)
+        return max((step for step in (*found, self.copied()) if step is not None), default=None)
 
     def _note(self, failure: Failure, cause: str) -> None:
         """Into the run's events, for the report; the disk may be what failed."""
@@ -162,6 +167,18 @@ def cause_of(failure: Failure) -> str:
     # A disk that was full or a store that was away may be back.
     again = failure.expected and failure.exit_code in (2, 4) and failure.kind != "CheckpointError"
     return "refused" if again else "failed"
+
+
+def for_those_there(config: RunConfig, num_ranks: int) -> RunConfig:
+    """Return the config that torchrun's ranks train with: as `for_ranks` where a machine is gone (launch.min_ranks)."""
+    least = config.launch.min_ranks
+    if least is None or num_ranks < least or is_auto(config.plan):
+        return config
+    try:
+        wanted = Plan.parse(config.plan, num_ranks).world_size
+    except PlanError:  # a '*' that does not come out even
+        wanted = num_ranks + 1
+    return for_ranks(config, num_ranks) if num_ranks < wanted else config
 
 
 def for_ranks(config: RunConfig, num_ranks: int) -> RunConfig:

@@ -76,7 +76,7 @@ class Switchboard:
                 call, _ = self._listener.accept()
             except OSError:
                 return
-            if not _is_ours(call):
+            if not is_ours(call):
                 call.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(call,), name="weft-line", daemon=True)
@@ -166,7 +166,7 @@ def _bound(address: str) -> str:
     return f"\0{address[1:]}" if address.startswith("@") else address
 
 
-def _is_ours(call: socket.socket) -> bool:
+def is_ours(call: socket.socket) -> bool:
     """Whether the caller is a process of this user. Where the system cannot say, the folder keeps others out."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True

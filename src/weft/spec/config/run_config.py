@@ -302,6 +302,9 @@ class CheckpointSection(Section):
     """If a save is due while the previous one is still being written: wait for the previous one, or skip this save."""
     retries: Count = 2
     """How many times Weft retries a failed save, with increasing pauses; training continues meanwhile."""
+    peer_every: Count = 0
+    """Steps between copies of the state in memory, on each machine for itself and for the next one; 0: none. Where
+    ranks or a machine are lost, a restart goes on from the newest copy. They end with the command."""
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last retry: stop the run, or hold training and keep retrying until the save succeeds."""
 

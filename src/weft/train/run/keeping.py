@@ -28,7 +28,7 @@ from weft.checkpoint import (
     verify_checkpoint,
 )
 from weft.checkpoint.arrays import RawArray
-from weft.checkpoint.targets import Location
+from weft.checkpoint.targets import CopyHome, Location
 from weft.errors import CheckpointError, UnfitError
 from weft.spec import RunConfig
 from weft.train.engine import GROUPS, Engine
@@ -37,7 +37,7 @@ from weft.train.hooks import SaveEnd
 from weft.train.progress import Progress
 from weft.train.run.rates import rate_change, rate_state
 from weft.train.run.save_thread import Save
-from weft.train.state import DigestsBehind, is_small
+from weft.train.state import Copies, DigestsBehind, is_small, open_copies
 from weft.units import counted
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
@@ -49,7 +49,7 @@ _LAST_WAIT_S = 30.0
 class Keeper:
     """Saves and resumes one run, on all ranks together: one save at a time, behind training where that is wished."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine):
+    def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine, home: CopyHome | None = None):
         self._folder, self._config, self._engine = folder, config, engine
         self._background, self._talk = config.checkpoint.background, engine.talk()
         self._save: Save | None = None
@@ -59,6 +59,10 @@ class Keeper:
         self._resumed = 0
         self._digests: DigestsBehind | None = None
         self._good_step = 0
+        self._copies: Copies | None = None
+        self._notes: list[str] = []
+        if every := config.checkpoint.peer_every:
+            self._copies, self._notes = open_copies(home, self._together, every, engine.checkpoint_bytes)
 
     def resume(self) -> tuple[Progress, list[str]]:
         """Load the newest valid checkpoint, or that of `resume.step`: the first rank looks, the others follow.
@@ -66,16 +70,31 @@ class Keeper:
         Returns its progress, and lines that say what was found. Raises CheckpointError where there is nothing to
         resume from although there should be.
         """
-        step, notes = self._find()
-        if step is None:
-            return Progress(), notes
+        path, notes = self._copied()
+        if from_disk := path is None:
+            step, more = self._find()
+            notes += more
+            if step is None:
+                return Progress(), notes
+            path = self._folder.checkpoint(step)
         with self._engine.pulse.doing("reads a checkpoint"):
-            checkpoint = load_checkpoint(self._folder.checkpoint(step), lazily=True)
+            checkpoint = load_checkpoint(path, lazily=True)
             left_out = self._engine.load(checkpoint)
-        notes.append(f"resumed from step {step} ({checkpoint.state['plan']})")
+        self._resumed = step = checkpoint.step
+        where = "" if from_disk else " from memory"
+        notes.append(f"resumed from step {step}{where} ({checkpoint.state['plan']})")
         notes += [*left_out, *rate_change(self._config, step, checkpoint.state.get("rate"))]
-        self._resumed = step
         return Progress(**checkpoint.state["progress"]), notes
+
+    def _copied(self) -> tuple[Location | None, list[str]]:
+        """The copy in memory to resume from, or None, and what is to be told; all ranks."""
+        if self._copies is None:
+            return None, [*self._notes]
+        if self._config.resume.step:
+            self._engine.on_first(self._copies.clear)
+            return None, []
+        saved = self._engine.on_first(lambda: max(saved_steps(self._folder), default=None))
+        return self._copies.newest(saved)
 
     def _find(self) -> tuple[int | None, list[str]]:
         """The step to resume from, or None, and what was found on the way; all ranks, each verifies its share."""
@@ -121,13 +140,34 @@ class Keeper:
             return path
 
         settings = self._config.checkpoint
-        self._save, self._num_told = Save(step, write, settings.retries, settings.on_failure == "hold"), 0
-        if self._background:
-            self._save.start()
-        else:
-            self._save.run()
-        self._save.stall_s = time.perf_counter() - began
+        self._begin(Save(step, write, settings.retries, settings.on_failure == "hold"), began)
         return None
+
+    def copy(self, progress: Progress) -> None:
+        """Begin to copy the state into memory, where no save is under way; `ended` tells what becomes of it."""
+        copies = self._copies
+        if copies is None or self._engine.on_first(self._is_busy):
+            return
+        self._finish()
+        self._prove_start()
+        began = time.perf_counter()
+        step, state, pieces = progress.step, self._state(progress, False), self._pieces()
+
+        def write() -> Location:
+            path = save_pieces(copies.root, step, pieces, state, self._talk, GROUPS, refuse_unfit)
+            if self._talk.rank == 0:
+                copies.keep_only(step)
+            return path
+
+        self._begin(Save(step, write, is_copy=True), began)
+
+    def _begin(self, save: Save, began: float) -> None:
+        self._save, self._num_told = save, 0
+        if self._background:
+            save.start()
+        else:
+            save.run()
+        save.stall_s = time.perf_counter() - began
 
     def ended(self, wait: bool = False) -> list[SaveEnd]:
         """What became of saves since the last call. wait: also of the one under way.
@@ -139,7 +179,7 @@ class Keeper:
             failures = save.failures[self._num_told :]
             self._num_told += len(failures)
             self._ends += [SaveEnd(save.step, note=f"{one} Weft tries again.") for one in failures if not save.error]
-            if save.is_over and save.error is not None and not isinstance(save.error, UnfitError):
+            if save.is_over and not save.is_copy and save.error is not None and not isinstance(save.error, UnfitError):
                 self._engine.wants_stop = True
             elif save.is_over or (save.is_held and not failures):
                 self._finish()
@@ -250,6 +290,8 @@ class Keeper:
         return self._engine.on_first(lambda: self._told_halt(first_bad))
 
     def _told_halt(self, first_bad: int) -> str:
+        if self._copies is not None:
+            self._copies.clear()
         doubtful = self._set_doubtful_aside(first_bad)
         steps = saved_steps(self._folder)
         if not steps:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from weft import env
 from weft.checkpoint import require_space
-from weft.checkpoint.targets import located
+from weft.checkpoint.targets import CopyHome, located
 from weft.lazy import named_object
 from weft.monitor import tail_events
 from weft.monitor.screen import busy, make_display, tell
@@ -56,7 +56,8 @@ class Start:
     locked: whether it holds `run_lock`; else the first rank does while it trains. began: when it began, for
     train.max_time (s of time.monotonic); None: now. alarm: where another rank than the first tells that it waits, when
     the first cannot. store: where the ranks have met already. command: the words that the user typed, for the lines
-    that say what to type next. engine: the class that computes, as package.module:Class.
+    that say what to type next. copies: what keeps copies of the state on this host and outlives its ranks. engine:
+    the class that computes, as package.module:Class.
     """
 
     locked: bool = False
@@ -64,6 +65,7 @@ class Start:
     alarm: TextIO | None = None
     store: Store | None = None
     command: tuple[str, ...] = ()
+    copies: CopyHome | None = None
     engine: str = TORCH
 
 
@@ -96,7 +98,7 @@ def run_rank(
         try:
             with busy(terminal if is_first else None, "loading the model and the data"):
                 engine.build()
-            result = _RankRun(job, engine, terminal or sys.stdout, voice, start.command).train(
+            result = _RankRun(job, engine, terminal or sys.stdout, voice, start).train(
                 began, until_left, [drilled.watch(engine)] if drilled else []
             )
         except BaseException:
@@ -109,9 +111,9 @@ def run_rank(
 class _RankRun:
     """Joins the pieces of one rank's run."""
 
-    def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: Voice, command: tuple[str, ...]):
+    def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: Voice, start: Start):
         self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
-        self.terminal, self.voice, self.command = terminal, voice, command
+        self.terminal, self.voice, self.command, self.home = terminal, voice, start.command, start.copies
 
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
         """Resume or start, train to the end, show, sum up. Signals that ask to stop are heeded until the ranks part.
@@ -119,7 +121,7 @@ class _RankRun:
         began: when the command did (s of time.monotonic). hooks: further ones.
         """
         is_first = self.engine.rank == 0
-        keeper = Keeper(self.folder, self.config, self.engine)
+        keeper = Keeper(self.folder, self.config, self.engine, self.home)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = keeper.resume()
         if progress.step >= self.config.train.steps:
@@ -136,6 +138,7 @@ class _RankRun:
             task=self.task,
             engine=self.engine,
             save=lambda progress, is_good, last: keeper.save(progress, is_good, last=last),
+            copy=keeper.copy,
             ended=keeper.ended,
             confirm=keeper.confirm,
             halted=keeper.halted,

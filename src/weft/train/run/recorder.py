@@ -62,6 +62,9 @@ class RunRecorder(Hook):
     def on_checkpoint(self, saved: SaveEnd) -> None:
         assert saved.path is not None
         times = {"stall_s": round(saved.stall_s, 4), "durable_s": round(saved.durable_s, 4)}
+        if saved.is_copy:
+            self._log.write({"event": "copy", "step": saved.step, **times})
+            return
         self._log.write({"event": "checkpoint", "step": saved.step, "path": saved.path.name, **times})
         self._saved = saved.step
         self._artist.draw_soon()

@@ -22,10 +22,13 @@ class Save:
         act: writes and commits it with all ranks, and returns its path.
         retries: how often a CheckpointError is tried again.
         holds: whether it is tried on after that, while training waits.
+        is_copy: it goes to memory, and training goes on without it where it fails.
     """
 
-    def __init__(self, step: int, act: Callable[[], Location], retries: int = 0, holds: bool = False):
-        self.step = step
+    def __init__(
+        self, step: int, act: Callable[[], Location], retries: int = 0, holds: bool = False, is_copy: bool = False
+    ):
+        self.step, self.is_copy = step, is_copy
         self._act, self._retries, self._holds = act, retries, holds
         self._began = time.perf_counter()
         self._over = threading.Event()
@@ -74,11 +77,13 @@ class Save:
 
     def end(self) -> SaveEnd:
         """Return how it ended, or raise what it failed on."""
+        if self.error is not None and self.is_copy:
+            return SaveEnd(self.step, note=f"step {self.step} is not copied to memory: {self.error}")
         if isinstance(self.error, UnfitError):
             return SaveEnd(self.step, why=str(self.error))
         if self.error is not None:
             raise self.error
-        return SaveEnd(self.step, self._path, stall_s=self.stall_s, durable_s=self._durable_s)
+        return SaveEnd(self.step, self._path, "", "", self.stall_s, self._durable_s, self.is_copy)
 
     def _tried(self) -> Location:
         pause = _PAUSE_S[0]

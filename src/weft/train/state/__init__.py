@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "Copies",
     "DigestsBehind",
     "GroupSource",
     "capture_model",
@@ -16,6 +17,7 @@ __all__ = [
     "is_small",
     "on_each",
     "on_first",
+    "open_copies",
     "pieces",
     "restore_model",
     "resume",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.train.state.copies import Copies, open_copies
     from weft.train.state.digests_behind import DigestsBehind, is_small
     from weft.train.state.on_ranks import gather, on_each, on_first, together
     from weft.train.state.state import (
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "Copies": ".copies",
         "DigestsBehind": ".digests_behind",
         "GroupSource": ".state",
         "capture_model": ".state",
@@ -49,6 +53,7 @@ __getattr__ = loads(
         "is_small": ".digests_behind",
         "on_each": ".on_ranks",
         "on_first": ".on_ranks",
+        "open_copies": ".copies",
         "pieces": ".state",
         "restore_model": ".state",
         "resume": ".state",

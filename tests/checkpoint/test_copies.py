@@ -1,0 +1,88 @@
+"""Copies of checkpoints in memory: whole or not there, on two hosts, and only for who knows the token."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+
+from weft.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+from weft.checkpoint.targets import CopyServer, copies_at, target_at
+from weft.checkpoint.targets.copy_server import PIECE
+from weft.errors import CheckpointError
+
+
+@pytest.fixture
+def servers():
+    made = [CopyServer() for _ in range(3)]
+    yield made
+    for one in made:
+        one.close()
+
+
+def tensors(value: float):
+    return {"model": {"weight": torch.full((700, 900), value), "bias": torch.arange(7.0)}}
+
+
+def held(server: CopyServer) -> dict[str, int]:
+    return copies_at([server.home], 0).system._sizes("run")
+
+
+def test_a_copy_is_a_checkpoint_with_digests_and_survives_the_loss_of_its_host(servers):
+    homes = [server.home for server in servers]
+    root = copies_at(homes, 0)
+    save_checkpoint(root, 4, tensors(4.0), {"progress": 4})
+    save_checkpoint(root, 8, tensors(8.0), {"progress": 8})
+    assert held(servers[0]) == held(servers[1])
+    assert not held(servers[2])
+    assert servers[0].newest_step() == 8
+    servers[0].close()
+    found = newest_checkpoint(copies_at(homes, 2))
+    assert found is not None
+    assert (found.step, [path.name for path in list_checkpoints(root)]) == (8, ["step_00000004", "step_00000008"])
+    read = load_checkpoint(found.path, verify=True)
+    assert read.state == {"progress": 8}
+    assert torch.equal(read.tensors("model")["weight"], torch.full((700, 900), 8.0))
+    target_at(root).remove([found.path])
+    assert [path.name for path in list_checkpoints(root)] == ["step_00000004"]
+
+
+def test_a_copy_with_a_wrong_byte_or_without_a_file_is_passed_over(servers):
+    root = copies_at([servers[0].home], 0)
+    for step in (2, 4, 6):
+        save_checkpoint(root, step, tensors(step), {})
+    servers[0]._files["run/step_00000006/model.safetensors"][-1] ^= 1
+    del servers[0]._files["run/step_00000004/model.safetensors"]
+    found = newest_checkpoint(root)
+    assert found is not None
+    assert (found.step, len(found.passed_over)) == (2, 2)
+
+
+def test_half_a_file_and_a_wrong_token_leave_nothing(servers):
+    home = servers[0].home
+    files = copies_at([home], 0).system
+    half = files.open("run/half", "wb")
+    half.write(b"warp" * 1000)
+    half.discard()
+    files.pipe_file("run/whole", b"weft")
+    stranger = copies_at([replace(home, token="0" * 64)], 0).system
+    with pytest.raises(ConnectionError):
+        stranger.pipe_file("run/other", b"")
+    with pytest.raises(FileNotFoundError):
+        stranger.cat_file("run/whole")
+    with socket.create_connection((home.host, home.port)) as call:
+        call.sendall(home.token.encode() + PIECE.pack(5) + b"{bad}")
+        assert call.recv(1) == b""
+    assert held(servers[0]) == {"run/whole": 4}
+    assert files.cat_file("run/whole", 1, 3) == b"ef"
+
+
+def test_a_copy_for_a_host_that_is_gone_fails_in_words(servers, monkeypatch):
+    monkeypatch.setattr("weft.checkpoint.targets.store_path._PAUSE_S", 0.01)
+    root = copies_at([server.home for server in servers], 0)
+    servers[1].close()
+    with pytest.raises(CheckpointError, match=r"checkpoint\.peer_every: "):
+        save_checkpoint(root, 4, tensors(4.0), {})
+    assert servers[0].newest_step() is None

@@ -1,0 +1,91 @@
+"""A run that failed goes on from the copy in memory, with the weights that it would have had; never from a bad copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from weft.checkpoint.targets import CopyServer
+from weft.errors import CheckpointError, ConfigError
+from weft.monitor import read_events
+from weft.train import RunFolder
+from weft.train.run import rank_run
+from weft.train.state import copies as copies_module
+
+COPIED = ("checkpoint.peer_every=2", "checkpoint.every=5", "checkpoint.background=false", "eval.every=0")
+
+
+@pytest.fixture
+def server():
+    made = CopyServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fails_once(monkeypatch: pytest.MonkeyPatch):
+    """Step 9 of the next run raises an exception once."""
+    observe, left = rank_run.RunRecorder.on_step, [1]
+
+    def on_step(self, record):
+        if record.step == 9 and left[0]:
+            left[0] = 0
+            raise ValueError("torn")
+        return observe(self, record)
+
+    monkeypatch.setattr(rank_run.RunRecorder, "on_step", on_step)
+
+
+def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
+    return load_file(folder.checkpoint(12) / "model.safetensors")
+
+
+def copied_steps(folder: RunFolder) -> list[int]:
+    return [event["step"] for event in read_events(folder.events) if event["event"] == "copy"]
+
+
+def test_a_run_goes_on_from_memory_with_equal_weights(start, server, fails_once):
+    with pytest.raises(ValueError, match="torn"):
+        start(*COPIED, copies=server.home)
+    assert server.newest_step() == 8
+    folder, result, shown = start(*COPIED, copies=server.home)
+    assert "resumed from step 8 from memory" in shown
+    assert result.step == 12
+    # Step 10 is saved to disk, the last step is not copied; that of step 8 was not told any more.
+    assert copied_steps(folder) == [2, 4, 6]
+    plain, _, _ = start("checkpoint.every=5", "eval.every=0", "run.name=plain")
+    assert all(torch.equal(one, weights(plain)[name]) for name, one in weights(folder).items())
+
+
+def test_a_damaged_copy_and_resume_step_go_back_to_the_disk(start, server, fails_once):
+    with pytest.raises(ValueError, match="torn"):
+        start(*COPIED, copies=server.home)
+    server._files["run/step_00000008/optimizer.safetensors"][-1] ^= 1
+    _, _, shown = start(*COPIED, "train.steps=6", copies=server.home)
+    assert "copies in memory are not used" in shown
+    assert "resumed from step 5 (" in shown
+    assert server.newest_step() is None
+    start(*COPIED, "train.steps=9", copies=server.home)
+    assert server.newest_step() == 8
+    _, _, shown = start(*COPIED, "resume.step=6", copies=server.home)
+    assert "resumed from step 6 (" in shown
+
+
+def test_a_copy_that_fails_is_a_warning_and_training_goes_on(start, server, monkeypatch):
+    def away(*args, **kwargs):
+        raise CheckpointError("the server is gone")
+
+    monkeypatch.setattr(copies_module.Copies, "keep_only", away)
+    folder, result, _ = start(*COPIED, "train.steps=5", copies=server.home)
+    assert result.step == 5
+    texts = [event["text"] for event in read_events(folder.events) if event["event"] == "warning"]
+    assert texts == [f"step {step} is not copied to memory: the server is gone" for step in (2, 4)]
+
+
+def test_copies_without_room_are_refused_and_without_a_restart_told(start, server, monkeypatch):
+    _, _, shown = start(*COPIED, "train.steps=2")
+    assert "checkpoint.peer_every=2 has no effect: nothing starts these ranks again. Set launch.restarts" in shown
+    monkeypatch.setattr(copies_module, "free_host_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"checkpoint.peer_every=2: the copies take .* one has 1000 B free. Use"):
+        start(*COPIED, copies=server.home)
