@@ -110,13 +110,14 @@ def inputs_of(model: nn.Module, size: int, seq_len: int, dtype: torch.dtype, rng
 def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, seed: int) -> dry_run.LoadedSamples:
     """Random samples, one or two images in each, of a model that writes images over tokens (LLaVA, Qwen2-VL).
 
-    A sample's ids begin with the tokens of its images; the last of each `group` has no trained token. All have
-    the same number of tokens, at least `seq_len`. Raises ModelError where the model's images cannot be made.
+    A sample's ids begin with the tokens of its images, each with an ordinary one behind it. All have the same number
+    of tokens, at least `seq_len`; the last of each `group` has no trained one. Raises ModelError where the model's images cannot be made.
     """
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config
     tokens = _tokens_of_image(model, rng)
-    length = max(seq_len, 2 * tokens + 8 - 2 * tokens % 8)
+    every = tokens + 1  # without a border, models that place images in a grid take two for one
+    length = max(seq_len, -(-2 * every // 8) * 8)
     vocab_size, image = hugging_face.vocab_size(config) or 1, hugging_face.image_token(config)
     marks = torch.tensor([value for name, value in vars(config).items() if "token" in name and type(value) is int])
     takes = inspect.signature(model.forward).parameters
@@ -128,7 +129,8 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
             num_images = 1 + number % 2
             ids = torch.randint(vocab_size, (length,), generator=rng)
             ids[torch.isin(ids, marks)] = ordinary[0]
-            is_image = torch.arange(length) < num_images * tokens
+            place = torch.arange(length)
+            is_image = (place < num_images * every) & (place % every < tokens)
             sample = {"input_ids": ids.masked_fill(is_image, image), "labels": row.masked_fill(is_image, IGNORE)}
             if "mm_token_type_ids" in takes:
                 sample["mm_token_type_ids"] = is_image.int()
