@@ -126,7 +126,7 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
     while len(samples) < count:
         labels = token_labels(vocab_size, (group, length), rng)
         for number, row in enumerate(labels):
-            num_images = 1 + number % 2
+            num_images = 2 if number % 3 == 1 else 1  # uneven between ranks and between microbatches
             ids = torch.randint(vocab_size, (length,), generator=rng)
             ids[torch.isin(ids, marks)] = ordinary[0]
             place = torch.arange(length)
