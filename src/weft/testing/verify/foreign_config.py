@@ -111,14 +111,15 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
     """Random samples, one or two images in each, of a model that writes images over tokens (LLaVA, Qwen2-VL).
 
     A sample's ids begin with the tokens of its images, each with an ordinary one behind it. All have the same number
-    of tokens, at least `seq_len`; the last of each `group` has no trained one. Raises ModelError where the model's images cannot be made.
+    of tokens, at least `seq_len`; the last of each `group` has no trained one. Raises ModelError where the model's
+    images cannot be made.
     """
     rng = torch.Generator().manual_seed(seed)
     config: Any = model.config
     tokens = _tokens_of_image(model, rng)
     every = tokens + 1  # without a border, models that place images in a grid take two for one
     length = max(seq_len, -(-2 * every // 8) * 8)
-    vocab_size, image = hugging_face.vocab_size(config) or 1, hugging_face.image_token(config)
+    vocab_size, image = hugging_face.vocab_size(config) or 1, hugging_face.image_token(config) or 0
     marks = torch.tensor([value for name, value in vars(config).items() if "token" in name and type(value) is int])
     takes = inspect.signature(model.forward).parameters
     ordinary = [index for index in range(min(vocab_size, len(marks) + 1)) if index not in marks]
