@@ -14,7 +14,7 @@ from weft.errors import LayoutError, PlanError
 from weft.models import build_decoder
 from weft.parallel.tensor.cut_tensors import check_layout
 from weft.spec.layout import Layout
-from weft.structure import explain_layout, find_layout
+from weft.structure import explain_layout, find_layout, hugging_face
 from weft.structure.feature_flow import follow_reshape
 from weft.structure.layout_trace import trace_layout
 
@@ -32,6 +32,32 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_models_without_a_plan_of_their_own_are_traced(name):
     assert find_layout(build(name)).format() == FOUND[name]
+
+
+def test_an_encoder_decoder_is_traced_with_the_inputs_of_both_halves():
+    whisper = pytest.importorskip("transformers").WhisperConfig(
+        vocab_size=64, num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_source_positions=20,
+        architectures=["WhisperForConditionalGeneration"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    text = find_layout(hugging_face.model_of_config(whisper)).format()
+    for half, attention in (("encoder", "self_attn"), ("decoder", "self_attn"), ("decoder", "encoder_attn")):
+        assert f"model.{half}.layers.*.{attention}.{{k_proj,v_proj,q_proj}}=colwise" in text
+        assert f"model.{half}.layers.*.{attention}.out_proj=rowwise" in text
+    assert "model.decoder.embed_tokens=vocab" in text
+    assert "proj_out=vocab" in text
+
+
+def test_both_towers_of_a_model_of_images_and_text_are_cut():
+    part = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    clip = pytest.importorskip("transformers").CLIPConfig(
+        text_config=part | {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        vision_config=part | {"image_size": 8, "patch_size": 4}, architectures=["CLIPModel"],
+    )  # fmt: skip
+    text = find_layout(hugging_face.model_of_config(clip)).format()
+    for tower in ("text_model", "vision_model"):
+        assert f"{tower}.encoder.layers.*.self_attn.{{k_proj,v_proj,q_proj}}=colwise" in text
+        assert f"{tower}.encoder.layers.*.mlp.fc2=rowwise" in text
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "phi", "gemma"])

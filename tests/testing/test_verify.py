@@ -128,6 +128,22 @@ SMALL_CLIP = {
     "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
                       "image_size": 16, "patch_size": 8},
 }  # fmt: skip
+SMALL_TEXT = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+SMALL_LLAVA = {
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 60,
+    "vision_feature_layer": -1, "text_config": SMALL_TEXT | {"model_type": "llama"},
+    "vision_config": SMALL_CLIP["vision_config"] | {"model_type": "clip_vision_model"},
+}  # fmt: skip
+SMALL_QWEN2_VL = {
+    "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "image_token_id": 60,
+    "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63,
+    "text_config": SMALL_TEXT | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]},
+                                 "model_type": "qwen2_vl_text", "bos_token_id": 1, "eos_token_id": 2},
+    "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 4, "mlp_ratio": 2, "patch_size": 2},
+}  # fmt: skip
 LATENT_ATTENTION = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 16,
     "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -139,13 +155,32 @@ LATENT_ATTENTION = {
 
 @pytest.mark.parametrize("config, plan", [
     (SMALL_T5, "dp_shard=2 zero=3"), (SMALL_WHISPER, "dp_shard=2 zero=2"),
-    (SMALL_CLIP, "accumulation=2 dp_replicate=2"),
+    (SMALL_WHISPER, "tp=2"), (SMALL_CLIP, "accumulation=2 dp_replicate=2"), (SMALL_LLAVA, "dp_shard=2 zero=3"),
+    (SMALL_QWEN2_VL, "dp_shard=2 zero=2 accumulation=2"),
+    pytest.param(SMALL_CLIP, "tp=2", marks=pytest.mark.full), pytest.param(SMALL_LLAVA, "tp=2", marks=pytest.mark.full),
+    pytest.param(SMALL_QWEN2_VL, "tp=2", marks=pytest.mark.full),
     (LATENT_ATTENTION, "cp=2 cp_mode=ring"), (LATENT_ATTENTION, "cp=2 ep=2 cp_mode=ulysses zero=3"),
 ])  # fmt: skip
 def test_models_with_inputs_and_widths_of_their_own_pass(config, plan, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     verdict = verdict_of(str(tmp_path), plan, Settings(num_steps=2, seq_len=8))
     assert verdict.passed, verdict
+
+
+def test_samples_with_images_hold_one_or_two_and_their_tokens(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAVA))
+    case = find_subject(str(tmp_path), Settings(num_steps=1, seq_len=8, global_batch=4)).build()
+    own, other = (case.microbatches(0, Plan.parse("dp_replicate=2 accumulation=2"), rank) for rank in (0, 1))
+    counts = [[len(batch["pixel_values"]) for batch in part] for part in (own, other)]
+    marks = [[int((batch["input_ids"] == 60).sum()) for batch in part] for part in (own, other)]
+    assert counts == [[1, 1], [2, 1]]
+    assert marks == [[4, 4], [8, 4]]
+
+
+def test_a_model_without_one_width_says_so(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_CLIP))
+    with pytest.raises(WeftError, match="width=32: a model of type clip has no one width"):
+        find_subject(str(tmp_path), Settings(dim=32))
 
 
 def test_experts_of_hugging_face_models_are_seen_by_the_rules(tmp_path):

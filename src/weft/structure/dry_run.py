@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from weft.errors import LayoutError, ModelError
 from weft.private_torch import tree_leaves, tree_map
-from weft.spec.model import image_shape
+from weft.structure import hugging_face
 from weft.structure.layers import is_linear, weight_of
 
 #: Tokens of the shortest sequence that `Inputs` are made for.
@@ -136,12 +136,12 @@ def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
-    """Arguments that fit what the model begins with: token ids, an image or features."""
-    config = getattr(model, "config", None)
+    """Arguments that fit the model: every input of one of transformers, else ids, an image or features."""
     name = getattr(model, "main_input_name", None)
-    if name == "pixel_values" and (shape := image_shape(config)) is not None:
-        return {name: torch.zeros(1, *shape)}
     ids = torch.zeros(batch, 8, dtype=torch.int64)
+    if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):
+        numbers = {each: torch.zeros(batch, *shape) for each, shape in shapes.items()}
+        return {each: ids if each in hugging_face.TOKENS else zeros for each, zeros in numbers.items()}
     if name == "input_ids":
         return {"input_ids": ids}
     for module in model.modules():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from weft import env
 from weft.errors import MissingExtra, ModelError
-from weft.spec.model import number
+from weft.spec.model import image_shape, number
 
 #: Numbers by which models change their logits after the head.
 _SCALES = (
@@ -27,6 +28,9 @@ _SCALES = (
     "output_multiplier_scale",
     "lm_head_multiplier",
 )
+
+#: Inputs of token ids.
+TOKENS = ("input_ids", "decoder_input_ids")
 
 
 def is_hugging_face(model: nn.Module) -> bool:
@@ -62,6 +66,45 @@ def model_of_config(config: Any) -> nn.Module:
     names = getattr(config, "architectures", None) or ()
     kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
     return kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+
+
+def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of one sample of each input that the model cannot do without, by name, tokens last.
+
+    Of a model that writes images over tokens (LLaVA), only the tokens: it reads text alone, too. Empty where no
+    input is known.
+    """
+    config: Any = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    mels, stride = getattr(config, "num_mel_bins", None), getattr(config, "conv_stride", None)
+    positions = getattr(config, "max_source_positions", None)
+    samples = (seq_len * math.prod(stride) + sum(config.conv_kernel),) if stride else None
+    known: dict[str, Any] = {
+        "pixel_values": None if reads_images_as_tokens(model) else image_shape(config),
+        "input_features": mels and (mels, 2 * positions if positions else 4 * seq_len),
+        "input_values": samples,
+        "input_ids": vocab_size(config) and (seq_len,),
+        "decoder_input_ids": (seq_len,) if getattr(config, "is_encoder_decoder", False) else None,
+    }
+    return {name: shape for name, shape in known.items() if shape and name in takes}
+
+
+def reads_images_as_tokens(model: Any) -> bool:
+    """Whether what the model sees of images takes the place of tokens of the text."""
+    takes = inspect.signature(model.forward).parameters
+    has_images = {"pixel_values", "input_ids"} <= takes.keys() and hasattr(model, "get_image_features")
+    return has_images and image_token(getattr(model, "config", None)) is not None
+
+
+def image_token(config: Any) -> int | None:
+    """The token that images are written over."""
+    found = getattr(config, "image_token_id", None)
+    return getattr(config, "image_token_index", None) if found is None else found
+
+
+def vocab_size(config: Any) -> int | None:
+    """Entries of the vocabulary of the model or of its text part."""
+    return number(config, "vocab") or number(getattr(config, "text_config", None), "vocab")
 
 
 def attention_heads(model: Any) -> tuple[int, int] | None:

@@ -35,7 +35,7 @@ from weft.spec.model import decoder_shape, model_names, shape_problems
 from weft.spec.plan import Plan
 from weft.structure import call_function, dry_run, hugging_face
 from weft.testing.parity import SampleCase, local_microbatches
-from weft.testing.verify.foreign_config import has_inputs, inputs_of, read_config, token_labels
+from weft.testing.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
 from weft.train import Task
 from weft.train.step import Microbatches, call_model
 from weft.train.task import Share
@@ -150,6 +150,10 @@ class BuiltCase(SampleCase):
     ):
         self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
         self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
+        if data is None and vocab_size is None and hugging_face.reads_images_as_tokens(model):
+            given = subject.settings
+            count = given.num_steps * given.global_batch
+            data = samples_with_images(model, count, given.global_batch, given.seq_len, given.seed)
         self._built, self._forward, self._data, self._task = model, forward, data, task
         self._loss_fn, self._vocab_size, self._optimizer = loss_fn, vocab_size, subject.optimizer
         self.notes = _quieten(model)
