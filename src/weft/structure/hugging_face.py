@@ -76,9 +76,11 @@ def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
     """
     config: Any = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
-    mels, stride = getattr(config, "num_mel_bins", None), getattr(config, "conv_stride", None)
+    mels = getattr(config, "num_mel_bins", None)
+    stride: Any = getattr(config, "conv_stride", None)
     positions = getattr(config, "max_source_positions", None)
-    samples = (seq_len * math.prod(stride) + sum(config.conv_kernel),) if stride else None
+    is_wave = stride and not isinstance(stride, int)  # in other families it is one number, of something else
+    samples = (seq_len * math.prod(stride) + sum(config.conv_kernel),) if is_wave else None
     known: dict[str, Any] = {
         "pixel_values": None if reads_images_as_tokens(model) else image_shape(config),
         "input_features": mels and (mels, 2 * positions if positions else 4 * seq_len),

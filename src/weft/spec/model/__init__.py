@@ -19,13 +19,14 @@ __all__ = [
     "number",
     "read_numbers",
     "resolve_decoder",
+    "set_depth",
     "shape_problems",
     "size_hides",
 ]
 
 if TYPE_CHECKING:
     from weft.spec.model.decoder import DecoderSpec
-    from weft.spec.model.hugging_face_config import decoder_shape, image_shape, number, read_numbers
+    from weft.spec.model.hugging_face_config import decoder_shape, image_shape, number, read_numbers, set_depth
     from weft.spec.model.model_spec import (
         LayerSpec,
         ModelSpec,
@@ -52,6 +53,7 @@ __getattr__ = loads(
         "named_sizes": ".model_spec",
         "number": ".hugging_face_config",
         "read_numbers": ".hugging_face_config",
+        "set_depth": ".hugging_face_config",
         "resolve_decoder": ".model_spec",
         "shape_problems": ".shape_rules",
         "size_hides": ".model_spec",

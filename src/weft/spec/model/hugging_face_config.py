@@ -32,6 +32,9 @@ _NAMES = {
     "window": ("sliding_window",),
 }
 
+#: Further names under which configs keep a number of layers: of vision towers, and of the halves of encoder-decoders.
+_STACKS = ("depth", "encoder_layers", "decoder_layers", "num_decoder_layers")
+
 
 def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
     """Return all numbers of a shape that a config.json holds, by what they are; `name` is said in errors.
@@ -88,6 +91,13 @@ def decoder_shape(config: object) -> DecoderSpec | None:
         num_experts=number(config, "num_experts") or 0,
         expert_ffn_dim=number(config, "expert_ffn") or ffn,
     )
+
+
+def set_depth(config: Any, num_layers: int) -> None:
+    """Give every stack of layers that a config of transformers names so many layers, in place."""
+    for name in (_NAMES["layers"][0], *_STACKS):
+        if hasattr(config, name):
+            setattr(config, name, num_layers)
 
 
 def image_shape(config: object) -> tuple[int, int, int] | None:

@@ -15,12 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from weft.errors import ModelError
-from weft.spec.model import image_shape
+from weft.spec.model import image_shape, set_depth
 from weft.structure import dry_run, hugging_face
 from weft.train.tasks import IGNORE
 
-#: Where configs keep a number of layers.
-_DEPTHS = ("num_hidden_layers", "depth", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _PARTS = ("text_config", "vision_config", "audio_config")
 
 
@@ -52,9 +50,7 @@ def _parts(config: Any) -> list[Any]:
 
 def _reduce_depth(config: Any, num_layers: int) -> None:
     for part in _parts(config):
-        for name in _DEPTHS:
-            if hasattr(part, name):
-                setattr(part, name, num_layers)
+        set_depth(part, num_layers)
         if getattr(part, "layer_types", None):
             part.layer_types = list(part.layer_types)[:num_layers]
 
@@ -136,7 +132,8 @@ def samples_with_images(model: nn.Module, count: int, group: int, seq_len: int, 
             if "mm_token_type_ids" in takes:
                 sample["mm_token_type_ids"] = is_image.int()
             samples.append(sample | _images(config, num_images, rng))
-    return dry_run.LoadedSamples(DataLoader(samples[:count], collate_fn=_collate))  # pyright: ignore[reportArgumentType]
+    dataset: Any = samples[:count]  # a list is one, by its methods alone
+    return dry_run.LoadedSamples(DataLoader(dataset, collate_fn=_collate))
 
 
 def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

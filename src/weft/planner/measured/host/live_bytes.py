@@ -122,7 +122,9 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
     moe = shape.moe_share
     width = ((1 - moe) * shape.ffn + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn)) / t
     ups = 2.0 if shape.gated else 1.0
-    whole = 2 * norm / outside + attention + (ups + 2 if shape.gated else 2.0) * width + moe * 4 * shape.top_k * h / t
+    whole: Array = (
+        2 * norm / outside + attention + (ups + 2 if shape.gated else 2.0) * width + moe * 4 * shape.top_k * h / t
+    )
     selective = h / outside + h + attention + ups * width  # attention's product before ranks add it up is whole
     left = {"none": whole, "full": h / outside, "attention": whole - attention + q, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
