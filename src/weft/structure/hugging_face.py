@@ -79,8 +79,9 @@ def input_shapes(model: nn.Module, seq_len: int) -> dict[str, tuple[int, ...]]:
     mels = getattr(config, "num_mel_bins", None)
     stride: Any = getattr(config, "conv_stride", None)
     positions = getattr(config, "max_source_positions", None)
-    is_wave = stride and not isinstance(stride, int)  # in other families it is one number, of something else
-    samples = (seq_len * math.prod(stride) + sum(config.conv_kernel),) if is_wave else None
+    samples = None
+    if stride and not isinstance(stride, int):  # in other families it is one number, of something else
+        samples = (seq_len * math.prod(stride) + sum(config.conv_kernel),)
     known: dict[str, Any] = {
         "pixel_values": None if reads_images_as_tokens(model) else image_shape(config),
         "input_features": mels and (mels, 2 * positions if positions else 4 * seq_len),
