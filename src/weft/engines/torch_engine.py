@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint import Checkpoint, SavedPiece, Together
+from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
 from weft.comm import Ledger, StoreTalk, barrier
 from weft.comm.watch import Watch
 from weft.data.batch import move_batch
@@ -17,7 +17,7 @@ from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
-from weft.parallel import Precision, parallelize
+from weft.parallel import Precision, data_parallel, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
@@ -70,8 +70,20 @@ class TorchEngine:
         self._eval_batches = task.eval_batches(share)
         self.model: nn.Module = task.initial_model(mesh.plan)
         layout = Layout.read(config.layout) if config.layout else None
+        weights = task.initial_weights(self.model)
         freeze(self.model, config.optimizer)
-        parallelize(self.model, mesh, layout=layout, seed=config.seed, pinned_limit=config.memory.pinned_limit)
+        parallelize(
+            self.model,
+            mesh,
+            layout=layout,
+            seed=config.seed,
+            filled_later=weights is not None,
+            pinned_limit=config.memory.pinned_limit,
+        )
+        # A run that goes on reads its weights from its checkpoint.
+        if weights is not None and not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints))):
+            with self.pulse.doing("reads the pretrained weights"):
+                data_parallel(self.model).load_weights(weights)
         self._step = TrainStep(
             self.model,
             build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),

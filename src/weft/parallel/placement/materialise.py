@@ -24,13 +24,17 @@ class Materialise:
         model: with parameters on the meta device or not.
         axes: how its parameters are placed.
         seed: as `weft.models.initialise` takes it; None where there is none to make.
+        filled_later: whether values come from files afterwards: each rank then takes memory for its part alone.
         device: where they are made.
 
     Raises:
         ModelError: for a buffer on the meta device, and for a parameter there where there is no seed.
     """
 
-    def __init__(self, model: nn.Module, axes: AxisMap, seed: int | None, device: torch.device):
+    def __init__(
+        self, model: nn.Module, axes: AxisMap, seed: int | None, device: torch.device, filled_later: bool = False
+    ):
+        self._filled_later = filled_later
         self._axes = axes
         self._seed = seed
         self._device = device
@@ -45,7 +49,7 @@ class Materialise:
                     "first."
                 )
         meta = [name for name, param in model.named_parameters() if param.is_meta]
-        if meta and seed is None:
+        if meta and seed is None and not filled_later:
             raise ModelError(
                 f"parameter {meta[0]!r}: it is on the meta device. Give the model weights first, or seed= to make them."
             )
@@ -55,6 +59,10 @@ class Materialise:
         """Make those of the parameters that are on the meta device, in place, in the format that they have there."""
         for param in params:
             if not param.is_meta:
+                continue
+            if self._filled_later:
+                here = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+                torch.utils.swap_tensors(param, nn.Parameter(here, requires_grad=param.requires_grad))
                 continue
             assert self._seed is not None
             name, owner = self._owners[id(param)]

@@ -66,6 +66,9 @@ class TaskSection(Section):
 class ModelSection(Section):
     """A named size, of which single fields may be changed."""
 
+    path: str = ""
+    """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config decides
+    all of the shape, so the other settings of [model] and [tokenizer] stay out."""
     name: str = "tiny"
     """A size that Weft knows, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
@@ -129,6 +132,9 @@ class TokenizerSection(Section):
     """Vocabulary size of a trained tokenizer, including special tokens."""
     path: str = ""
     """For kind="file": a tokenizer.json, or a folder that holds one."""
+    template: bool = False
+    """For kind="file": render chats with the chat template that lies beside the tokenizer.json, as transformers does.
+    False: as ChatML."""
     train_bytes: PositiveInt = 20_000_000
     """Maximum number of bytes of text read to train a tokenizer."""
 
