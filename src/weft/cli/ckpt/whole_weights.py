@@ -1,4 +1,4 @@
-"""`weft ckpt export`: whole weights of a checkpoint as safetensors, or as a folder that transformers loads."""
+"""`weft export`: whole weights of a checkpoint as safetensors, or as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.checkpoint import Checkpoint
-from weft.checkpoint.arrays import RawArray
+from weft.checkpoint.arrays import RawArray, write_tensors
+from weft.checkpoint.manifest import TensorEntry
 from weft.errors import CheckpointError, ConfigError, MissingExtra
 
 if TYPE_CHECKING:
     import torch
+
+    from weft.train import RunFolder
 
 #: What Hugging Face splits its files at.
 MAX_FILE_BYTES = 4 * 2**30
@@ -24,12 +28,19 @@ _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def export_weights(
-    checkpoint: Checkpoint, out: Path, *, group: str = "model", dtype: str | None = None, like: Path | None = None
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    group: str = "model",
+    dtype: str | None = None,
+    like: Path | None = None,
+    run: RunFolder | None = None,
 ) -> list[Path]:
     """Write a group's tensors whole into a new folder, which appears when it is complete; its files.
 
     dtype: a key of DTYPES for floating tensors; None: as saved. like: a Hugging Face folder whose config says the
-    model's class, and whose tokenizer comes along. Raises ConfigError, CheckpointError or MissingExtra.
+    model's class, and whose tokenizer comes along. run: of `weft train`, whose model transformers knows: the folder is one
+    that it loads. Raises ConfigError, CheckpointError or MissingExtra.
     """
     if group not in checkpoint.groups:
         checkpoint.tensors(group)  # says which groups there are
@@ -44,6 +55,11 @@ def export_weights(
             draft.mkdir()
             if like is not None:
                 _write_pretrained(checkpoint, group, draft, dtype, like)
+            elif run is not None:
+                from weft.train.tasks import exported_tensors, write_beside
+
+                written = write_files(exported_tensors(run, checkpoint), "model", draft, dtype)
+                write_beside(run, checkpoint, draft, written)
             else:
                 _write_shards(checkpoint, group, draft, dtype)
             if out.exists():
@@ -55,30 +71,47 @@ def export_weights(
 
 
 def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
-    """Files as Hugging Face names them, with the index of names where there are several."""
+    """A group under its own names."""
     entries = checkpoint.entries(group)
-    own = [name for name, entry in entries.items() if entry.same_as is None]
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in own:
-        if filled and filled + entries[name].num_bytes > MAX_FILE_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += entries[name].num_bytes
-    where: dict[str, str] = {}
-    total = 0
-    for number, names in enumerate(shards, start=1):
-        file = f"{group}.safetensors" if len(shards) == 1 else f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-        checkpoint.write_whole(out / file, group, names, lambda block: converted(block, dtype))
-        total += (out / file).stat().st_size
-        where |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (out / f"{group}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    own = ((name, checkpoint.block(f"{group}/{name}")) for name, entry in entries.items() if entry.same_as is None)
+    write_files(own, group, out, dtype)
     tied = {name: entry.same_as for name, entry in entries.items() if entry.same_as is not None}
     if tied:
         (out / "shared_names.json").write_text(json.dumps(tied, indent=1) + "\n")
+
+
+def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
+    """Files as Hugging Face names them, with the index of names where there are several; the format of the first.
+
+    tensors: one after the other; those of one file are in memory at once. dtype: a key of DTYPES; None: as they are.
+    """
+    drafts: list[tuple[Path, list[str], int]] = []
+    held: dict[str, RawArray] = {}
+    first = ""
+
+    def flush() -> None:
+        if held:
+            file = out / f".{len(drafts)}.safetensors"
+            write_tensors(file, held, {name: TensorEntry("", one.dtype, one.shape) for name, one in held.items()})
+            drafts.append((file, [*held], sum(one.data.nbytes for one in held.values())))
+            held.clear()
+
+    for name, block in tensors:
+        block = converted(block, dtype)
+        first = first or block.dtype
+        if held and sum(one.data.nbytes for one in held.values()) + block.data.nbytes > MAX_FILE_BYTES:
+            flush()
+        held[name] = block
+    flush()
+    where: dict[str, str] = {}
+    for number, (file, names, _) in enumerate(drafts, start=1):
+        last = f"{stem}.safetensors" if len(drafts) == 1 else f"{stem}-{number:05d}-of-{len(drafts):05d}.safetensors"
+        file.rename(out / last)
+        where |= dict.fromkeys(names, last)
+    if len(drafts) > 1:
+        index = {"metadata": {"total_size": sum(size for _, _, size in drafts)}, "weight_map": where}
+        (out / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    return first
 
 
 def converted(block: RawArray, dtype: str | None) -> RawArray:

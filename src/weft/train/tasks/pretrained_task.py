@@ -47,7 +47,7 @@ class PretrainedTask(DecoderTask):
             ConfigError: for longer sequences than the model reads, and more tokens than it knows.
         """
         from weft.structure import hugging_face
-        from weft.train.tasks.pretrained_source import pretrained_source, told_unexpected
+        from weft.train.tasks.published_weights import pretrained_source, told_unexpected
 
         model, length = self.shapes(), self.config.train.seq_len
         if not base_of(folder).is_dir():
@@ -98,7 +98,7 @@ class PretrainedTask(DecoderTask):
         return self.shapes()
 
     def initial_weights(self, model: nn.Module) -> StateSource | None:
-        from weft.train.tasks.pretrained_source import pretrained_source
+        from weft.train.tasks.published_weights import pretrained_source
 
         return pretrained_source(model, self._path)[0] if self._path.is_dir() else None
 
