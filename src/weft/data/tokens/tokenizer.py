@@ -59,6 +59,21 @@ class _ByteCodec:
             run = bytearray()
         return "".join([*parts, run.decode("utf-8", "replace")])
 
+    def library_json(self) -> str:
+        """As the `tokenizers` library has it: the ids are the bytes, then come the special tokens."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers
+
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        letters = {byte: chr(byte) for byte in shown}
+        for byte in range(256):  # GPT-2's alphabet: bytes that cannot be shown get letters from 256 on
+            letters.setdefault(byte, chr(256 + len(letters) - len(shown)))
+        library = Library(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.decoder = decoders.ByteLevel()
+        library.add_special_tokens(list(SPECIAL_TOKENS))
+        return library.to_str()
+
     def token_bytes(self, vocab_size: int) -> np.ndarray:
         return (np.arange(vocab_size) < 256).astype(np.int64)
 
@@ -72,6 +87,7 @@ class _JsonCodec:
     def __init__(self, text: str, control_ids: Iterable[int]):
         from tokenizers import Tokenizer as Library
 
+        self._text = text
         self._library = Library.from_str(text)
         self._library.no_truncation()
         self._library.no_padding()
@@ -97,6 +113,9 @@ class _JsonCodec:
         if np.isin(ids, self._control_ids).any():
             raise DataError("tokenizer: it turns plain text into special tokens. Use another tokenizer, or kind=bpe.")
         return ids
+
+    def library_json(self) -> str:
+        return self._text
 
     def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of a text in which special tokens count, and which begin in one of the ranges of characters."""
@@ -129,7 +148,9 @@ class _JsonCodec:
         """The library as it is used for what a template renders: there special tokens count."""
         from tokenizers import Tokenizer as Library
 
-        library = Library.from_str(self._library.to_str())
+        library = Library.from_str(self._text)
+        library.no_truncation()
+        library.no_padding()
         library.encode_special_tokens = False
         return library
 
@@ -211,6 +232,10 @@ class Tokenizer:
         """
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
+
+    def library_json(self) -> str:
+        """Return the content of a tokenizer.json that gives the same ids."""
+        return self._codec.library_json()
 
     def is_special(self, token: int) -> bool:
         """Return whether the token stands for a mark and not for text."""

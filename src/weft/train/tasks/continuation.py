@@ -43,13 +43,17 @@ def pretrained_text(folder: RunFolder, path: Location, prompt: str, section: Sam
     chance = {"temperature": section.temperature, "top_k": section.top_k} if section.temperature else {}
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        found = model.to(device).eval().generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=bool(section.temperature),
-            max_new_tokens=section.max_tokens,
-            eos_token_id=tokenizer.end_id,
-            pad_token_id=tokenizer.pad_id,
-            **chance,
+        found = (
+            model.to(device)
+            .eval()
+            .generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=bool(section.temperature),
+                max_new_tokens=section.max_tokens,
+                eos_token_id=tokenizer.end_id,
+                pad_token_id=tokenizer.pad_id,
+                **chance,
+            )
         )
     return prompt + tokenizer.decode(found[0, ids.shape[1] :].tolist())

@@ -15,7 +15,6 @@ from weft.errors import DataError
 from weft.spec import DecoderSpec
 from weft.train.folder import RunFolder, free_name
 
-
 #: Files of a Hugging Face folder that are no weights.
 BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 

@@ -60,7 +60,9 @@ class PretrainedTask(DecoderTask):
         rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         if self.data.vocab_size > rows:
             rule = f"its tokenizer has {self.data.vocab_size} entries, and its embedding {rows} rows"
-            raise _wrong("model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights that belong together.")
+            raise _wrong(
+                "model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights that belong together."
+            )
 
     def _data_config(self) -> RunConfig:
         words = {"kind": "file", "path": str(self._base), "template": True}

@@ -96,7 +96,9 @@ def _under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joi
 
 def _joined(target: str, converter: Any, parts: Mapping[str, list[Joined]]) -> Joined:
     """Carry out a conversion of transformers on descriptions of tensors."""
-    found: dict[str, list[Joined]] = {pattern: parts[pattern] for pattern in converter.source_patterns if pattern in parts}
+    found: dict[str, list[Joined]] = {
+        pattern: parts[pattern] for pattern in converter.source_patterns if pattern in parts
+    }
     try:
         for operation in converter.operations:
             kind = type(operation).__name__

@@ -115,7 +115,7 @@ def write_tokenizer(source: Path, out: Path) -> None:
         out: folder of the model.
     """
     tokenizer = Tokenizer.load(source)
-    text = (source / "tokenizer.json").read_text("utf-8") if tokenizer.vocabulary.kind != "bytes" else _bytes_json()
+    text = tokenizer.library_json()
     (out / "tokenizer.json").write_text(text, "utf-8")
     from tokenizers import Tokenizer as Library
 
@@ -129,22 +129,3 @@ def write_tokenizer(source: Path, out: Path) -> None:
     if tokenizer.vocabulary.turn_start_id >= 0:
         said["chat_template"] = _CHATML
     (out / "tokenizer_config.json").write_text(json.dumps(said, indent=1) + "\n")
-
-
-def _bytes_json() -> str:
-    """The tokenizer of single bytes, as the library has it: the ids are the bytes, then come the special tokens."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers
-
-    from weft.data.tokens import SPECIAL_TOKENS
-
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    letters, others = {byte: chr(byte) for byte in shown}, 0
-    for byte in range(256):  # GPT-2's alphabet: bytes that cannot be shown get letters from 256 on
-        if byte not in letters:
-            letters[byte], others = chr(256 + others), others + 1
-    library = Library(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens(list(SPECIAL_TOKENS))
-    return library.to_str()
