@@ -34,10 +34,6 @@ PLANS = {
     "mixtral": ["dp_shard=2 ep=2", "tp=2", "dp_shard=2 zero=3"],
 }
 FAMILIES = ("llama", "qwen3", "gpt2", "mistral", "gemma", "mixtral")
-CHAT = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "<|user|>{{ message['content'] | trim }}\n{% else %}{{ message['content'] }}{{ eos_token }}\n{% endif %}{% endfor %}"
-)
 
 
 def config_of(family: str):

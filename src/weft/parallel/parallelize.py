@@ -44,8 +44,7 @@ def parallelize(
         placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
         seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them; and of
             dropout in steps that nobody gives a key.
-        filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values; until
-            then they have none.
+        filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
 
     Raises:

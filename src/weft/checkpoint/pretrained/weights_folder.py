@@ -88,6 +88,8 @@ def _no_weights(folder: Path) -> str:
     if pickles:
         return (
             f"model.path={folder}: its weights are pickles ({pickles[0]}), which can run code when they are read. "
-            f"Convert them once: weft ckpt import {folder} --safetensors"
+            "Convert them once, of a source that you trust, into a folder to give instead: python -c 'from transformers "
+            f'import AutoModelForCausalLM as M; M.from_pretrained("{folder}").save_pretrained("{folder}-safetensors")\', '
+            "and copy the tokenizer's files there."
         )
     return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."

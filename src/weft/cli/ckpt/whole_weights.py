@@ -39,8 +39,8 @@ def export_weights(
     """Write a group's tensors whole into a new folder, which appears when it is complete; its files.
 
     dtype: a key of DTYPES for floating tensors; None: as saved. like: a Hugging Face folder whose config says the
-    model's class, and whose tokenizer comes along. run: of `weft train`, whose model transformers knows: the folder is one
-    that it loads. Raises ConfigError, CheckpointError or MissingExtra.
+    model's class, and whose tokenizer comes along. run: of `weft train`, whose model transformers
+    knows: the folder is one that it loads. Raises ConfigError, CheckpointError or MissingExtra.
     """
     if group not in checkpoint.groups:
         checkpoint.tensors(group)  # says which groups there are

@@ -1,6 +1,8 @@
 """Documents to token ids: plain text, and conversations with a mask of what is trained.
 
-Where the tokenizer has no chat template of its own, conversations have the ChatML form: a turn is `<|im_start|>role\\n` content `<|im_end|>\\n`. Trained: an assistant's content and the <|im_end|> after it.
+Where the tokenizer has no chat template of its own, conversations have the ChatML form: a turn is
+`<|im_start|>role\\n` content `<|im_end|>\\n`. Trained: an assistant's content and the
+<|im_end|> after it.
 """
 
 from __future__ import annotations

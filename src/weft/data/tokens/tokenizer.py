@@ -265,7 +265,8 @@ class Tokenizer:
             DataError: where the template refuses the conversation.
         """
         template, codec = self.template, self._codec
-        assert template is not None and isinstance(codec, _JsonCodec)
+        assert template is not None
+        assert isinstance(codec, _JsonCodec)
         text, spans = template.render(turns)
         if template.has_special(turns):
             return codec.encode_pieces(template.apart(turns), spans)

@@ -110,7 +110,7 @@ def _joined(target: str, converter: Any, parts: Mapping[str, list[Joined]]) -> J
             else:
                 raise ModelError(
                     f"model.path: tensor {target!r} goes through {kind} in transformers, which Weft does not read "
-                    "slice by slice. Save the folder anew with transformers' save_pretrained(save_original_format=False)."
+                    "slice by slice. Save it anew with transformers' save_pretrained(save_original_format=False)."
                 )
     except ValueError as error:
         raise CheckpointError(f"model.path: tensor {target!r} cannot be put together: {error}. "
