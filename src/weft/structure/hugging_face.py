@@ -76,7 +76,7 @@ def causal_model(config: Any) -> nn.Module:
         raise ModelError(
             f"model.path: the weights of this {family} are quantised. Give the folder of the model in bf16 or fp32."
         )
-    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", None)
+    config.update({"dtype" if hasattr(config, "dtype") else "torch_dtype": None})
     try:
         return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # what it raises depends on what the config holds

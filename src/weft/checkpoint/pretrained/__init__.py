@@ -9,14 +9,14 @@ from weft.lazy import loads
 __all__ = ["Joined", "JoinedTensors", "StoredWeights", "stored_weights"]
 
 if TYPE_CHECKING:
-    from weft.checkpoint.pretrained.joined import Joined, JoinedTensors
+    from weft.checkpoint.pretrained.joined_tensors import Joined, JoinedTensors
     from weft.checkpoint.pretrained.weights_folder import StoredWeights, stored_weights
 
 __getattr__ = loads(
     __name__,
     {
-        "Joined": ".joined",
-        "JoinedTensors": ".joined",
+        "Joined": ".joined_tensors",
+        "JoinedTensors": ".joined_tensors",
         "StoredWeights": ".weights_folder",
         "stored_weights": ".weights_folder",
     },

@@ -86,10 +86,10 @@ def _is_file_name(name: Any) -> bool:
 def _no_weights(folder: Path) -> str:
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
+        convert = f'M.from_pretrained("{folder}").save_pretrained("{folder}-safetensors")'
         return (
-            f"model.path={folder}: its weights are pickles ({pickles[0]}), which can run code when they are read. "
-            "Convert them once, of a source that you trust, into a folder to give instead: python -c 'from transformers "
-            f'import AutoModelForCausalLM as M; M.from_pretrained("{folder}").save_pretrained("{folder}-safetensors")\', '
-            "and copy the tokenizer's files there."
+            f"model.path={folder}: its weights are pickles ({pickles[0]}), which can run code when they are read. If you "
+            f"trust them, type python -c 'from transformers import AutoModelForCausalLM as M; {convert}', copy the "
+            "tokenizer's files there, and give that folder."
         )
     return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."

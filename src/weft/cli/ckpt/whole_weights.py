@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.checkpoint import Checkpoint
-from weft.checkpoint.arrays import RawArray, write_tensors
-from weft.checkpoint.manifest import TensorEntry
+from weft.checkpoint.arrays import RawArray, write_blocks
 from weft.errors import CheckpointError, ConfigError, MissingExtra
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, d
     def flush() -> None:
         if held:
             file = out / f".{len(drafts)}.safetensors"
-            write_tensors(file, held, {name: TensorEntry("", one.dtype, one.shape) for name, one in held.items()})
+            write_blocks(file, held)
             drafts.append((file, [*held], sum(one.data.nbytes for one in held.values())))
             held.clear()
 

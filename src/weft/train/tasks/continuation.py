@@ -12,6 +12,7 @@ from weft.checkpoint.targets import Location
 from weft.data import Tokenizer
 from weft.mesh import pick_device
 from weft.spec.config import SampleSection
+from weft.spec.model import number
 from weft.structure import hugging_face
 from weft.train.folder import RunFolder
 from weft.train.state import restore_model
@@ -21,7 +22,7 @@ from weft.train.tasks.decoder_files import base_of, tokenizer_of
 def pretrained_room(folder: RunFolder, prompt: str) -> int:
     """Return how many tokens fit behind a prompt."""
     config: Any = hugging_face.load_model_config(base_of(folder))
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**20
+    longest = number(config.get_text_config(decoder=True), "positions") or 2**20
     return longest - len(Tokenizer.load(tokenizer_of(folder)).encode(prompt))
 
 

@@ -13,6 +13,7 @@ from weft.checkpoint.arrays import RawArray
 from weft.data import Tokenizer
 from weft.errors import ModelError
 from weft.spec import DecoderSpec
+from weft.spec.model import config_of_decoder
 
 _LLAMA = {
     "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
@@ -41,28 +42,7 @@ def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]
             "weft export: transformers has no family with the experts of Weft's decoders. Add --own-names for "
             "safetensors under Weft's names."
         )
-    common = {
-        "vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied, "bos_token_id": None, "eos_token_id": end_id,
-        "pad_token_id": pad_id,
-    }  # fmt: skip
-    if spec.family == "gpt2":
-        return {
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common, "n_embd": spec.dim,
-            "n_layer": spec.num_layers, "n_head": spec.num_heads, "n_inner": spec.ffn_dim,
-            "n_positions": spec.max_seq_len, "layer_norm_epsilon": spec.norm_eps, "activation_function": "gelu_new",
-            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        }  # fmt: skip
-    stretched = {
-        "rope_type": "llama3", "factor": spec.rope_scale, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", **common, "hidden_size": spec.dim,
-        "intermediate_size": spec.ffn_dim, "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads, "hidden_act": "silu",
-        "max_position_embeddings": spec.max_seq_len, "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope_theta,
-        "rope_scaling": stretched if spec.rope_scale != 1 else None, "attention_bias": False, "mlp_bias": False,
-    }  # fmt: skip
+    return {**config_of_decoder(spec), "bos_token_id": None, "eos_token_id": end_id, "pad_token_id": pad_id}
 
 
 def layout_tensors(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
