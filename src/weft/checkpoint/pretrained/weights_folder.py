@@ -89,7 +89,7 @@ def _no_weights(folder: Path) -> str:
         convert = f'M.from_pretrained("{folder}").save_pretrained("{folder}-safetensors")'
         return (
             f"model.path={folder}: its weights are pickles ({pickles[0]}), which can run code when they are read. "
-            f"If you trust them, type python -c 'from transformers import AutoModelForCausalLM as M; {convert}', copy the "
-            "tokenizer's files there, and give that folder."
+            f"If you trust them, type python -c 'from transformers import AutoModelForCausalLM as M; {convert}', copy "
+            "the tokenizer's files there, and give that folder."
         )
     return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."

@@ -325,9 +325,12 @@ def find_tokenizer_file(path: str) -> Path:
 
 
 def import_tokenizer(folder: Path, path: str, *, template: bool = False) -> Tokenizer:
-    """Copy the tokenizer of `path` (a tokenizer.json, or a folder with one) into `folder`.
+    """Copy the tokenizer of `path` into `folder`.
 
-    template: whether its chat template comes along, where it has one.
+    Args:
+        folder: where it goes.
+        path: a tokenizer.json, or a folder with one.
+        template: whether its chat template comes along, where it has one.
 
     Raises:
         DataError: where there is none, it cannot be read, or it has no end token.
