@@ -5,8 +5,8 @@ python benchmarks/load_weights.py FOLDER [PLAN ...]    FOLDER: of a Hugging Face
 
 from __future__ import annotations
 
+import argparse
 import resource
-import sys
 import time
 from pathlib import Path
 
@@ -50,7 +50,11 @@ def _peak() -> float:
 
 def main() -> None:
     """Print a line for each plan; each has processes of its own, whose peak is theirs alone."""
-    folder, plans = sys.argv[1], sys.argv[2:] or ["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="of a Hugging Face model")
+    parser.add_argument("plans", nargs="*", default=["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3"])
+    asked = parser.parse_args()
+    folder, plans = asked.folder, asked.plans
     for plan in plans:
         with RankPool(2) as pool:
             for rank, (num_bytes, peak, seconds) in enumerate(pool.run(load, plan, folder)):
