@@ -1,0 +1,23 @@
+"""Low-rank adapters on the linear layers of any model: LoRA, rsLoRA and DoRA in plain PyTorch."""
+
+from __future__ import annotations
+
+from weft.models.adapters.adapted_linear import AdaptedLinear, Alone, without_adapter
+from weft.models.adapters.adapter_kind import Adapted, AdapterKind, adapted
+from weft.models.adapters.adding import add_adapter
+from weft.models.adapters.merge import merge_adapter, merged_tensors
+from weft.models.adapters.peft_files import load_adapter, save_adapter
+
+__all__ = [
+    "Adapted",
+    "AdaptedLinear",
+    "AdapterKind",
+    "Alone",
+    "adapted",
+    "add_adapter",
+    "load_adapter",
+    "merge_adapter",
+    "merged_tensors",
+    "save_adapter",
+    "without_adapter",
+]
