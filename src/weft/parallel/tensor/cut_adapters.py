@@ -3,7 +3,7 @@
     layer                          A                        B, magnitude             travels
     cut by columns                 whole                    its rows, as the weight  the gradient of A x
     cut by columns, tokens cut     whole, partial sums      its rows                 A x of all tokens, and its gradient
-    cut by rows                    its inputs               whole, partial sums      nothing: it adds up with the product
+    cut by rows                    its inputs               whole, partial sums      nothing more: a part of the product
 
 So what travels for an adapter has its rank for a width. Under dora the row-cut layer adds up squares for the norms.
 """
