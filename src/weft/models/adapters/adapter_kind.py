@@ -25,6 +25,10 @@ class AdapterKind:
     kind: str = "lora"
     dropout: float = 0.0
 
+    def __str__(self) -> str:
+        drops = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{self.kind} of rank {self.rank}, alpha {self.alpha:g}{drops}"
+
     @property
     def scale(self) -> float:
         """The factor of the product of B and A."""

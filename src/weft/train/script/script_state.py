@@ -33,13 +33,25 @@ from weft.checkpoint import (
 from weft.checkpoint.targets import Location, located
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
+from weft.models.adapters import adapted, save_adapter
 from weft.parallel import data_parallel, drops_of
 from weft.parallel.placement import is_attached, originals
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
 from weft.train.script.saves_behind import SavesBehind
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
-from weft.train.state import GroupSource, capture_model, on_each, on_first, pieces, resume, together, written
+from weft.train.state import (
+    GroupSource,
+    adapter_state,
+    capture_model,
+    names_left_out,
+    on_each,
+    on_first,
+    pieces,
+    resume,
+    together,
+    written,
+)
 from weft.train.step import ForwardFn, LossFn, TrainStep, call_model, mean_loss
 
 
@@ -237,6 +249,21 @@ class ScriptState:
         whole = self.full_state_dict(model)
         on_first(self.mesh, lambda: write_pretrained(model, folder, whole, originals(model), dtype, options))
 
+    def save_adapter(self, model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
+        """Write the model's adapter in peft's format. All ranks call it, and the first one writes.
+
+        Args:
+            model: what `parallelize` returned, with an adapter.
+            folder: where adapter_config.json and adapter_model.safetensors go.
+            base: name or folder of the model without the adapter, for those who load it.
+
+        Raises:
+            ModelError: where the model has no adapter, or is of another run.
+        """
+        model = self._own(model)
+        whole = dict(data_parallel(model).weights())  # of trained parameters alone: the base stays where it is
+        on_first(self.mesh, lambda: save_adapter(model, folder, whole, base=base))
+
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
         """Return an exponential moving average of the trained weights; make it after the optimizer.
 
@@ -289,6 +316,7 @@ class ScriptState:
             "loader": None if loader is None else loader.state_dict(),
             "scheduler": None if scheduler is None else scheduler_state(scheduler),
             "ema": None if ema is None else {"decay": ema.decay, "num_updates": ema.num_updates},
+            "adapter": adapter_state(model),
             "dropout_keys": 0 if drops is None else drops.num_keys,
             "extra": extra,
         }
@@ -321,7 +349,9 @@ def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
 def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """CheckpointError where the checkpoint is of another model; under a pipeline no rank sees all of its own."""
     saved = checkpoint.entries("model")
-    wanted = {name for name, one in originals(model).items() if one.first == name}
+    if (checkpoint.state.get("adapter") is None) != (adapted(model) is None):
+        return  # loading says so
+    wanted = {name for name, one in originals(model).items() if one.first == name} - names_left_out(model)
     missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
     if missing or extra:
         lacks = f"it lacks {_listed(missing)}" if missing else ""
