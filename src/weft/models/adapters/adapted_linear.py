@@ -64,7 +64,7 @@ class AdaptedLinear(nn.Module):
     _weft_is_on: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) to (..., F)."""
+        """Compute the layer with its adapter: (..., D) to (..., F)."""
         return self.adapt(super().forward(x), x)
 
     def adapt(self, product: Tensor, x: Tensor, line: Alone = _ALONE, *, has_bias: bool = True) -> Tensor:

@@ -33,7 +33,7 @@ class CutPart:
 
     @contextmanager
     def at(self, *, is_open: bool, is_whole: bool = False) -> Iterator[None]:
-        """Be elsewhere in the cut part inside, such as in front of a layer whose product is made already."""
+        """Let this rank stand elsewhere in the cut part, such as in front of a layer again."""
         before = self.is_open, self.is_whole
         self.is_open, self.is_whole = is_open, is_whole
         try:

@@ -44,7 +44,6 @@ from weft.train.state import (
     GroupSource,
     adapter_state,
     capture_model,
-    names_left_out,
     on_each,
     on_first,
     pieces,
@@ -349,9 +348,9 @@ def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
 def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """CheckpointError where the checkpoint is of another model; under a pipeline no rank sees all of its own."""
     saved = checkpoint.entries("model")
-    if (checkpoint.state.get("adapter") is None) != (adapted(model) is None):
-        return  # loading says so
-    wanted = {name for name, one in originals(model).items() if one.first == name} - names_left_out(model)
+    if checkpoint.state.get("adapter") is not None or adapted(model) is not None:
+        return  # loading looks closer: at adapter and base
+    wanted = {name for name, one in originals(model).items() if one.first == name}
     missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
     if missing or extra:
         lacks = f"it lacks {_listed(missing)}" if missing else ""

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.state.adapter_state import adapter_state, names_left_out
+    from weft.train.state.adapter_base import adapter_state, names_left_out
     from weft.train.state.digests_behind import DigestsBehind, is_small
     from weft.train.state.on_ranks import gather, on_each, on_first, together
     from weft.train.state.state import (
@@ -45,13 +45,13 @@ __getattr__ = loads(
     {
         "DigestsBehind": ".digests_behind",
         "GroupSource": ".state",
-        "adapter_state": ".adapter_state",
+        "adapter_state": ".adapter_base",
         "capture_model": ".state",
         "copied": ".state",
         "expected_bytes": ".state",
         "gather": ".on_ranks",
         "is_small": ".digests_behind",
-        "names_left_out": ".adapter_state",
+        "names_left_out": ".adapter_base",
         "on_each": ".on_ranks",
         "on_first": ".on_ranks",
         "pieces": ".state",

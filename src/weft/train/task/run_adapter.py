@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from weft.errors import ConfigError, ModelError, Problem
 from weft.spec import RunConfig
@@ -10,8 +10,10 @@ from weft.spec import RunConfig
 if TYPE_CHECKING:
     from torch import nn
 
+Model = TypeVar("Model", bound="nn.Module")
 
-def with_adapter(model: nn.Module, config: RunConfig) -> nn.Module:
+
+def with_adapter(model: Model, config: RunConfig) -> Model:
     """Add the adapter of the config's section to a task's model, in place, where it has one; the same model.
 
     Raises:
@@ -24,8 +26,9 @@ def with_adapter(model: nn.Module, config: RunConfig) -> nn.Module:
 
     settings = {"targets": section.targets, "dropout": section.dropout, "kind": section.kind}
     try:
-        return add_adapter(model, rank=section.rank, alpha=section.alpha, seed=config.seed, **settings)
+        add_adapter(model, rank=section.rank, alpha=section.alpha, seed=config.seed, **settings)
     except ModelError as error:
         key = "adapter.targets" if str(error).startswith("targets=") else "adapter.rank"
         said = f"adapter.{error}" if key == "adapter.targets" else f"{key}={section.rank}: {error}"
         raise ConfigError([Problem(key, said)]) from error
+    return model

@@ -78,7 +78,7 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
     base: Mapping[str, str] = saved["base"]
     for name, digest in now["base"].items():
         if base.get(name) != digest:
-            what = "has other values" if name in base else "was not there"
+            what = "had other values" if name in base else "was not there"
             raise CheckpointError(
                 f"{path}: an adapter of another base: {name!r} {what} when it was saved. "
                 "Start from the weights that the adapter was trained on."
