@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -41,6 +42,18 @@ class Adapted:
 
     kind: AdapterKind
     layers: Mapping[str, bool]
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> Adapted:
+        """Return what `said` wrote."""
+        kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
+        return cls(kind, said["layers"])
+
+    def said(self) -> dict[str, Any]:
+        """Return all of it as JSON."""
+        kind = self.kind
+        said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
+        return {**said, "layers": dict(self.layers)}
 
     def params(self) -> Iterator[tuple[str, str]]:
         """Yield (path of the layer, name in it) of each of the adapter's parameters."""

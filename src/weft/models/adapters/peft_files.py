@@ -41,15 +41,36 @@ def save_adapter(
     Raises:
         ModelError: where the model has no adapter.
     """
-    record = _expected(model)
     found = dict(model.named_parameters()) if tensors is None else tensors
+    named = getattr(getattr(model, "config", None), "_name_or_path", None)
+    task = "CAUSAL_LM" if hasattr(model, "generate") else None
+    write_adapter(_expected(model), folder, found, base=base or named or None, task_type=task)
+
+
+def write_adapter(
+    record: Adapted,
+    folder: str | Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    base: str | None = None,
+    task_type: str | None = None,
+) -> None:
+    """Write an adapter in peft's format without its model.
+
+    Args:
+        record: what `adapted` gives of the model.
+        folder: as `save_adapter` takes it.
+        tensors: whole, by the model's names; those of the base are left out.
+        base: as `save_adapter` takes it.
+        task_type: what peft calls the model's task.
+    """
     wanted = {f"{path}.{name}": f"{_PREFIX}{path}.{_SUFFIXES[name]}" for path, name in record.params()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {theirs: found[ours].detach().cpu().contiguous() for ours, theirs in wanted.items()}
+    whole = {theirs: tensors[ours].detach().cpu().contiguous() for ours, theirs in wanted.items()}
     # Both are written beside the old ones first: a folder never holds half of each.
     save_file(whole, folder / f"{TENSORS_FILE}.new", {"format": "pt"})
-    (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(_config(model, record, base), indent=2) + "\n")
+    (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(_config(record, base, task_type), indent=2) + "\n")
     for name in (TENSORS_FILE, CONFIG_FILE):
         (folder / f"{name}.new").replace(folder / name)
 
@@ -107,12 +128,12 @@ def _expected(model: nn.Module) -> Adapted:
     return record
 
 
-def _config(model: nn.Module, record: Adapted, base: str | None) -> dict[str, Any]:
+def _config(record: Adapted, base: str | None, task_type: str | None) -> dict[str, Any]:
     kind = record.kind
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if hasattr(model, "generate") else None,
-        "base_model_name_or_path": base or getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        "task_type": task_type,
+        "base_model_name_or_path": base,
         "r": kind.rank,
         "lora_alpha": kind.alpha,
         "lora_dropout": kind.dropout,

@@ -15,7 +15,7 @@ __all__ = [
     "expected_bytes",
     "gather",
     "is_small",
-    "names_left_out",
+    "model_tensors",
     "on_each",
     "on_first",
     "pieces",
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.state.adapter_base import adapter_state, names_left_out
+    from weft.train.state.adapter_base import adapter_state
     from weft.train.state.digests_behind import DigestsBehind, is_small
     from weft.train.state.on_ranks import gather, on_each, on_first, together
     from weft.train.state.state import (
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         capture_model,
         copied,
         expected_bytes,
+        model_tensors,
         pieces,
         restore_model,
         resume,
@@ -51,7 +52,7 @@ __getattr__ = loads(
         "expected_bytes": ".state",
         "gather": ".on_ranks",
         "is_small": ".digests_behind",
-        "names_left_out": ".adapter_base",
+        "model_tensors": ".state",
         "on_each": ".on_ranks",
         "on_first": ".on_ranks",
         "pieces": ".state",

@@ -41,11 +41,7 @@ def adapter_state(model: nn.Module) -> dict[str, Any] | None:
     All ranks call it where the model is parallelized.
     """
     record = adapted(model)
-    if record is None:
-        return None
-    kind = record.kind
-    said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
-    return {**said, "layers": dict(record.layers), "base": _digests(model)}
+    return None if record is None else {**record.said(), "base": _digests(model)}
 
 
 def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) -> None:

@@ -1,0 +1,37 @@
+"""`weft ckpt export` of an adapter: in peft's format, or merged into the Hugging Face model it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint import Checkpoint
+from weft.models.adapters import Adapted, adapt_layers, merge_adapter, write_adapter
+from weft.train.state import model_tensors, restore_model
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def write_alone(checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None) -> None:
+    """Write adapter_config.json and adapter_model.safetensors. said: the checkpoint's state of its adapter."""
+    tensors = checkpoint.tensors("model")
+    if dtype is not None:
+        tensors = {name: tensor.to(FORMATS[dtype]) for name, tensor in tensors.items()}
+    write_adapter(Adapted.read(said), out, tensors)
+
+
+def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter's base with the adapter merged, each once; `model` is that base, and is changed.
+
+    CheckpointError where the model is not the base that the adapter was trained on.
+    """
+    record = Adapted.read(said)
+    modules = dict(model.named_modules())
+    # What the model lacks `restore_model` names.
+    adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
+    restore_model(model, checkpoint)
+    return model_tensors(merge_adapter(model))
