@@ -22,6 +22,7 @@ class AdapterCase:
     kind: str = "lora"
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
+    start_noise: float = 0.05
 
     def model(self) -> nn.Module:
         model = self.of.model()
@@ -30,7 +31,7 @@ class AdapterCase:
         generator = torch.Generator().manual_seed(11)
         for _, param in model.named_parameters():
             if param.requires_grad:
-                param.data += 0.05 * torch.randn(param.shape, dtype=param.dtype, generator=generator)
+                param.data += self.start_noise * torch.randn(param.shape, dtype=param.dtype, generator=generator)
         return model
 
     def __getattr__(self, name):

@@ -16,6 +16,8 @@ from weft.comm import Ledger
 from weft.errors import WeftError
 from weft.mesh import build_mesh
 from weft.models.adapters import load_adapter, merged_tensors
+from weft.parallel import data_parallel
+from weft.parallel.zero import start_magnitudes
 from weft.spec.plan import Plan
 from weft.testing import Case
 from weft.testing.parity import local_microbatches
@@ -33,7 +35,8 @@ class Tuning:
         plan = Plan.parse(plan_text)
         self.case, self.run = case, weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
         model = case.model()
-        dict(model.named_parameters())["blocks.0.attn.q.weight"].data.mul_(scaled)
+        if scaled != 1.0:
+            model.get_parameter("blocks.0.attn.q.weight").data.mul_(scaled)
         self.model = self.run.parallelize(model)
         self.step = self.run.train_step(self.model, torch.optim.AdamW, case.loss, forward=case.forward, lr=3e-3)
 
@@ -178,3 +181,30 @@ def _few(plan: str, folder: str) -> bool:
     script.save(folder)
     script.load(folder)
     return all(map(math.isfinite, losses + script.train(HALF, STEPS)))
+
+
+def magnitudes(plan: str, case: AdapterCase) -> list[float]:
+    """The largest difference of each from its first value, once all were spoilt and set anew."""
+    script = Tuning(plan, case)
+    engine = data_parallel(script.model)
+    before = {name: tensor.clone() for name, tensor in engine.weights() if name.endswith("lora_magnitude")}
+    for name, tensor in engine.held_weights().items():
+        if name.endswith("lora_magnitude"):
+            tensor.fill_(7.0)
+    engine.publish()
+    start_magnitudes(script.model)
+    after = dict(engine.weights())
+    seen = dict(script.model.named_parameters())
+    assert all(not torch.any(param == 7.0) for name, param in seen.items() if name.endswith("lora_magnitude"))
+    return [float((after[name] - tensor).abs().max()) for name, tensor in before.items()]
+
+
+@pytest.mark.parametrize("plan", ["", "dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2", "pp=2"])
+@pytest.mark.parametrize("name", ["decoder", "hf-gpt2"])
+def test_magnitudes_can_be_set_once_the_base_is_there(plan, name, ranks2):
+    case = AdapterCase(cases()[name], kind="dora", start_noise=0.0)
+    for found in (
+        ranks2.run(magnitudes, f"{plan} precision=fp64", case) if plan else [magnitudes("precision=fp64", case)]
+    ):
+        assert len(found) == (14 if name == "decoder" else 8)
+        assert max(found) < 1e-12

@@ -54,7 +54,17 @@ def add_adapter(
 
 
 def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: AdapterKind, seed: int) -> nn.Module:
-    """Give the chosen layers, by path, an adapter and freeze all else; the same model, with `add_adapter`'s errors."""
+    """Give chosen layers an adapter and freeze all else, in place; the same model.
+
+    Args:
+        model: without an adapter.
+        chosen: its layers by path, such as `chosen_layers` gives.
+        adapter: one kind for all of them.
+        seed: as `add_adapter` takes it.
+
+    Raises:
+        ModelError: for a number out of its range.
+    """
     _check(adapter)
     for param in model.parameters():
         param.requires_grad_(False)

@@ -221,7 +221,7 @@ def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Save
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each storage once."""
+    """Return parameters and persistent buffers by name, each storage once."""
     with pieces_allowed(model):
         names = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
