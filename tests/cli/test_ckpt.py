@@ -194,7 +194,8 @@ def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
     assert not (tmp_path / "other").exists()
 
 
-def test_an_adapter_is_exported_alone_or_merged_into_its_base(tmp_path, capsys):
+@pytest.mark.parametrize("norm", [False, True])
+def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -204,6 +205,7 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(tmp_path, capsys):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "like")
     base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "like")
     model = add_adapter(base, rank=2, kind="dora", targets=["q_proj", "down_proj"])
+    model.get_parameter("model.norm.weight").requires_grad_(norm)
     for param in model.parameters():
         if param.requires_grad:
             param.data += 0.1 * torch.randn(param.shape)
@@ -213,13 +215,15 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(tmp_path, capsys):
     ids, like = torch.arange(6)[None], ["--like", str(tmp_path / "like")]
     with torch.no_grad():
         wanted = model(ids).logits
-        assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 0
-        assert {path.name for path in (tmp_path / "alone").iterdir()} == {
-            "adapter_config.json",
-            "adapter_model.safetensors",
-        }
-        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "like")
-        torch.testing.assert_close(load_adapter(again, tmp_path / "alone")(ids).logits, wanted)
+        if norm:
+            assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 2
+            assert "'model.norm.weight': it was trained beside the adapter" in capsys.readouterr().err
+        else:
+            assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 0
+            written = {path.name for path in (tmp_path / "alone").iterdir()}
+            assert written == {"adapter_config.json", "adapter_model.safetensors"}
+            again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "like")
+            torch.testing.assert_close(load_adapter(again, tmp_path / "alone")(ids).logits, wanted)
         assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "merged"), *like]) == 0
         merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(merged(ids).logits, wanted)

@@ -171,6 +171,20 @@ def test_parts_of_a_tensor_add_up_to_its_digest():
     assert math.isfinite(int(digest_of(torch.zeros(0), Part((0, 3)))))
 
 
+def save_merged(plan: str, folder: str) -> None:
+    script = Tuning(plan, AdapterCase(cases()["hf-qwen2"], kind="dora"))
+    script.run.save_pretrained(script.model, folder)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp_shard=2 zero=3"])
+def test_a_pretrained_folder_has_the_adapter_merged(plan, tmp_path, ranks2):
+    ranks2.run(save_merged, f"{plan} precision=fp64", str(tmp_path))
+    model, ids = AdapterCase(cases()["hf-qwen2"], kind="dora").model().eval(), torch.arange(12)[None]
+    merged = type(model.base_model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    wanted = model.base_model(ids).last_hidden_state
+    torch.testing.assert_close(merged(ids).last_hidden_state, wanted, rtol=0, atol=1e-12)
+
+
 def test_an_optimizer_of_a_stage_with_nothing_to_train(ranks2, tmp_path):
     assert ranks2.run(_few, "pp=2 precision=fp64", str(tmp_path)) == [True, True]
 

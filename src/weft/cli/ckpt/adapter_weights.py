@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint import Checkpoint
+from weft.errors import CheckpointError
 from weft.models.adapters import Adapted, adapt_layers, merge_adapter, write_adapter
 from weft.train.state import model_tensors, restore_model
 
@@ -18,10 +19,16 @@ FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def write_alone(checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None) -> None:
     """Write adapter_config.json and adapter_model.safetensors. said: the checkpoint's state of its adapter."""
-    tensors = checkpoint.tensors("model")
+    tensors, record = checkpoint.tensors("model"), Adapted.read(said)
+    own = {f"{path}.{name}" for path, name in record.params()}
+    if more := sorted(tensors.keys() - own):
+        raise CheckpointError(
+            f"tensor {more[0]!r}: it was trained beside the adapter, and files of an adapter cannot hold it. Use "
+            "--like with the folder of the base, to merge both."
+        )
     if dtype is not None:
         tensors = {name: tensor.to(FORMATS[dtype]) for name, tensor in tensors.items()}
-    write_adapter(Adapted.read(said), out, tensors)
+    write_adapter(record, out, tensors)
 
 
 def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -33,5 +40,8 @@ def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any
     modules = dict(model.named_modules())
     # What the model lacks `restore_model` names.
     adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
+    for name, param in model.named_parameters():
+        if name in checkpoint.entries("model"):
+            param.requires_grad_(True)  # a norm, say, that was trained beside the adapter
     restore_model(model, checkpoint)
     return model_tensors(merge_adapter(model))

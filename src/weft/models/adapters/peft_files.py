@@ -39,12 +39,19 @@ def save_adapter(
         base: name or folder of the model without the adapter, for those who load it.
 
     Raises:
-        ModelError: where the model has no adapter.
+        ModelError: where the model has no adapter, or trains other parameters too.
     """
     found = dict(model.named_parameters()) if tensors is None else tensors
+    record = _expected(model)
+    own = {f"{path}.{name}" for path, name in record.params()}
+    if more := [name for name, param in model.named_parameters() if param.requires_grad and name not in own]:
+        raise ModelError(
+            f"parameter {more[0]!r}: it is trained beside the adapter, and files of an adapter cannot hold it. Save "
+            "the whole model: run.save_pretrained, or merged_tensors."
+        )
     named = getattr(getattr(model, "config", None), "_name_or_path", None)
     task = "CAUSAL_LM" if hasattr(model, "generate") else None
-    write_adapter(_expected(model), folder, found, base=base or named or None, task_type=task)
+    write_adapter(record, folder, found, base=base or named or None, task_type=task)
 
 
 def write_adapter(

@@ -33,7 +33,7 @@ from weft.checkpoint import (
 from weft.checkpoint.targets import Location, located
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
-from weft.models.adapters import adapted, save_adapter
+from weft.models.adapters import adapted, merged_tensors, save_adapter
 from weft.parallel import data_parallel, drops_of
 from weft.parallel.placement import is_attached, originals
 from weft.train.script.ema import Ema
@@ -228,7 +228,7 @@ class ScriptState:
     ) -> None:
         """Write what `model.save_pretrained` would write on one process: of transformers, or peft's adapters.
 
-        All ranks call it, and the first one writes.
+        An adapter that `add_adapter` made is merged into the files. All ranks call it, and the first one writes.
 
         Args:
             model: what `parallelize` returned.
@@ -245,8 +245,11 @@ class ScriptState:
                 f"model of type {type(model).__name__}: it has no save_pretrained. "
                 f"Use run.full_state_dict(model) and save its result."
             )
-        whole = self.full_state_dict(model)
-        on_first(self.mesh, lambda: write_pretrained(model, folder, whole, originals(model), dtype, options))
+        whole, known = self.full_state_dict(model), originals(model)
+        if whole and adapted(model) is not None:
+            whole = merged_tensors(model, whole)
+            known = {name: one for name, one in known.items() if name in whole}
+        on_first(self.mesh, lambda: write_pretrained(model, folder, whole, known, dtype, options))
 
     def save_adapter(self, model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
         """Write the model's adapter in peft's format. All ranks call it, and the first one writes.
@@ -257,7 +260,7 @@ class ScriptState:
             base: name or folder of the model without the adapter, for those who load it.
 
         Raises:
-            ModelError: where the model has no adapter, or is of another run.
+            ModelError: where the model has no adapter, trains other parameters too, or is of another run.
         """
         model = self._own(model)
         whole = dict(data_parallel(model).weights())  # of trained parameters alone: the base stays where it is
