@@ -9,10 +9,11 @@ from tests.parity.adapter_cases import AdapterCase, adapter_subjects, dropping_s
 from tests.parity.cases import cases
 from tests.parity.plans import BROAD_GROUPS, RTOL, Cell, chosen_cells, differing
 from weft.comm import Ledger
-from weft.mesh import build_mesh
+from weft.mesh import Axis, build_mesh
 from weft.models.adapters import adapted
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.local_tensors import Precision
+from weft.parallel.tensor.cut_linear import Column, SharedLayer, columns
 from weft.spec.plan import Plan
 from weft.testing import train_case, train_plain
 from weft.testing.parity import microbatches_of_case
@@ -144,3 +145,20 @@ def _layers(plan, case):
     assert torch.is_grad_enabled()
     record = adapted(model)
     return len(record.layers) if record else 0
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_frozen_cut_layer_keeps_no_input(trained):
+    alone, kept = SharedLayer(Axis("tp", 1, 0, (0,))), []
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(saved.shape))
+        return saved
+
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(5, 4), requires_grad=trained)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        (product,) = columns(x, x, alone, [Column(weight, None, False)], None)
+    assert ((2, 3, 4) in kept) == trained
+    (grad,) = torch.autograd.grad(product.sum(), x)
+    torch.testing.assert_close(grad, weight.detach().sum(0).expand(2, 3, 4))
