@@ -52,7 +52,12 @@ def export_weights(
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-export-") as work:
             draft = Path(work) / "out"
             draft.mkdir()
-            if like is not None:
+            adapter = checkpoint.state.get("adapter") if group == "model" else None
+            if adapter is not None and like is None:
+                from weft.cli.ckpt.adapter_weights import write_alone
+
+                write_alone(checkpoint, adapter, draft, dtype)
+            elif like is not None:
                 _write_pretrained(checkpoint, group, draft, dtype, like)
             elif run is not None:
                 from weft.train.tasks import exported_tensors, write_beside
@@ -139,19 +144,29 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
         raise MissingExtra("transformers", "hf", "--like") from error
     from weft.train.script import pretrained_from_whole
 
+    adapter = checkpoint.state.get("adapter") if group == "model" else None
     if not (like / "config.json").is_file():
         raise ConfigError(f"--like {like}: it has no config.json. Give the folder of the Hugging Face model.")
     try:
         config = transformers.AutoConfig.from_pretrained(like, local_files_only=True, trust_remote_code=False)
         kind = getattr(transformers, (getattr(config, "architectures", None) or ["AutoModelForCausalLM"])[0])
-        with torch.device("meta"):
-            model = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
+        if adapter is not None:
+            model = kind.from_pretrained(like, local_files_only=True)
+        else:
+            with torch.device("meta"):
+                model = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"--like {like}: transformers cannot build its model ({error}). Give another folder."
         ) from error
     wanted: torch.dtype | None = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
-    pretrained_from_whole(model, checkpoint.tensors(group), out, wanted)
+    if adapter is not None:
+        from weft.cli.ckpt.adapter_weights import merged_into
+
+        whole = merged_into(model, checkpoint, adapter)
+    else:
+        whole = checkpoint.tensors(group)
+    pretrained_from_whole(model, whole, out, wanted)
     for pattern in _COMPANIONS:
         for file in like.glob(pattern):
             if not (out / file.name).exists() and not file.name.endswith(".index.json"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weft.errors import ModelError, did_you_mean
-from weft.planner.space import Shape, TracedShape, as_rules_see_it
+from weft.planner.space import AdapterSize, Shape, TracedShape, as_rules_see_it
 from weft.spec import DecoderSpec, ModelSpec, TracedModel, decoder_spec
 from weft.spec.model import model_names, read_numbers
 from weft.spec.traced import FORMAT, Limit
@@ -47,6 +47,13 @@ class PlannedModel:
     def traced(self) -> TracedModel | None:
         """The trace that its shape rests on; None for a known family."""
         return self.shape.traced if isinstance(self.shape, TracedShape) else None
+
+    @property
+    def adapter(self) -> AdapterSize | None:
+        """The adapter that the config asks for; None where all weights are trained, or the model was traced."""
+        if self.config is None or self.traced is not None:
+            return None
+        return AdapterSize.of(self.spec, self.config.adapter)
 
     @property
     def reads_sequence(self) -> bool:

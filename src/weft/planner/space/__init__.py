@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.planner.space import plan_space
+from weft.planner.space.adapter_size import AdapterSize
 from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job, settled
 from weft.planner.space.enumerate import PlanGrid, Refused, Tally, enumerate_space
 from weft.planner.space.plan_space import Space
@@ -11,6 +12,7 @@ from weft.planner.space.stack import Stack
 from weft.planner.space.traced_shape import TracedShape, as_rules_see_it
 
 __all__ = [
+    "AdapterSize",
     "CP_MODES",
     "Columns",
     "Job",

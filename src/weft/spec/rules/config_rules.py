@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
-from weft.spec.config import RunConfig
+from weft.spec.config import AdapterSection, RunConfig
 from weft.spec.files import origin_of, shown
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
@@ -85,6 +85,15 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: (
             f"{config.model.path}: the folder decides {', '.join(_beside_path(config))}. Leave "
             f"{'it' if len(_beside_path(config)) == 1 else 'them'} out, or leave model.path out."
+        ),
+    ),
+    ConfigRule(
+        name="adapter-has-a-rank",
+        keys=("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.dropout", "adapter.kind"),
+        reason="Without a rank there is no adapter, and its other settings would do nothing.",
+        predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
+        message=lambda _: (
+            "0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave them out."
         ),
     ),
     ConfigRule(

@@ -9,11 +9,13 @@ from weft.lazy import loads
 __all__ = [
     "DigestsBehind",
     "GroupSource",
+    "adapter_state",
     "capture_model",
     "copied",
     "expected_bytes",
     "gather",
     "is_small",
+    "model_tensors",
     "on_each",
     "on_first",
     "pieces",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.train.state.adapter_base import adapter_state
     from weft.train.state.digests_behind import DigestsBehind, is_small
     from weft.train.state.on_ranks import gather, on_each, on_first, together
     from weft.train.state.state import (
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
         capture_model,
         copied,
         expected_bytes,
+        model_tensors,
         pieces,
         restore_model,
         resume,
@@ -42,11 +46,13 @@ __getattr__ = loads(
     {
         "DigestsBehind": ".digests_behind",
         "GroupSource": ".state",
+        "adapter_state": ".adapter_base",
         "capture_model": ".state",
         "copied": ".state",
         "expected_bytes": ".state",
         "gather": ".on_ranks",
         "is_small": ".digests_behind",
+        "model_tensors": ".state",
         "on_each": ".on_ranks",
         "on_first": ".on_ranks",
         "pieces": ".state",

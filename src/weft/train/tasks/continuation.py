@@ -38,7 +38,7 @@ def pretrained_text(folder: RunFolder, path: Location, prompt: str, section: Sam
     """
     tokenizer = Tokenizer.load(tokenizer_of(folder))
     model: Any = hugging_face.causal_model(hugging_face.load_model_config(Path(base_of(folder))))
-    restore_model(model, load_checkpoint(path).tensors("model"))
+    restore_model(model, load_checkpoint(path))
     device = pick_device("auto", 0)
     ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.end_id]], device=device)
     chance = {"temperature": section.temperature, "top_k": section.top_k} if section.temperature else {}

@@ -15,6 +15,7 @@ from weft.models import Decoder, build_decoder, generate
 from weft.spec.config import SampleSection
 from weft.train.folder import RunFolder
 from weft.train.state import restore_model
+from weft.train.task import with_adapter
 from weft.train.tasks.decoder_files import base_of, decoder_of, tokenizer_of
 
 
@@ -43,7 +44,8 @@ def generate_text(
         ConfigError: for a run whose task is no decoder on text.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
-    task = folder.config().task.name
+    config = folder.config()
+    task = config.task.name
     if task is not None and not (folder.path / "model.json").exists():
         raise ConfigError(
             f"RUN={folder.path}: task.name={task} does not train a text decoder, so it cannot "
@@ -56,8 +58,8 @@ def generate_text(
         return pretrained_text(folder, _find(folder, step), prompt, section, seed)
     spec = decoder_of(folder)
     tokenizer = Tokenizer.load(tokenizer_of(folder))
-    model = build_decoder(spec)
-    restore_model(model, load_checkpoint(_find(folder, step)).tensors("model"))
+    model = with_adapter(build_decoder(spec, seed=config.seed), config)  # an adapter's checkpoint has no base
+    restore_model(model, load_checkpoint(_find(folder, step)))
     model.to(pick_device("auto", 0))
     return continue_text(model, tokenizer, prompt, section, seed)
 
