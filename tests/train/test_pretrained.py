@@ -13,8 +13,10 @@ from weft.cli.app import run as weft_run
 from weft.errors import CheckpointError
 from weft.mesh import build_mesh
 from weft.models import as_shapes
+from weft.models.adapters import add_adapter, merged_tensors
 from weft.optim import build_optimizer
 from weft.parallel import data_parallel, parallelize
+from weft.parallel.zero import load_base
 from weft.spec.config import OptimizerSection
 from weft.spec.plan import Plan
 from weft.structure import hugging_face
@@ -98,13 +100,13 @@ def one_process(folders):
     return loaded("dp_replicate=1", folders)
 
 
-def assert_as_published(weights: dict[str, torch.Tensor], folder: Path) -> None:
+def assert_as_published(weights: dict[str, torch.Tensor], folder: Path, *, exactly: bool = True) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     assert weights.keys() <= theirs.keys()
     for name in theirs.keys() - weights.keys():  # tied
         assert any(theirs[name].data_ptr() == theirs[other].data_ptr() for other in weights), name
     for name, tensor in weights.items():
-        assert torch.equal(tensor, theirs[name]), name
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0 if exactly else 1e-6, msg=name)
 
 
 def test_one_process_reads_what_transformers_does(folders, one_process):
@@ -134,6 +136,40 @@ def test_ranks_read_and_train_what_one_process_does(plan, folders, one_process, 
         if "tp" not in plan and plan != "dp_replicate=2":
             together = sum(result[family][2] for result in results)
             assert together < 1.7 * num_bytes, family  # norms and what is not cut are read by both
+
+
+def tuned(plan_text: str, folders: dict[str, Path], *, late: bool = True) -> dict[str, list[float]]:
+    """Losses of three steps of an adapter. late: the base is read onto the ranks; else it is there from the start."""
+    torch.set_num_threads(1)
+    plan, found = Plan.parse(plan_text), {}
+    mesh = build_mesh(plan)
+    for family, folder in folders.items():
+        if late:
+            with as_shapes(vectors=True):
+                model = hugging_face.causal_model(hugging_face.load_model_config(folder))
+            source, _ = pretrained_source(model, folder)
+        else:
+            model, source = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None
+        add_adapter(model, rank=4, kind="dora", seed=5)
+        parallelize(model, mesh, seed=5, filled_later=late)
+        if source is not None:
+            load_base(model, source)
+        merged = merged_tensors(model, capture_model(model))  # B is zero: what is merged is the base
+        assert_as_published(merged, folder, exactly=False)
+        optimizer = build_optimizer(model.named_parameters(), OptimizerSection(lr=1e-2), 0)
+        step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=forward)
+        found[family] = [step(local_microbatches(batch(index), plan, mesh.data.rank)).loss for index in range(3)]
+    return found
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3", "dp_shard=2 zero=1"])
+def test_an_adapter_starts_beside_a_base_that_each_rank_reads(plan, folders, ranks2):
+    tried = {family: folders[family] for family in ("llama", "gpt2")}
+    wanted = tuned("dp_replicate=1", tried, late=False)
+    assert tuned("dp_replicate=1", tried) == wanted
+    for result in ranks2.run(tuned, plan, tried):
+        for family, losses in wanted.items():
+            assert result[family] == pytest.approx(losses, rel=2e-5), family
 
 
 def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):

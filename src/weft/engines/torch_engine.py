@@ -18,9 +18,10 @@ from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models.adapters import adapted
 from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
-from weft.parallel import Precision, data_parallel, parallelize
+from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.placement import originals
+from weft.parallel.zero import load_base
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
 from weft.train import Microbatches, TrainStep
@@ -70,9 +71,10 @@ class TorchEngine:
         )
         self._batches = task.batches(share)
         self._eval_batches = task.eval_batches(share)
-        self.model: nn.Module = with_adapter(task.initial_model(mesh.plan), config)
+        base = task.initial_model(mesh.plan)
+        weights = task.initial_weights(base)
+        self.model: nn.Module = with_adapter(base, config)
         layout = Layout.read(config.layout) if config.layout else None
-        weights = task.initial_weights(self.model)
         freeze(self.model, config.optimizer)
         parallelize(
             self.model,
@@ -82,10 +84,9 @@ class TorchEngine:
             filled_later=weights is not None,
             pinned_limit=config.memory.pinned_limit,
         )
-        # A run that goes on reads its weights from its checkpoint.
-        if weights is not None and not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints))):
+        if weights is not None and self._reads_base():
             with self.pulse.doing("reads the pretrained weights"):
-                data_parallel(self.model).load_weights(weights)
+                load_base(self.model, weights)
         self._step = TrainStep(
             self.model,
             build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
@@ -214,6 +215,12 @@ class TorchEngine:
         return report_times(self._job.folder, self.mesh, self.model, book, self._task, start_step)
 
     # --- within ---
+
+    def _reads_base(self) -> bool:
+        """A run that goes on reads its weights from its checkpoint, which of an adapter holds no base."""
+        if adapted(self.model) is not None:
+            return True
+        return not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints)))
 
     def _adapter_lines(self) -> list[str]:
         record, params = adapted(self.model), [one for one in originals(self.model).values() if one.is_parameter]

@@ -13,6 +13,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.models import initialise_parameter
+from weft.models.adapters import AdaptedLinear
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.private_torch import apply_to_tensors
 
@@ -24,7 +25,8 @@ class Materialise:
         model: with parameters on the meta device or not.
         axes: how its parameters are placed.
         seed: as `weft.models.initialise` takes it; None where there is none to make.
-        filled_later: whether values come from files afterwards: each rank then takes memory for its part alone.
+        filled_later: whether values come from files afterwards: each rank then takes memory for its part alone. Of an
+            adapter, which no file holds, A and B are made from the seed.
         device: where they are made.
 
     Raises:
@@ -48,8 +50,8 @@ class Materialise:
                     f"buffer {name!r}: it is on the meta device, and Weft has no rule for its values. Give it values "
                     "first."
                 )
-        meta = [name for name, param in model.named_parameters() if param.is_meta]
-        if meta and seed is None and not filled_later:
+        meta = [name for name, param in model.named_parameters() if param.is_meta and not self._is_filled_later(param)]
+        if meta and seed is None:
             raise ModelError(
                 f"parameter {meta[0]!r}: it is on the meta device. Give the model weights first, or seed= to make them."
             )
@@ -60,7 +62,7 @@ class Materialise:
         for param in params:
             if not param.is_meta:
                 continue
-            if self._filled_later:
+            if self._is_filled_later(param):
                 here = torch.empty(param.shape, dtype=param.dtype, device=self._device)
                 torch.utils.swap_tensors(param, nn.Parameter(here, requires_grad=param.requires_grad))
                 continue
@@ -70,6 +72,12 @@ class Materialise:
             initialise_parameter(whole, self._axes.saved_name(name), owner, self._seed)
             part = self._axes.part(name, whole).to(self._device, copy=True).contiguous()
             torch.utils.swap_tensors(param, nn.Parameter(part, requires_grad=param.requires_grad))
+
+    def _is_filled_later(self, param: nn.Parameter) -> bool:
+        if not self._filled_later:
+            return False
+        name, owner = self._owners[id(param)]
+        return not (isinstance(owner, AdaptedLinear) and name.endswith((".lora_A", ".lora_B")))
 
 
 def move(model: nn.Module, device: torch.device) -> None:

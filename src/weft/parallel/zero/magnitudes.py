@@ -1,4 +1,4 @@
-"""First magnitudes of DoRA for a base whose weights came after the adapter, such as slices read onto their ranks."""
+"""A base whose weights come after the adapter, such as slices read onto their ranks; first magnitudes of DoRA."""
 
 from __future__ import annotations
 
@@ -8,8 +8,30 @@ from torch import nn
 from weft.comm import all_reduce
 from weft.errors import ModelError
 from weft.models.adapters import adapted
-from weft.parallel.local_tensors import Stretch
+from weft.parallel.local_tensors import StateSource, Stretch
 from weft.parallel.placement import data_parallel
+
+
+@torch.no_grad()
+def load_base(model: nn.Module, source: StateSource) -> None:
+    """Read what this rank holds of a model's weights; an adapter starts beside them as `add_adapter` lets it.
+
+    All ranks call it, before the first step.
+
+    Args:
+        model: what `parallelize` returned, with an adapter or not.
+        source: weights of the model without its adapter.
+    """
+    record, engine = adapted(model), data_parallel(model)
+    if record is None:
+        engine.load_weights(source)
+        return
+    own = {f"{path}.{name}" for path, name in record.params()}
+    for one in engine.stretches():
+        if one.name not in own:
+            one.fill(source)
+    engine.publish()
+    start_magnitudes(model)
 
 
 @torch.no_grad()

@@ -34,7 +34,8 @@ CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 class PlannedModel:
     """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
 
-    sample_unit: what a batch consists of, in the plural, where the model's task names it.
+    sample_unit: what a batch consists of, in the plural, where the model's task names it. counted_adapter: the
+    config's, where the model's task counts it; None: the planner does, for Weft's own decoders.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PlannedModel:
     spec: DecoderSpec
     config: RunConfig | None = None
     sample_unit: str = "samples"
+    counted_adapter: AdapterSize | None = None
 
     @property
     def traced(self) -> TracedModel | None:
@@ -53,7 +55,7 @@ class PlannedModel:
         """The adapter that the config asks for; None where all weights are trained, or the model was traced."""
         if self.config is None or self.traced is not None:
             return None
-        return AdapterSize.of(self.spec, self.config.adapter)
+        return self.counted_adapter or AdapterSize.of(self.spec, self.config.adapter)
 
     @property
     def reads_sequence(self) -> bool:

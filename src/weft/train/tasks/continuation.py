@@ -16,7 +16,9 @@ from weft.spec.model import number
 from weft.structure import hugging_face
 from weft.train.folder import RunFolder
 from weft.train.state import restore_model
+from weft.train.task import with_adapter
 from weft.train.tasks.decoder_files import base_of, tokenizer_of
+from weft.train.tasks.published_weights import load_pretrained
 
 
 def pretrained_room(folder: RunFolder, prompt: str) -> int:
@@ -38,7 +40,10 @@ def pretrained_text(folder: RunFolder, path: Location, prompt: str, section: Sam
     """
     tokenizer = Tokenizer.load(tokenizer_of(folder))
     model: Any = hugging_face.causal_model(hugging_face.load_model_config(Path(base_of(folder))))
-    restore_model(model, load_checkpoint(path))
+    config = folder.config()
+    if config.adapter.rank:  # its checkpoints have no base
+        load_pretrained(model, Path(config.model.path).expanduser())
+    restore_model(with_adapter(model, config), load_checkpoint(path))
     device = pick_device("auto", 0)
     ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.end_id]], device=device)
     chance = {"temperature": section.temperature, "top_k": section.top_k} if section.temperature else {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import ConfigError, Problem
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
-from weft.train.task import Report
+from weft.train.task import Report, with_adapter
 from weft.train.tasks.decoder_files import base_of, keep_base, keep_files
 from weft.train.tasks.decoder_task import DecoderTask
 from weft.units import format_count
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from weft.parallel.local_tensors import StateSource
     from weft.planner.search import PlannedModel
+    from weft.planner.space import AdapterSize
     from weft.spec.plan import Plan
     from weft.train.folder import RunFolder
 
@@ -49,15 +50,16 @@ class PretrainedTask(DecoderTask):
         from weft.structure import hugging_face
         from weft.train.tasks.published_weights import pretrained_source, told_unexpected
 
-        model, length = self.shapes(), self.config.train.seq_len
-        if not base_of(folder).is_dir():
+        model: Any = self.shapes()  # whose methods transformers types loosely
+        length = self.config.train.seq_len
+        if self._needs_folder or not base_of(folder).is_dir():
             _, names = pretrained_source(model, self._path)
             self._unexpected = told_unexpected(names)
         longest = hugging_face.longest_sequence(model)
         if longest is not None and length > longest:
             raise _wrong("train.seq_len", length, f"the model reads at most {longest} tokens. Use {longest} or less.")
         super().prepare(folder, report)
-        rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        rows = model.get_input_embeddings().weight.shape[0]
         if self.data.vocab_size > rows:
             rule = f"its tokenizer has {self.data.vocab_size} entries, and its embedding {rows} rows"
             raise _wrong(
@@ -71,6 +73,11 @@ class PretrainedTask(DecoderTask):
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
         keep_base(folder, self._path)
         return keep_files(folder, None, self.data, [*notes, *self._unexpected])
+
+    @property
+    def _needs_folder(self) -> bool:
+        """Whether the run always reads the folder's weights: checkpoints of an adapter hold no base."""
+        return bool(self.config.adapter.rank)
 
     @property
     def _path(self) -> Path:
@@ -92,7 +99,6 @@ class PretrainedTask(DecoderTask):
     def shapes(self) -> nn.Module:
         from weft.models import as_shapes
 
-        # Adapters are put in here: after the base is built, before it is cut.
         with as_shapes(vectors=True):
             return self.build()
 
@@ -102,7 +108,8 @@ class PretrainedTask(DecoderTask):
     def initial_weights(self, model: nn.Module) -> StateSource | None:
         from weft.train.tasks.published_weights import pretrained_source
 
-        return pretrained_source(model, self._path)[0] if self._path.is_dir() else None
+        is_read = self._needs_folder or self._path.is_dir()
+        return pretrained_source(model, self._path)[0] if is_read else None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         # Positions that begin anew tell transformers where a document begins.
@@ -113,11 +120,11 @@ class PretrainedTask(DecoderTask):
         from weft.monitor import flops_per_token
         from weft.structure import hugging_face
 
-        model = self.shapes()
+        model: Any = self.shapes()
         config: Any = hugging_face.load_model_config(self._base).get_text_config(decoder=True)
-        head: Any = model.get_submodule("").get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        head = model.get_output_embeddings()
         own = sum(param.numel() for param in model.parameters())
-        tied = head is None or head.weight is model.get_input_embeddings().weight  # pyright: ignore
+        tied = head is None or head.weight is model.get_input_embeddings().weight
         table = 0 if tied or head is None else head.weight.numel()
         return flops_per_token(own - table, config.num_hidden_layers, config.hidden_size, self.config.train.seq_len)
 
@@ -133,7 +140,23 @@ class PretrainedTask(DecoderTask):
             found = read_model(str(self._base / "config.json"))
         except ModelError:
             found = read_model(replace(describe_by_tracing(self.build_for_trace()), name=self.name()))
-        return replace(found, name=self.name(), config=self.config, sample_unit=self.sample_unit)
+        beside = {"config": self.config, "sample_unit": self.sample_unit, "counted_adapter": self._adapter_size()}
+        return replace(found, name=self.name(), **beside)
+
+    def _adapter_size(self) -> AdapterSize | None:
+        """The adapter's size by the names that transformers gives the layers, which the planner does not know."""
+        from weft.models.adapters import adapted
+        from weft.planner.space import AdapterSize
+        from weft.structure import hugging_face
+
+        record = adapted(model := with_adapter(self.shapes(), self.config))
+        if record is None:
+            return None
+        layers: Any = [model.get_submodule(path) for path in record.layers]
+        config: Any = hugging_face.load_model_config(self._base).get_text_config(decoder=True)
+        number = config.num_hidden_layers
+        width = sum(layer.lora_A.shape[1] + layer.lora_B.shape[0] for layer in layers)
+        return AdapterSize(rank=record.kind.rank, width=width / number, products=len(layers) / number)
 
     def build_for_trace(self) -> nn.Module:
         """Return the model as shapes, of its own: tracing changes it."""

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft.checkpoint.pretrained import Joined, JoinedTensors, StoredWeights, stored_weights
 from weft.errors import CheckpointError, ModelError
-from weft.parallel.local_tensors import originals_of
+from weft.parallel.local_tensors import originals_of, read_whole
+from weft.train.state import model_tensors
 
 _SHOWN = 3
 
@@ -59,6 +61,19 @@ def pretrained_source(model: nn.Module, folder: Path) -> tuple[JoinedTensors, li
         )
     unexpected = [*left, *(name for name in entries if name not in originals)]
     return JoinedTensors(stored, found), sorted(unexpected)
+
+
+@torch.no_grad()
+def load_pretrained(model: nn.Module, folder: Path) -> None:
+    """Give a plain model on one device the weights of its folder.
+
+    Raises:
+        CheckpointError, ModelError: as `pretrained_source` raises them.
+    """
+    source, _ = pretrained_source(model, folder)
+    for name, tensor in model_tensors(model).items():
+        if name in source.entries:
+            tensor.copy_(read_whole(source, name))
 
 
 def told_unexpected(names: list[str]) -> list[str]:
